@@ -38,10 +38,17 @@ LAYERS = (
     ("train",),
     ("rl",),
     ("experiments", "testing"),
-    ("integrations",),
+    ("integrations", "report"),
 )
-# Old names of modules above, for other programs: nothing of the package imports them.
-REFERENCE_PATHS = ("components/", "hf_datasets/", "tools/profiling.py", "experiments/rl/")
+# Other paths of modules above, for other programs: nothing of the package imports them.
+REFERENCE_PATHS = (
+    "components/",
+    "hf_datasets/",
+    "tools/profiling.py",
+    "tools/report.py",
+    "rl/client.py",
+    "experiments/rl/",
+)
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y, _BEND_SPACE = 116, 30, 24, 34, 30
 

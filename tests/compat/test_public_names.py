@@ -118,16 +118,32 @@ def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path)
 
 
 def test_old_paths_of_rl_lead_to_the_same_modules():
-    import torchtitan.experiments.rl.serving.http as http
+    import torchtitan.experiments.rl.losses as losses
     import torchtitan.experiments.rl.trainer as trainer
 
     from torchtitan.experiments.rl import types
 
     names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
-    assert {module.__name__ for module in (http, trainer, types)} <= set(names)
+    assert {module.__name__ for module in (losses, trainer, types)} <= set(names)
     for name in names:
         old = importlib.import_module(name.replace("torchtitan.rl", "torchtitan.experiments.rl"))
         assert old is sys.modules[name]
+
+
+def test_public_paths_of_edges_lead_to_the_same_objects():
+    import torchtitan.rl.client as client
+    import torchtitan.rl.serve as serve
+    import torchtitan.tools.report as report
+    from torchtitan.integrations.tinker import client as own_client
+    from torchtitan.integrations.tinker import server, types
+    from torchtitan.report.__main__ import main
+
+    names = "AdamParams CustomLoss Datum ForwardBackwardOutput ModelInput SamplingParams".split()
+    assert [getattr(client, name) for name in names] == [getattr(types, name) for name in names]
+    for name in ("LocalTrainingClient", "LocalSamplingClient"):
+        assert getattr(client, name) is getattr(own_client, name)
+    assert serve.Server is server.Server
+    assert report.main is main
 
 
 def uses_of_what_is_not_available():

@@ -24,6 +24,7 @@ from tests.unit.rl.toy import toy_config
 from torchtitan.checkpoint.stream import digest_of
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tensor_views import local_shard
+from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator
@@ -32,7 +33,6 @@ from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
-from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
 from torchtitan.testing.gloo import run_ranks
 

@@ -12,9 +12,9 @@ from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
+from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
 from torchtitan.rl import decoding
-from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.generator import PolicyModel
 from torchtitan.rl.policy import PolicyTrainer

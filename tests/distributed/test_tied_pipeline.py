@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torchtitan.rl.policy import ReferencePolicy
 
 from tests.distributed.layout_matrix import LAYOUTS, ONE_PROCESS, run_step, whole
 from tests.distributed.test_engine_state import TIED, build
@@ -23,6 +22,7 @@ from torchtitan.distributed.tied_copies import (
     name_in_whole_model,
     sum_gradients,
 )
+from torchtitan.rl.policy import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.testing.gloo import run_ranks

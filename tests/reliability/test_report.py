@@ -1,4 +1,4 @@
-"""The page about a run: what is read, what is left out, and what a browser makes of it."""
+"""The page about a run: reading the folder, the page's size and safety, and the page in a browser."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from tests.reliability import jobs
 from tests.reliability.browser import CHROMIUM, browser
 from tests.reliability.faults import SAVING
 from torchtitan.listeners.metrics import JsonlLogger, TensorBoardLogger
-from torchtitan.tools.report.page import page_of
-from torchtitan.tools.report.read import read_run, thin_out
+from torchtitan.report.page import page_of
+from torchtitan.report.read import read_run, thin_out
 
 LOSS = "loss_metrics/global_avg_loss"
 T0 = 1_700_000_000.0
@@ -69,14 +69,14 @@ def text_of(html: str) -> str:
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torchtitan.tools.report", *map(str, arguments)]
+    command = [sys.executable, "-m", "torchtitan.report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 # ---- reading ----
 
 
-def test_steps_done_again_are_told_from_those_that_count(tmp_path):
+def test_steps_done_again_are_separate_from_final_steps(tmp_path):
     write_run_with_a_restart(tmp_path)
     data = data_of(page_of(read_run(tmp_path)))
     (loss,) = [c for p in data["panels"] for c in p["curves"] if c["metric"] == LOSS]
@@ -120,7 +120,7 @@ def test_config_versions_and_what_changed_are_on_the_page(tmp_path):
         ([], 7200, "no sign of life for 2 h"),
     ],
 )
-def test_state_of_the_run_is_told(tmp_path, last_events, seconds_later, state):
+def test_page_shows_the_state_of_the_run(tmp_path, last_events, seconds_later, state):
     write_lines(tmp_path / "events.jsonl", [event("start", 0), *last_events])
     html = page_of(read_run(tmp_path), now=T0 + seconds_later)
     assert re.search(r'class="state \w+">([^<]*)<', html).group(1) == state
@@ -173,7 +173,7 @@ def test_tensorboard_files_give_the_curves_that_jsonl_gives(tmp_path):
     for metric, curve in of_board.curves.items():
         expected = of_jsonl.curves[metric]
         assert (curve.starts, curve.steps) == (expected.starts, expected.steps)
-        assert list(curve.values) == pytest.approx(list(expected.values))  # fp32 there
+        assert list(curve.values) == pytest.approx(list(expected.values))  # TensorBoard stores fp32
 
 
 def test_tensorboard_file_that_ends_in_the_middle_of_a_record_is_read_that_far(tmp_path):
@@ -186,7 +186,7 @@ def test_tensorboard_file_that_ends_in_the_middle_of_a_record_is_read_that_far(t
     assert list(read_run(tmp_path).curves["loss"].steps) == [1, 2, 3, 4]
 
 
-def test_of_several_ranks_files_the_first_is_taken(tmp_path):
+def test_file_of_the_first_rank_is_read(tmp_path):
     for rank in (10, 2):
         write_lines(tmp_path / f"metrics.rank_{rank}.jsonl", [line(1, 1, loss=float(rank))])
         TensorBoardLogger(str(tmp_path / "tb" / f"rank_{rank}")).close()
@@ -337,7 +337,7 @@ def click(page, x: float, y: float) -> None:
 
 
 def paths(page, selector: str) -> list[str]:
-    """The paths of the panels that are seen."""
+    """The paths of the visible panels."""
     return page.evaluate(
         f"[...document.querySelectorAll('#charts > .panel {selector}')]"
         ".map(p => p.getAttribute('d')).filter(d => d)"
@@ -361,7 +361,7 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
     assert validation.count("M") == 1
     assert [path.count("L") for path in paths(page, ".dashed")] == [2, 2]  # steps 6 to 8
 
-    # At the right edge of the plot, the last step's values are read out.
+    # At the right edge of the plot, the page shows the last step's values.
     right = page.evaluate("document.querySelector('.panel .plot').getBoundingClientRect().right")
     _, y = center_of(page, ".panel svg")
     page.mouse("mouseMoved", right - 1, y)
@@ -370,7 +370,7 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
     cursors = "[...document.querySelectorAll('.cursor')].map(c => c.getAttribute('visibility'))"
     assert page.evaluate(cursors) == ["visible"] * 3
 
-    # By the clock, the two starts are two lines.
+    # On the axis of time, the two starts are two lines.
     assert page.evaluate("document.querySelectorAll('.switch button')[1].textContent") == (
         "wall-clock"
     )
@@ -407,7 +407,7 @@ def test_browser_runs_nothing_from_the_folder(page, tmp_path):
     page.evaluate("document.querySelector('#charts > details').open = true")
     assert page.evaluate("document.querySelector('.panel h2').textContent") == HOSTILE[:100]
     assert page.errors == []
-    # The policy holds where escaping would have failed.
+    # The security policy holds even if escaping failed.
     page.evaluate("document.body.innerHTML = '<img src=x onerror=\"document.title = 1\">'")
     assert page.evaluate("document.title") != "1"
 
@@ -428,7 +428,7 @@ def test_browser_shows_values_that_are_not_finite_and_single_points(page, tmp_pa
 
 @in_browser
 def test_page_of_a_killed_and_resumed_job(page, tmp_path):
-    """Nothing is written by hand here: the job, its files and the page are real."""
+    """The job, its files and the page are real, not written by the test."""
     arguments = [*jobs.TINY_JOB, *SAVING, f"--job.dump_folder={tmp_path}/outputs"]
     arguments += ["--metrics.enable_jsonl", "--training.steps=6", "--validation.enable"]
     arguments += ["--validation.dataset=c4_test", "--validation.seq_len=32"]
@@ -450,7 +450,7 @@ def test_page_of_a_killed_and_resumed_job(page, tmp_path):
 
 
 def cut_back_to_step(step: int, folder: Path) -> None:
-    """Leave what the job would have left if it had been killed after this step."""
+    """Change the folder to that of a job that was killed after this step."""
     for path in (folder / "checkpoint").glob("step-*"):
         if int(path.name.split("-")[1]) > step:
             shutil.rmtree(path)

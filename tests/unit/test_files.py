@@ -13,7 +13,7 @@ from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.listeners.metrics import JsonlLogger
 from torchtitan.listeners.profiling import MemorySnapshot
-from torchtitan.rl.report import append_episodes
+from torchtitan.rl.metrics import append_episodes
 from torchtitan.tools import events
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file

@@ -30,9 +30,9 @@ from tests.tiny_hf import VOCAB, tiny_hf_model
 from torchtitan.integrations.verl.config import EngineConfig
 
 STEPS, SAMPLES = 3, 8
-# A sample that sees another one moves log-probabilities by 1e-2; rounding moves them by 1e-6.
+# A sample that sees another sample moves log-probabilities by 1e-2; rounding moves them by 1e-6.
 MAX_DIFFERENCE, MAX_RELATIVE = 5e-6, 5e-6
-LR, EPS, CLIP = 1e-3, 1e-3, 0.5  # AdamW makes steps of full size of rounding errors without EPS
+LR, EPS, CLIP = 1e-3, 1e-3, 0.5  # without EPS, AdamW turns rounding errors into full steps
 LAYOUTS = {
     "one": {},
     "fsdp": {"data_parallel_shard_size": 2},
@@ -146,7 +146,7 @@ def as_sft(data: TensorDict) -> TensorDict:
 
 
 def share_of(data: TensorDict, rank: int, size: int) -> TensorDict:
-    """What one of `size` data-parallel ranks gets of a batch."""
+    """The share of a batch that rank `rank` of `size` data-parallel ranks gets."""
     return tu.chunk_tensordict(data, size)[rank]
 
 
@@ -176,7 +176,7 @@ def loss_of(kind: str) -> Any:
 
 
 def batch_of(kind: str, step: int, **settings: Any) -> TensorDict:
-    """The batch of one step: entropies are asked for in PPO."""
+    """The batch of a step; PPO asks for entropies."""
     data = make_batch(step, **{"calculate_entropy": kind == "ppo", **settings})
     return as_sft(data) if kind == "sft" else data
 
@@ -275,7 +275,7 @@ def worker_config(
     model: dict[str, Any] | None = None,
     **engine: Any,
 ) -> TrainingWorkerConfig:
-    """What verl makes a worker of. engine: fields of the engine's config."""
+    """The config of verl's worker. engine: fields of the engine's config."""
     return TrainingWorkerConfig(
         model_type=model_type,
         model_config=HFModelConfig(path=folder, load_tokenizer=False, **(model or {})),
@@ -310,7 +310,7 @@ def train(
 
 
 def score(worker: TrainingWorker, data: TensorDict) -> dict[str, list[torch.Tensor]]:
-    """Outputs for this rank's share of a batch, by verl's names."""
+    """Outputs for this rank's share of a batch, under verl's names."""
     engine = worker.engine
     share = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     data = share_of(data, *share)
@@ -326,7 +326,7 @@ def samples_of(output: TensorDict) -> dict[str, list[torch.Tensor]]:
 
 
 def assert_same_run(record: Record, expected: Record) -> None:
-    """Raise AssertionError unless a run is that of the plain loop, but for rounding."""
+    """Raise AssertionError unless a run equals that of the plain loop up to rounding."""
     torch.testing.assert_close(record.losses, expected.losses, rtol=MAX_RELATIVE, atol=5e-7)
     torch.testing.assert_close(record.norms, expected.norms, rtol=MAX_RELATIVE, atol=0)
     assert_same_outputs(record.outputs, expected.outputs)

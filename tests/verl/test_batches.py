@@ -1,4 +1,4 @@
-"""How a batch is split, tempered and scored changes nothing but what it should; what is refused."""
+"""Splitting, temperature and scoring of batches, and the batches that are refused."""
 
 import re
 from functools import partial
@@ -61,8 +61,8 @@ def test_gradients_are_the_same_for_any_split(fresh):
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
-def test_samples_that_are_masked_whole_count_in_the_means_over_sequences(fresh, folder, mode):
-    """Of verl's losses, and of our weights with `count_empty`."""
+def test_fully_masked_samples_count_in_means_over_sequences(fresh, folder, mode):
+    """Holds for verl's losses, and for our weights with `count_empty`."""
     loss_function = partial(ppo_loss, config=cases.actor_config(loss_agg_mode=mode))
 
     def batch():
@@ -189,7 +189,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_a_batch_asks_for_in_vain_is_refused_by_name(worker, key):
+def test_unsupported_switch_of_a_batch_is_refused_by_name(worker, key):
     value, words = REFUSED[key]
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         cases.train(worker, "sft", range(1), **{key: value})
@@ -199,7 +199,7 @@ def test_what_a_batch_asks_for_in_vain_is_refused_by_name(worker, key):
 def test_padded_samples_are_refused(worker):
     data = cases.batch_of("sft", 0)
     data["input_ids"] = data["input_ids"].to_padded_tensor(0)
-    with pytest.raises(ValueError, match="input_ids as a jagged tensor"):
+    with pytest.raises(ValueError, match="input_ids of text as a jagged tensor"):
         worker.engine.infer_batch(data)
 
 
@@ -224,7 +224,7 @@ def tempered(folder, layouts):
 
 
 def test_temperature_per_sample_in_all_layouts(folder):
-    """Those that cut rows, pad them, or pipe them."""
+    """The layouts cut rows, pad them, or send them through a pipeline."""
     (alone,) = run_ranks(tempered, 1, folder, ["one"], timeout_seconds=300)
     scores, norm = alone["one"]
     assert scores.keys() == {"log_probs", "entropy", "sum_pi_squared"}

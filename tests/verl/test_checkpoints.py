@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A single process, as far as verl's worker can tell."""
+    """The environment of a single process for verl's worker."""
     cases.pretend_torchrun(monkeypatch)
 
 
@@ -56,14 +56,14 @@ def test_resumed_run_repeats_the_steps_that_followed(alone, folder, tmp_path):
     assert_same(weights_of(resumed.engine), weights_of(worker.engine))
 
 
-def test_initialize_begins_anew(alone, folder):
+def test_second_initialize_starts_over(alone, folder):
     worker = cases.make_worker(folder, optim=SCHEDULE)
     first = cases.train(worker, "sft", range(2))
     worker.reset()
     assert cases.train(worker, "sft", range(2)).losses == first.losses
 
 
-def test_total_steps_count_when_the_trainer_has_counted_them(alone, folder):
+def test_total_steps_may_be_set_after_construction(alone, folder):
     worker = cases.make_worker(folder, optim=dict(lr_warmup_steps=0, min_lr_factor=0.0))
     assert worker.engine.lr_scheduler_step() == cases.LR
     worker.optimizer_config.total_training_steps = 4
@@ -203,12 +203,12 @@ def test_exported_weights_have_the_dtype_of_the_engine(alone, folder):
 
 
 def test_single_shards_are_refused_by_name(alone, folder):
-    with pytest.raises(NotImplementedError, match="was asked for shards"):
+    with pytest.raises(NotImplementedError, match="not shards; call"):
         cases.make_worker(folder).engine.get_per_tensor_param_shard()
 
 
 def apply_deltas(folders_and_sizes):
-    """Whether rank 0 has, of each case, the new weights from the old ones and the deltas."""
+    """For each case, True on rank 0 if old weights plus deltas are the new weights."""
     results = []
     for folder, sizes in folders_and_sizes:
         engine = cases.make_worker(folder, **sizes).engine

@@ -71,7 +71,7 @@ def run(folder, tmp_path, *settings, metrics=METRICS):
 
 
 def memory_gib(pid):
-    """Of a process and all below it; what several share is counted once."""
+    """The memory of a process and its descendants; shared pages are counted once."""
     total = 0
     try:
         root = psutil.Process(pid)
@@ -92,7 +92,7 @@ def test_reward_rises_and_rollout_and_trainer_agree(toy, tmp_path):
     scores = metrics["score"]
     assert len(scores) == 20
     assert sum(scores[-3:]) > 3 * sum(scores[:3]), scores
-    # With weights that were left behind, they would differ by what the steps change.
+    # If the rollout had kept old weights, the difference would be as large as the steps.
     assert max(metrics["difference"]) < 1e-6
 
 
@@ -117,7 +117,7 @@ def test_critic_learns_beside_the_policy_in_two_processes(toy, tmp_path):
 
 
 def test_log_probs_of_answers_are_those_of_the_trainer(tmp_path, monkeypatch):
-    """Token by token, in nats, after steps that the rollout got the weights of."""
+    """Compared token by token, in nats, after steps whose weights the rollout got."""
     cases.pretend_torchrun(monkeypatch)
     folder, temperature = cases.save_model(str(tmp_path), "qwen3"), 0.8
     worker = cases.make_worker(folder)

@@ -1,4 +1,4 @@
-"""The commands of docs/verl.md as their reader types them: one after the other, in one folder."""
+"""Runs the commands of docs/verl.md as a reader does: in their order, in one folder."""
 
 import os
 import re
@@ -18,7 +18,7 @@ STEPS = 2
 
 
 def run(command: str, folder: Path) -> list[int]:
-    """The steps that a command of the page reports, of a run that ends after `STEPS`."""
+    """The steps that a command of the page reports, in a run that ends after `STEPS`."""
     command = command.replace("/tmp/toy", str(folder))
     if command != MAKE_TOY.replace("/tmp/toy", str(folder)):
         command += f" trainer.total_training_steps={STEPS}"

@@ -39,7 +39,7 @@ def references(folders):
 
 
 def merged(records, n_shares=1):
-    """One record of all ranks': each data-parallel share of the outputs comes once, in order."""
+    """Join the ranks' records; each data-parallel share of the outputs comes once, in order."""
     (first, *_) = [record for record in records if record.losses]
     shares = [record.outputs for record in records if record.outputs]
     assert len(shares) == n_shares

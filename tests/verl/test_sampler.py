@@ -81,7 +81,7 @@ def test_new_weights_take_effect_whole_or_not_at_all(tied, tmp_path):
         await sampler.load_weights(pairs[:3], is_last=False)
         await sampler.load_weights(pairs[3:])
 
-    with pytest.raises(ValueError, match="not those of the model in .*/model: .*missing, unknown"):
+    with pytest.raises(ValueError, match="do not fit the model in .*/model: .*missing, unknown"):
         asyncio.run(load(weights[:-1]))
     assert draw_all(sampler, temperature=0) == before
     asyncio.run(load(weights))
@@ -110,17 +110,17 @@ def test_aborted_requests_are_answered_and_later_ones_wait(sampler):
     asyncio.run(scene())
 
 
-def test_what_cannot_be_drawn_is_refused_and_the_next_request_served(sampler):
+def test_unsupported_request_is_refused_and_the_next_one_served(sampler):
     with pytest.raises(ValueError, match="repetition_penalty, got 1.2; set"):
         draw_all(sampler, repetition_penalty=1.2)
-    with pytest.raises(ValueError, match="draws by temperature, .*, got min_p; leave"):
+    with pytest.raises(ValueError, match="takes the settings temperature, .*, got min_p; leave"):
         draw_all(sampler, min_p=0.1)
     with pytest.raises(ValueError, match="has no token"):
         draw_all(sampler, prompts=[[]])
     assert len(draw_all(sampler)) == len(PROMPTS)
 
 
-def test_mistake_of_one_request_is_not_the_others(sampler):
+def test_mistake_of_a_request_fails_only_that_request(sampler):
     async def ask():
         return await asyncio.gather(
             sampler.draw([], 4, {}),
@@ -135,7 +135,7 @@ def test_mistake_of_one_request_is_not_the_others(sampler):
 
 
 def test_long_prompts_wait_for_those_with_longer_answers(sampler):
-    """As in dialogues, where what is left of `max_len` differs."""
+    """In dialogues, for example, the room left within `max_len` differs."""
 
     async def ask():
         return await asyncio.gather(
@@ -156,7 +156,7 @@ def test_more_requests_than_rows_are_one_batch(tmp_path):
     sampler.close()
 
 
-def test_callers_that_have_gone_stop_nobody(sampler):
+def test_cancelled_request_does_not_stop_its_batch(sampler):
     async def scene():
         gone, waiting = (asyncio.create_task(sampler.draw([7], 3, {})) for _ in range(2))
         await asyncio.sleep(0)

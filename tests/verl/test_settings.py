@@ -1,4 +1,4 @@
-"""verl's settings as ours, the plug-in that verl loads, and what a wrong setting gets."""
+"""verl's settings as a `JobConfig`, the plug-in, and the errors for wrong settings."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def job_of(folder, *, optim=None, checkpoint=None, model=None, world_size=1, **e
     )[0]
 
 
-# ---- what they become ----
+# ---- the job ----
 
 
 def test_settings_reach_the_job(folder):
@@ -83,7 +83,7 @@ def test_schedule_of_unknown_length_stays_at_its_peak(folder):
 
 
 def verls_factors(schedule, steps, **options):
-    """The factor on the peak rate in each step, by a scheduler of verl's."""
+    """The factor on the peak learning rate in each step, from verl's scheduler."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler, seen = schedule(optimizer, **options), []
     for _ in range(steps):
@@ -94,7 +94,7 @@ def verls_factors(schedule, steps, **options):
 
 
 def our_factors(config, steps, first=0):
-    """The same by ours; first: steps that the schedule is ahead."""
+    """The same from our scheduler. first: number of steps by which the schedule is ahead."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedulers, seen = build_lr_schedulers([optimizer], config, steps), []
     for step in range(first, steps):
@@ -160,7 +160,7 @@ WRONG = {
     "two truths": (dict(data_parallel_size=4, world_size=2), "engine.data_parallel_size must be 1"),
     "size 0": (dict(context_parallel_size=0), "engine.context_parallel_size must be at least 1"),
     "kernel": (dict(attn_type="flex_flash"), "engine.attn_type must be 'flex' or 'varlen'"),
-    "kernel that verl refuses": (dict(attn_type="sdpa"), "'flex' or 'varlen' here, got 'sdpa'"),
+    "kernel that verl refuses": (dict(attn_type="sdpa"), "'flex' or 'varlen', got 'sdpa'"),
     "checkpointing": (
         dict(activation_checkpoint="selectiv"),
         "engine.activation_checkpoint must be 'selective', 'full' or 'none', got 'selectiv'",
@@ -168,7 +168,7 @@ WRONG = {
     "dtype": (dict(dtype="float16"), "got 'float16'"),
     "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
     "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
-    "LoRA": (dict(model=dict(lora_rank=8)), "LoRA is not available here"),
+    "LoRA": (dict(model=dict(lora_rank=8)), "torchtitan's engine has no LoRA"),
     "LoRA of Megatron's kind": (dict(model=dict(lora={"rank": 8})), "model.lora.rank = 8"),
     "adapter": (dict(model=dict(lora_adapter_path="/a")), "model.lora_adapter_path = '/a'"),
     "contents": (
@@ -177,7 +177,7 @@ WRONG = {
     ),
     "contents without model": (
         dict(checkpoint=dict(save_contents=["optimizer"])),
-        "must have 'model'",
+        "must include 'model'",
     ),
 }
 
@@ -197,7 +197,9 @@ def test_wrong_choice_of_verls_own_class_is_the_same_sentence():
         TorchtitanEngineConfig(attn_type="sdpa")
     with pytest.raises(ConfigError, match="engine.activation_checkpoint must be .* got 'memory'"):
         TorchtitanEngineConfig(activation_checkpoint="memory")
-    with pytest.raises(AssertionError, match="spmd_backend"):  # there is no such setting of ours
+    with pytest.raises(
+        AssertionError, match="spmd_backend"
+    ):  # we have no such setting, so verl's error stays
         TorchtitanEngineConfig(spmd_backend="none")
 
 
@@ -207,7 +209,7 @@ def test_other_engines_configs_are_refused(folder):
         job_config_of(FSDPEngineConfig(), cases.optimizer_config(), model, None, "", 1)
     with pytest.raises(ConfigError, match="got FSDPOptimizerConfig without .*optim=torchtitan"):
         job_config_of(ours, FSDPOptimizerConfig(), model, None, "", 1)
-    with pytest.raises(ConfigError, match="got None; give one, or set engine.forward_only"):
+    with pytest.raises(ConfigError, match="got None; give a config, or set engine.forward_only"):
         job_config_of(ours, None, model, None, "", 1)
     job_config_of(cases.engine_config(forward_only=True), None, model, None, "language_model", 1)
 
@@ -234,7 +236,7 @@ def test_critic_is_no_language_model(tmp_path):
         job_of(folder)
 
 
-def test_our_messages_are_told_in_verls_words():
+def test_our_messages_name_verls_fields():
     ours = "parallelism.tensor_parallel_degree must divide n_heads, got 3 with training.max_norm"
     assert in_verls_words(ours) == (
         "engine.tensor_parallel_size must divide n_heads, got 3 with optim.clip_grad"
@@ -309,5 +311,5 @@ importlib.metadata.entry_points = entry_points_of
 import verl
 """
     result = in_new_process(code)
-    assert "torchtitan is no backend of verl here" in result.stderr
+    assert "verl cannot use torchtitan" in result.stderr
     assert "made for verl 0.9.1" in result.stderr and "VERL_USE_EXTERNAL_PLUGINS" in result.stderr

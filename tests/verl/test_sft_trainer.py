@@ -1,5 +1,5 @@
-"""verl's own SFT trainer as its users start it: equal losses in every layout, resumed in another, and
-those of verl's own FSDP engine."""
+"""verl's SFT trainer, started as its users do: losses are equal in every layout, after a resume in
+another layout, and with verl's own FSDP engine."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from examples.verl.toy import make_toy
 from tests.verl import cases
 
 STEPS, TIMEOUT_SECONDS = 20, 300
-# AdamW makes steps of full size of rounding errors without it.
+# Without it, AdamW turns rounding errors into full steps.
 EPS = 1e-3
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a model, its tokenizer, and data: 64 talks and 16."""
+    """A folder with a model, its tokenizer, and data: 64 dialogues to train on, 16 to validate."""
     folder = tmp_path_factory.mktemp("sft")
     make_toy(folder)
     return folder
@@ -57,7 +57,7 @@ def run_trainer(place, name, n_ranks=1, engine="torchtitan", **settings):
 
 
 def assert_same_run(metrics, expected, steps, **tolerances):
-    """tolerances: relative ones, other than 1e-5, by the metric's last name."""
+    """tolerances: last part of a metric's name -> relative tolerance; 1e-5 for other metrics."""
     for name in ("loss", "grad_norm", "lr", "global_tokens"):
         ours, theirs = (
             torch.tensor([run[step][f"train/{name}"] for step in steps], dtype=torch.float64)
@@ -74,14 +74,14 @@ def assert_same_run(metrics, expected, steps, **tolerances):
 
 @pytest.fixture(scope="module")
 def alone(place):
-    # Saved within the second of three epochs of eight steps.
+    # The checkpoint is in the middle of the second of three epochs of eight steps.
     return run_trainer(place, "alone", **{"trainer.save_freq": "10"})
 
 
 def test_loss_falls_in_twenty_steps(alone):
     assert sorted(alone) == list(range(1, STEPS + 1))
     assert alone[STEPS]["val/loss"] < alone[5]["val/loss"] < alone[1]["train/loss"]
-    assert alone[STEPS]["train/lr"] == 0.0  # of a step that would follow
+    assert alone[STEPS]["train/lr"] == 0.0  # the rate of the step after the last
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What verl asks of any engine, asked as its trainers do: whole batches to groups of Ray processes.
+"""Runs engines as verl's trainers do: whole batches go to groups of Ray processes.
 
 One process and two, in which all layouts of actor and critic live side by side. verl splits a
 batch over the ranks that read different data and joins what comes back.
@@ -29,7 +29,7 @@ LOSSES = {"actor": "ppo", "critic": "value"}
 
 
 class WorkerWithWeights(TrainingWorker):
-    """verl's worker, which hands out weights too."""
+    """verl's worker, with a method that returns weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self):
@@ -111,6 +111,6 @@ def test_weights_scores_and_steps_are_those_of_transformers(
 
 
 def infer(group):
-    """Outputs for each sample of a whole batch, in its order, by name."""
+    """name -> outputs for each sample of a whole batch, in its order."""
     data = cases.make_batch(0, calculate_entropy=True, compute_loss=False)
     return cases.samples_of(group.infer_batch(data).get())

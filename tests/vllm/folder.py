@@ -10,7 +10,7 @@ from torchtitan.engine import TrainingEngine
 
 
 def make_folder(folder: Path) -> Path:
-    """Write random weights, config.json and some tokenizer, which vLLM asks for; return the folder."""
+    """Write random weights, config.json and a tokenizer, which vLLM needs; return the folder."""
     config = toy_config(folder / "dump")
     shutil.copytree(config.model.hf_assets_path, folder, dirs_exist_ok=True)
     engine = TrainingEngine(config)

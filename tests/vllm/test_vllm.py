@@ -1,4 +1,4 @@
-"""RL with a real vLLM on the CPU: in the ranks' own processes, and as a server. See scripts/run_vllm_tests.sh."""
+"""RL with a real vLLM on the CPU, in the ranks' processes and as a server. See scripts/run_vllm_tests.sh."""
 
 import functools
 import importlib.util
@@ -29,7 +29,8 @@ if importlib.util.find_spec("vllm") is None:  # slow to import, and its ranks ar
     pytest.skip("needs vLLM", allow_module_level=True)
 
 STEPS = ["--training.steps=4", "--rl.sampling.temperature=0.9", "--rl.eval_samples=4"]
-# fp32 on both sides; sums in another order. The most in 120 steps of copy_cpu.toml was 5.3e-6.
+# Both sides use fp32 and sum in different orders. The largest difference in 120 steps of
+# copy_cpu.toml was 5.3e-6.
 CLOSE = 2e-5
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def run_eagerly(*arguments):
-    """As `run_on_this_rank`, without a minute of compiling."""
+    """Like `run_on_this_rank`, but without compiling, which takes a minute."""
     import vllm
 
     vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
@@ -71,7 +72,7 @@ def one_process(folder, tmp_path_factory):
 
 
 def test_trainer_scores_what_vllm_drew_as_vllm_did(one_process):
-    """So vLLM has the weights of each step, and its log-probs are of what it drew from."""
+    """vLLM has the weights of each step, and its log-probs are of the distribution that it draws from."""
     assert len(one_process["steps"]) == 4
     assert len({step["rl/reward"] for step in one_process["steps"]}) > 1
     for step in one_process["steps"]:
@@ -96,7 +97,7 @@ def test_engines_of_two_ranks_draw_what_one_does(flags, folder, one_process, tmp
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    """Flags for a server that has the toy policy."""
+    """Flags for a server of the toy policy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

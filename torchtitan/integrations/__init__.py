@@ -1,1 +1,1 @@
-"""The engine inside other frameworks, each behind an extra of its own."""
+"""Adapters between the engine and other programs: one folder or module per program."""

@@ -33,8 +33,8 @@ from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.losses import metrics_of_updates
+from torchtitan.rl.metrics import MetricsWriter, describe, mean_scores, staleness
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
-from torchtitan.rl.report import Reporter, describe, mean_scores, staleness
 from torchtitan.rl.roles import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.rollout import (
     Draws,
@@ -122,7 +122,7 @@ class Controller:
             name = "none" if self.critic else self.config.advantage.name
             self.advantages = AdvantageEstimator(name, self.config.advantage.std)
             self.batcher = Batcher.from_config(job_config, engine.dp_size)
-            self.reporter = Reporter(job_config, engine)
+            self.reporter = MetricsWriter(job_config, engine)
             self.checkpointer = engine.checkpointer
             self.checkpointer.states["rl"] = self
             self.reference = None

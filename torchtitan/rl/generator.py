@@ -42,8 +42,8 @@ from torchtitan.tools.utils import set_default_dtype
 __getattr__ = load_on_access(
     __name__,
     {
-        "OpenAIGenerator": "torchtitan.rl.openai_generator",
-        "VLLMGenerator": "torchtitan.rl.vllm_generator",
+        "OpenAIGenerator": "torchtitan.integrations.openai",
+        "VLLMGenerator": "torchtitan.integrations.vllm",
     },
 )
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -m torchtitan.rl.serve --job.config_file job.toml
     TINKER_API_KEY=tml-local python my_loop.py base_url=http://127.0.0.1:8000
 
-Rank 0 listens at `rl.serve.host` and `rl.serve.port`. SIGTERM or SIGINT ends it: the call that is
-being carried out ends first, and what waits is answered with an error.
+Rank 0 listens at `rl.serve.host` and `rl.serve.port`. On SIGTERM or SIGINT the server finishes the
+call that is running, answers waiting requests with an error, and ends.
 """
 
 from torchtitan import train
@@ -13,8 +13,8 @@ from torchtitan.rl.checks import check_server_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.lazy_names import load_on_access
 
-# Heavy, and a mistake in the config is told without it.
-__getattr__ = load_on_access(__name__, {"Server": "torchtitan.rl.serving.server"})
+# Slow to import, and not needed to report a mistake in the config.
+__getattr__ = load_on_access(__name__, {"Server": "torchtitan.integrations.tinker.server"})
 
 
 def main() -> None:

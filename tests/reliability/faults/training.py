@@ -71,7 +71,7 @@ FAULTS = [
 
 # Looking at a run
 
-NO_REPORT = dict(module="torchtitan.tools.report", whole_command=True)
+NO_REPORT = dict(module="torchtitan.report", whole_command=True)
 FAULTS += [
     Fault(
         name="report of a folder without a run",

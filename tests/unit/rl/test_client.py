@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.rl.toy import gradients, toy_config
 from torchtitan.experiments.rl_toy.tasks import CharTokenizer
-from torchtitan.rl.client import (
+from torchtitan.integrations.tinker.client import (
     AdamParams,
     Datum,
     LocalTrainingClient,
@@ -89,7 +89,7 @@ def test_ppo_clips_where_its_thresholds_say(client):
     assert loss(0.5, -1.0) == pytest.approx(2 * 0.8, rel=1e-4)
 
 
-def test_importance_sampling_bounds_no_ratio_as_its_documentation_says(client):
+def test_importance_sampling_does_not_bound_ratios(client):
     tokens = [1, 2, 3]
     logprobs = client.forward([datum(tokens)]).result().loss_fn_outputs[0]["logprobs"]
     behaviour = logprobs - torch.tensor([12.0, -12.0])
@@ -198,13 +198,13 @@ def test_loaded_state_is_the_saved_one(client):
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: (x[0].sum() * math.nan, {})
             ).result(),
-            "the function's loss is nan",
+            "got loss nan; correct the function",
         ),
         (
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})
             ).result(),
-            "it or its gradient is not finite",
+            "must have a finite loss and finite gradients",
         ),
         (
             lambda c: c.forward_backward(
@@ -233,7 +233,9 @@ def test_example_learns_in_a_few_steps(steps):
 
 def test_step_with_a_failed_call_is_not_taken_in_part(client):
     client.forward_backward(DATA, "cross_entropy")
-    client.forward_backward([datum([1, 2], weight=[1.0])], "cross_entropy")  # nobody looks at it
+    client.forward_backward(
+        [datum([1, 2], weight=[1.0])], "cross_entropy"
+    )  # its error is in the future, which is not read
     client.forward_backward(DATA, "cross_entropy")
     sampler = client.save_weights_and_get_sampling_client().result()
     with pytest.raises(RuntimeError, match="this step failed .*got 'weight'") as raised:
@@ -245,7 +247,7 @@ def test_step_with_a_failed_call_is_not_taken_in_part(client):
 
 
 @pytest.mark.parametrize("missing", ["logprobs", "advantages"])
-def test_policy_loss_wants_what_it_is_made_of(client, missing):
+def test_policy_loss_names_its_missing_input(client, missing):
     inputs = {"logprobs": [-1.0], "advantages": [1.0]}
     del inputs[missing]
     with pytest.raises(ValueError, match=f"needs {missing} in loss_fn_inputs"):
@@ -277,7 +279,7 @@ def test_custom_loss_sees_masked_targets_too(client):
     "loss_fn",
     [lambda data, lps: (3.0, {}), lambda data, lps: (lps[0], {}), lambda *_: (torch.ones(()), {})],
 )
-def test_custom_loss_that_is_no_number_with_a_gradient_is_named(loss_fn, client):
+def test_custom_loss_must_be_a_scalar_with_a_gradient(loss_fn, client):
     with pytest.raises(ValueError, match="loss_fn must return a sum over tokens, a scalar tensor"):
         client.forward_backward_custom([datum([1, 2, 3])], loss_fn).result()
     with pytest.raises(RuntimeError, match="of this step failed"):
@@ -294,7 +296,7 @@ def test_custom_loss_that_is_no_number_with_a_gradient_is_named(loss_fn, client)
         ({"weights": ["a", "b"]}, "weights of a Datum must be a list or a tensor of numbers"),
     ],
 )
-def test_inputs_that_are_no_ids_or_numbers_are_named(inputs, message, client):
+def test_inputs_that_are_not_ids_or_numbers_are_named(inputs, message, client):
     given = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})
     with pytest.raises(ValueError, match=message):
         client.forward_backward([given], "cross_entropy").result()
@@ -446,7 +448,7 @@ def test_copies_are_bounded_and_pinned_ones_stay(tmp_path):
         samplers[1].compute_logprobs(PROBE).result()
         assert first.compute_logprobs(PROBE).result() == scored
         client.load_sampler_weights(first).result()
-        assert client.forward(DATA).result()  # the policy is what it was at the start
+        assert client.forward(DATA).result()  # the policy has its first weights again
         now = client.save_weights_and_get_sampling_client().result()
         assert now.compute_logprobs(PROBE).result() == scored
         assert not any(optimizer.state for optimizer in client._trainer.engine.optimizers)
@@ -467,7 +469,7 @@ def test_sampler_of_a_saved_state_leaves_the_policy_alone(client):
     before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
     saved = client.create_sampling_client(path).result()
     assert saved.compute_logprobs(PROBE).result() == scored
-    for _ in range(6):  # more than copies are kept of: it is loaded again
+    for _ in range(6):  # the copy is dropped, so the state is loaded again
         client.save_weights_and_get_sampling_client().result()
         learn(client, lr=0.0)
     assert saved.compute_logprobs(PROBE).result() == scored

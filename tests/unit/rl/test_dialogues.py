@@ -11,13 +11,13 @@ from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.experiments.rl_toy.tasks import GuessTask
+from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, Prompt, Turn
 from torchtitan.rl.types import Completion, Episode, TrainingSample
-from torchtitan.rl.vllm_generator import VLLMGenerator
 
 STOPS = ["--rl.sampling.stop_token_ids", *map(str, range(1, 9))]  # so that random turns end
 GUESS = ["--rl.task.name=guess", "--rl.task.max_turns=3"]

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from tests.unit.test_engine import make_config, random_batch
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
+from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import job_config as rl_job_config
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, build_generator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.vllm_generator import VLLMGenerator
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
     StaleWeightsError,
@@ -354,7 +354,7 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
     assert fake.options["max_model_len"] == 48
     config.rl.generator.tensor_parallel_degree = 2
     with pytest.raises(
-        ConfigError, match="must divide the ranks that generate, got 2 with 1 ranks"
+        ConfigError, match="must divide the number of ranks that generate, got 2 with 1 ranks"
     ):
         build_generator(config, engine)
 
@@ -363,16 +363,16 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
 def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.n_read, fake.fault = VLLMGenerator("assets"), 3, fault
-    problem = "no such shape" if fault else "did not read them to the end"
-    with pytest.raises(WeightMismatchError, match=f"vLLM did not take version .*{problem}"):
+    problem = "no such shape" if fault else "did not read all weights"
+    with pytest.raises(WeightMismatchError, match=f"vLLM did not load version .*{problem}"):
         WeightSync(engine, generator).update()
 
 
 def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
     generator, fake.can_empty_cache = VLLMGenerator("assets"), False
-    # As for all failures of an update, `WeightSync` raises it on the other ranks.
-    with pytest.raises(WeightMismatchError, match="did not take version .* kept its prefix cache"):
+    # As all failures of an update, which `WeightSync` tells to the other ranks.
+    with pytest.raises(WeightMismatchError, match="did not load version .* kept its prefix cache"):
         WeightSync(engine, generator).update()
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)

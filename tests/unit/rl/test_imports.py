@@ -18,6 +18,7 @@ before = set(sys.modules)
 import torchtitan.rl
 names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
 assert "torchtitan.rl.losses" in names, names
+names += [f"torchtitan.integrations.{name}" for name in ("openai", "vllm", "tinker.server")]
 for name in names:
     importlib.import_module(name)
 heavy = {"datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"}

@@ -16,7 +16,7 @@ from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.rl.checks import check_rl_config, check_server_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
-from torchtitan.rl.report import staleness
+from torchtitan.rl.metrics import staleness
 from torchtitan.rl.tasks import build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import WeightMismatchError

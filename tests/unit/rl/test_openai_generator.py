@@ -17,11 +17,11 @@ from tests.unit.rl.test_job_config import config_with
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl import openai_generator
+from torchtitan.integrations import openai
+from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator
-from torchtitan.rl.openai_generator import OpenAIGenerator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
 from torchtitan.tools.errors import RunError
@@ -63,7 +63,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         return {"choices": [self.change(choice)]}
 
     def collective_rpc(self, message):
-        """vLLM's."""
+        """Answer vLLM's development endpoints."""
         assert message["method"] == "reload_weights"
         self.reload({"path": message["kwargs"]["weights_path"], "version": 1})
         return {"results": [None]}
@@ -124,7 +124,7 @@ SHORT = ["--rl.num_prompts_per_step=2", "--rl.eval_samples=2", "--rl.sampling.te
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several turns"])
 def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
-    """So it drew with the weights that it was given, and its tokens are those that are trained on."""
+    """The server has the trainer's weights, and training uses exactly the tokens that it drew."""
     controller = Controller(toy_config(tmp_path, *SHORT, *extra, *flags_of(server)))
     controller.setup()
     if extra:
@@ -171,14 +171,12 @@ def test_tokens_may_be_spelled_as_ids(server):
     [("token_ids", "got 0 ids and 4 log-probs"), ("logprobs", "got 4 ids and 0 log-probs")],
 )
 def test_answer_without_ids_or_logprobs_is_one_sentence(missing, numbers, server):
-    with pytest.raises(
-        RunError, match=f"id and the log-prob of every new token, {numbers}; it must"
-    ):
+    with pytest.raises(RunError, match=f"id and the log-prob of every new token, {numbers}; use"):
         answers_of(server, lambda choice: choice | {missing: None})
 
 
 @pytest.mark.parametrize("wrong", [32, -1, "5", 5.0, None])
-def test_answer_with_ids_that_the_model_has_not_is_one_sentence(wrong, server):
+def test_answer_with_ids_outside_the_vocabulary_is_one_sentence(wrong, server):
     def changed(choice):
         return choice | {"token_ids": [*choice["token_ids"][:-1], wrong]}
 
@@ -190,13 +188,13 @@ def test_answer_with_ids_that_the_model_has_not_is_one_sentence(wrong, server):
 def test_greedy_tokens_have_a_probability_of_one(server):
     for completion in answers_of(server, temperature=0.0):
         assert completion.token_logprobs == (0.0,) * 4
-        assert completion.token_kept_mass == (1.0,) * 4  # our stand-in's, of what it kept
+        assert completion.token_kept_mass == (1.0,) * 4  # of the test's server
     with pytest.raises(ValueError, match="no log-probs of a truncated distribution"):
         answers_of(server, top_k=2)
 
 
-def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypatch):
-    monkeypatch.setattr(openai_generator, "_SECONDS_BETWEEN_TRIES", 0.01)
+def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
+    monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     expected = answers_of(server)
     server.fails = [(503, None), (429, None)]
     assert answers_of(server) == expected
@@ -212,7 +210,7 @@ def test_passing_failures_are_tried_again_and_lasting_ones_told(server, monkeypa
         generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
 
 
-def test_failure_is_told_before_slower_requests_end(server, monkeypatch):
+def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
     may_end = threading.Event()
 
     def post(url, request, timeout_seconds):
@@ -221,7 +219,7 @@ def test_failure_is_told_before_slower_requests_end(server, monkeypatch):
         may_end.wait(60)
         return None
 
-    monkeypatch.setattr(openai_generator, "_post", post)
+    monkeypatch.setattr(openai, "_post", post)
     started = time.monotonic()
     with pytest.raises(RunError, match="it is gone"):
         generator_of(server, "unused").generate([[1], [2]], SamplingConfig(seed=1))
@@ -233,11 +231,11 @@ def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path)
     generator = generator_of(server, tmp_path / "weights")
     server.fails = [(400, {"error": "cannot load"})]
     weights = Weights(pairs=[], version=2, digest=None)
-    with pytest.raises(WeightMismatchError, match="has not got version 2 .*cannot load"):
+    with pytest.raises(WeightMismatchError, match="did not load version 2 .*cannot load"):
         generator.update_weights(weights)
     assert generator.policy_version == -1
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightMismatchError, match="has not got version 2 .*Not a directory"):
+    with pytest.raises(WeightMismatchError, match="did not load version 2 .*Not a directory"):
         generator_of(server, tmp_path / "file").update_weights(weights)
 
 
@@ -255,8 +253,10 @@ def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tm
     assert generator.policy_version == -1
 
 
-def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp_path, monkeypatch):
-    """So no rank waits in a gather, or in an exchange of failures, for one that has left it."""
+def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
+    server, tmp_path, monkeypatch
+):
+    """Otherwise a rank could wait in a collective for a rank that has raised."""
 
     class Broken(Weights):
         def __iter__(self):
@@ -268,8 +268,8 @@ def test_only_what_the_weights_themselves_raise_is_not_of_the_server(server, tmp
         generator.update_weights(Broken(version=2, digest=None))
     read = []
     pairs = ((read.append(name), (name, torch.zeros(1)))[1] for name in "abc")
-    monkeypatch.setattr(openai_generator, "save_file", lambda *_: 1 / 0)
-    monkeypatch.setattr(openai_generator, "_LARGEST_FILE", 4)
+    monkeypatch.setattr(openai, "save_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(openai, "_MAX_FILE_BYTES", 4)
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
     assert read == ["a", "b", "c"]
@@ -294,7 +294,9 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
 def test_settings_are_checked(values, message):
     good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
     check_rl_config(config_with(**good))
-    check_rl_config(config_with(**good | {"rl__generator__reload_url": ""}))  # of vLLM
+    check_rl_config(
+        config_with(**good | {"rl__generator__reload_url": ""})
+    )  # allowed: the server may be vLLM
     with pytest.raises(ConfigError, match=message):
         check_rl_config(
             config_with(**good | {f"rl__generator__{key}": v for key, v in values.items()})

@@ -10,7 +10,7 @@ from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.toy import toy_config
 from torchtitan.experiments.rl_toy.tasks import SumDigitsTask
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.report import append_episodes, mean_scores, staleness
+from torchtitan.rl.metrics import append_episodes, mean_scores, staleness
 from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Grade, Prompt
 from torchtitan.rl.types import Completion, Episode, TrainingSample

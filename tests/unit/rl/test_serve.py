@@ -1,4 +1,4 @@
-"""The HTTP server by raw requests; test_serve_tinker.py has the published client talk to it."""
+"""The HTTP server, tested with raw requests; test_serve_tinker.py uses the published client."""
 
 import contextlib
 import json
@@ -13,15 +13,15 @@ import time
 import pytest
 
 from tests.reliability import jobs
-from tests.unit.rl.serving import Http, forward_backward_message, part, serving
+from tests.unit.rl.tinker_server import Http, forward_backward_message, part, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
+from torchtitan.integrations.tinker import http, wire
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
-from torchtitan.rl.client import LocalTrainingClient
-from torchtitan.rl.client_types import AdamParams, Datum, ModelInput
-from torchtitan.rl.serving import http, wire
-from torchtitan.rl.serving.http import Access, HttpServer
-from torchtitan.rl.serving.results import Answer
 from torchtitan.testing.gloo import run_ranks
 
 DATA = [
@@ -43,7 +43,7 @@ def url(tmp_path_factory):
 
 @pytest.fixture
 def run(url):
-    """A training run of its own, which leaves the policy to the next one."""
+    """A new training run, which gives up the policy at its end."""
     client = Http(url).start()
     yield client
     client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
@@ -94,7 +94,7 @@ def test_sampler_keeps_its_weights_after_an_update(run):
 
 def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
     sampler, asked = run.sampler(), []
-    from torchtitan.rl.client import LocalSamplingClient
+    from torchtitan.integrations.tinker.client import LocalSamplingClient
 
     sample = LocalSamplingClient._sample
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ def test_saved_states_are_loaded_and_sampled_from(run):
     status, answer = run.post(
         "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
     )
-    assert status == 404 and "does not have the policy" in answer["detail"]
+    assert status == 404 and "does not own the policy" in answer["detail"]
 
 
 def test_second_session_waits_for_the_policy(run, url):
@@ -194,11 +194,11 @@ def test_second_session_waits_for_the_policy(run, url):
     status, answer = other.post(
         "create_model", session_id=session, model_seq_id=0, base_model="any"
     )
-    assert status == 400 and "has this server's only policy; close that" in answer["detail"]
+    assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
 
 
-def test_asking_about_a_run_is_no_sign_of_life_of_its_session(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.rl.serving.service._SECONDS_UNTIL_GONE", 0.2)
+def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
+    monkeypatch.setattr("torchtitan.integrations.tinker.service._SECONDS_UNTIL_GONE", 0.2)
     time.sleep(0.25)
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
@@ -231,7 +231,7 @@ def test_failed_call_fails_the_step(run):
         ("importance_sampling", "a policy loss needs logprobs"),
     ],
 )
-def test_loss_that_cannot_be_is_refused_in_the_future(run, loss_fn, message):
+def test_unknown_loss_is_an_error_of_the_future(run, loss_fn, message):
     import re
 
     assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
@@ -272,8 +272,8 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
     ("path", "values", "status", "message"),
     [
         ("asample", {}, 400, "the request needs sampling_session_id, which must be a text"),
-        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is not known"),
-        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not offered"),
+        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is unknown"),
+        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not supported"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
         (
             "optim_step",
@@ -287,9 +287,9 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
             400,
             "learning_rate must be a finite number, got null, which stands for NaN",
         ),
-        ("get_info", {"model_id": "none"}, 404, "model none does not have the policy"),
+        ("get_info", {"model_id": "none"}, 404, "model none does not own the policy"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
-        ("retrieve_future", {"request_id": "never"}, 410, "request never is not known"),
+        ("retrieve_future", {"request_id": "never"}, 410, "request never is unknown"),
         (
             "weights_info",
             {"tinker_path": "tinker://../../etc/weights/passwd"},
@@ -297,7 +297,7 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
             "a saved state is tinker://",
         ),
         ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
-        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not offered"),
+        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not supported"),
     ],
 )
 def test_wrong_requests_are_named(url, path, values, status, message):
@@ -313,7 +313,7 @@ def test_wrong_requests_are_named(url, path, values, status, message):
         (b"[" * 100_000, {}, 400, "not valid JSON"),
         (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
         (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
-        (b"{}", {"Content-Encoding": "zstd"}, 415, "are not compressed"),
+        (b"{}", {"Content-Encoding": "zstd"}, 415, "must not be compressed"),
         (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
         (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
         (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
@@ -330,13 +330,13 @@ def test_broken_requests_are_refused(url, body, headers, status, message):
     [
         (b"\x0a\xff\xff\xff\xff\xff\x7fx", "ends"),
         (b"\xff" * 12, "does not end"),
-        (b"\x0b", "field of type 3"),
-        (b"\x1a\x02\x08\x01", "number where a message is due"),
-        (b"\x18\x01", "number where a message is due"),
-        (b"\x20\x80\x80\x80\x80\x80\x01", "number where a name is due"),
+        (b"\x0b", "unknown wire type 3"),
+        (b"\x1a\x02\x08\x01", "number in place of a message"),
+        (b"\x18\x01", "number in place of a message"),
+        (b"\x20\x80\x80\x80\x80\x80\x01", "number in place of a name"),
     ],
 )
-def test_bytes_that_are_no_message_are_refused(run, body, message):
+def test_bytes_that_are_not_a_message_are_refused(run, body, message):
     body = part(1, run.model) + body
     found, answer = run.send("POST", "/api/v1/forward_backward", body)
     assert found == 400 and message in json.loads(answer)["detail"]
@@ -359,15 +359,15 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
 
 
 def test_model_is_checked_before_its_data_are_read(url):
-    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # data that are no message
+    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # the data are not a message
     status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
-    assert status == 404 and "model nobody does not have the policy" in json.loads(answer)["detail"]
+    assert status == 404 and "model nobody does not own the policy" in json.loads(answer)["detail"]
 
 
 @pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
 def test_entries_of_a_request_are_bounded(monkeypatch, entry):
     monkeypatch.setattr(wire, "MOST_FIELDS", 2**12)
-    body = part(1, "m") + entry * (2**23 // len(entry))  # all of them took 86 s
+    body = part(1, "m") + entry * (2**23 // len(entry))  # without a limit, reading them took 86 s
     began = time.process_time()
     with pytest.raises(wire.WireError, match="may have 4096 fields in all its data"):
         wire.read_forward_backward(body, lambda _: None)
@@ -388,7 +388,7 @@ def listening(*access):
 
 
 def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(http, "_MOST_UNREAD", 4)
+    monkeypatch.setattr(http, "_MAX_UNREAD", 4)
     monkeypatch.setattr(http, "_SECONDS_UNREAD", 0.05)
     with listening() as server, contextlib.ExitStack() as stack:
         before = threading.active_count()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.unit.rl.serving import serving
 from tests.unit.rl.test_serve import server_config
+from tests.unit.rl.tinker_server import serving
 
 tinker = pytest.importorskip("tinker")
 

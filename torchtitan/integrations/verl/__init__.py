@@ -1,6 +1,7 @@
 """The engine inside verl 0.9.1, through verl's public plug-in points; see docs/verl.md.
 
-`plugin` is what verl loads when it is imported, `platform` a CPU for verl's device layer, `config`
-turns verl's settings into a `JobConfig`, `samples` its batches into rows, and `engine` has the
-engines for language models and critics.
+verl loads `plugin` when it is imported. `platform` makes the CPU a device of verl. `config` turns
+verl's settings into a `JobConfig`, `samples` turns its batches into packed rows, and `engine` has the
+engines for language models and critics. `rollout` and `sampler` generate, and `deltas` finds the
+weights that changed.
 """

@@ -1,4 +1,4 @@
-"""verl's settings as a `JobConfig`, and what is refused: each in one sentence, in verl's words."""
+"""Turn verl's settings into a `JobConfig`; errors name verl's fields."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger, warn_once
 FLAVOR = "of_verl"  # the one flavor of the train spec made for a folder
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
-# Our key -> verl's field: of `TorchtitanEngineConfig`, and of `TorchtitanOptimizerConfig`.
+# Our key -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
 _ENGINE_FIELDS = {
     "parallelism.data_parallel_replicate_degree": "data_parallel_replicate_size",
     "parallelism.data_parallel_shard_degree": "data_parallel_shard_size",
@@ -46,7 +46,7 @@ _OPTIM_FIELDS = {
     "lr_scheduler.decay_type": "decay_type",
     "lr_scheduler.min_lr_factor": "min_lr_factor",
 }
-# Fields whose work nothing of ours does.
+# Fields that have no effect in our engine.
 _IGNORED = (
     "engine.forward_prefetch",
     "engine.use_orig_params",
@@ -59,13 +59,13 @@ _IGNORED = (
 
 @dataclass
 class EngineConfig(TorchtitanEngineConfig):
-    """verl's settings of a torchtitan engine, and every key of ours.
+    """verl's settings of a torchtitan engine, and a field for any key of `JobConfig`.
 
     For `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, and
     `actor_rollout_ref.actor.torchtitan._target_=...` in PPO.
 
-    data_parallel_shard_size: -1 takes all ranks that are left.
-    job: keys of `JobConfig` -> values, dotted or nested, which win over what verl's fields say.
+    data_parallel_shard_size: -1 takes all ranks that the other sizes leave.
+    job: keys of `JobConfig`, dotted or nested, -> values, which override verl's fields.
     """
 
     data_parallel_shard_size: int = -1
@@ -80,12 +80,12 @@ def job_config_of(
     model_type: str,
     world_size: int,
 ) -> tuple[JobConfig, TrainSpec]:
-    """The job that verl's four configs describe, and the train spec of its model.
+    """Return the job that verl's four configs describe, and the train spec of its model.
 
     engine_config: `TorchtitanEngineConfig`. optimizer_config: `TorchtitanOptimizerConfig`, or None
         to score only. model_config: `HFModelConfig`. checkpoint_config: `CheckpointConfig` or None.
     model_type: "language_model" or "value_model".
-    Raises ConfigError for what cannot run, before anything is built.
+    Raises ConfigError for settings that cannot run, before anything is built.
     """
     refuse(
         _engine_problems(engine_config, world_size),
@@ -102,7 +102,8 @@ def job_config_of(
     spec = dataclasses.replace(
         get_train_spec(match.family),
         model_args={FLAVOR: match.model_args},
-        # Experts are not evened out: rollouts with the same weights would choose others.
+        # Without the hook that balances experts: its biases would make the trainer choose other
+        # experts than a rollout with the same weights.
         build_optimizers_fn=build_optimizers,
     )
     job = JobConfig()
@@ -114,14 +115,14 @@ def job_config_of(
     job.activation_checkpoint.selective_ac_option = "op"
     for key, name in _ENGINE_FIELDS.items():
         _set(job, key, getattr(engine_config, name))
-    # Positions grow with the samples; this is where the table of RoPE begins.
+    # The RoPE table's first length; the model extends it for longer samples.
     longest = match.model_args.max_seq_len
     job.training.seq_len = engine_config.max_seq_len or min(job.training.seq_len, longest)
     # verl's losses are means over data-parallel ranks, multiplied by their number.
     job.training.gradient_reduction = "mean"
     if optimizer_config is not None:
         _set_optimizer(job, optimizer_config)
-    if not engine_config.forward_only:  # otherwise nothing but weights is loaded anyway
+    if not engine_config.forward_only:  # a forward-only engine loads only weights
         contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
         left_out = [] if "optimizer" in contents else ["optimizer"]
         left_out += [] if "extra" in contents else ["lr_scheduler", "train_state"]
@@ -138,11 +139,11 @@ def job_config_of(
 
 
 def in_verls_words(message: str) -> str:
-    """A message of ours with verl's fields in place of our keys."""
+    """Replace our keys in a message by verl's fields."""
     for table, section in ((_ENGINE_FIELDS, "engine"), (_OPTIM_FIELDS, "optim")):
         for key, name in table.items():
             message = message.replace(key, f"{section}.{name}")
-            # Keys of one section are named in full only once.
+            # Our messages may name further keys of a section without the section.
             if key.startswith("parallelism."):
                 message = re.sub(rf"\b{key.split('.')[1]}\b", name, message)
     return message
@@ -152,7 +153,7 @@ def in_verls_words(message: str) -> str:
 
 
 def _set(job: JobConfig, key: str, value: Any) -> None:
-    """Set a dotted key. Raises AttributeError for one that there is not."""
+    """Set a dotted key. Raises AttributeError for an unknown key."""
     *sections, name = key.split(".")
     part: Any = job
     for section in sections:
@@ -162,7 +163,7 @@ def _set(job: JobConfig, key: str, value: Any) -> None:
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested mappings."""
+    """Yield (dotted key, value) of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{key}.")
@@ -183,7 +184,7 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
     schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # nobody knows where the decay would begin
+        schedule.decay_ratio = 0.0  # without a total, the start of a decay is unknown
     job.training.steps = schedule.total_steps
 
 
@@ -193,21 +194,21 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
 def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
     if not isinstance(config, TorchtitanEngineConfig):
         yield (
-            f"torchtitan's engine is configured by verl's TorchtitanEngineConfig or a class made "
-            f"from it, got {type(config).__name__}; set engine=torchtitan on the command line"
+            f"torchtitan's engine is configured by verl's TorchtitanEngineConfig or a subclass, "
+            f"got {type(config).__name__}; set engine=torchtitan on the command line"
         )
     yield from choice_problems(config)
     if config.dtype not in ("bfloat16", "float32"):
         yield (
-            f"engine.dtype, in which weights are multiplied, must be 'bfloat16' or 'float32', got "
+            f"engine.dtype, the type of matrix products, must be 'bfloat16' or 'float32', got "
             f"{config.dtype!r}; choose 'bfloat16'"
         )
     if config.router_replay.mode != "disabled":
         yield (
-            f"routing replay is not available here, got engine.router_replay.mode = "
+            f"torchtitan's engine has no routing replay, got engine.router_replay.mode = "
             f"{config.router_replay.mode!r}; set it to 'disabled'"
         )
-    sizes = {  # they multiply to the number of processes
+    sizes = {  # their product is the number of processes
         name: getattr(config, name)
         for key, name in _ENGINE_FIELDS.items()
         if key.startswith("parallelism.") and name.endswith("_size") and "expert" not in name
@@ -233,18 +234,18 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
     data_parallel = config.data_parallel_replicate_size * shards
     if config.data_parallel_size not in (1, data_parallel):
         yield (
-            f"engine.data_parallel_size must be 1, which leaves it open, or "
+            f"engine.data_parallel_size must be 1, which does not set it, or "
             f"data_parallel_replicate_size * data_parallel_shard_size = {data_parallel}, got "
             f"{config.data_parallel_size}; correct one of them"
         )
 
 
 def choice_problems(config: Any) -> Iterator[str]:
-    """What is wrong with the texts of a `TorchtitanEngineConfig`."""
+    """Problems of the fields of a `TorchtitanEngineConfig` that take one of several words."""
     if config.attn_type not in ("flex", "varlen"):
         yield (
-            f"engine.attn_type must be 'flex' or 'varlen' here, got {config.attn_type!r}, whose "
-            "kernel this version does not call; choose 'flex'"
+            f"engine.attn_type must be 'flex' or 'varlen', got {config.attn_type!r}, whose kernel "
+            "torchtitan's engine does not call; choose 'flex'"
         )
     if config.activation_checkpoint not in ("selective", "full", "none"):
         yield (
@@ -257,7 +258,7 @@ def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:
     if config is None:
         if not engine_config.forward_only:
             yield (
-                "an engine that trains needs an optimizer config, got None; give one, or set "
+                "an engine that trains needs an optimizer config, got None; give a config, or set "
                 "engine.forward_only = true"
             )
         return
@@ -275,7 +276,7 @@ def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:
 def _model_problems(config: Any, model_type: str) -> Iterator[str]:
     if config.lora_rank > 0 or config.lora_adapter_path or config.lora.get("rank", 0) > 0:
         yield (
-            f"LoRA is not available here, got model.lora_rank = {config.lora_rank}, "
+            f"torchtitan's engine has no LoRA in verl, got model.lora_rank = {config.lora_rank}, "
             f"model.lora.rank = {config.lora.get('rank', 0)} and model.lora_adapter_path = "
             f"{config.lora_adapter_path!r}; train all weights, or use another engine"
         )
@@ -283,13 +284,13 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
     for part in ("vision_config", "audio_config"):
         if getattr(hf_config, part, None) is not None:
             yield (
-                f"models of text alone can be trained here, got a {hf_config.model_type!r} with a "
-                f"{part} in {config.local_path}; use another engine"
+                f"torchtitan's engine trains models of text only, got a {hf_config.model_type!r} "
+                f"with a {part} in {config.local_path}; use another engine"
             )
     if config.mtp.enable:
         yield (
-            "layers that predict several tokens are not available here, got model.mtp.enable = "
-            "true; set it to false"
+            "torchtitan's engine has no multi-token prediction, got model.mtp.enable = true; set "
+            "it to false"
         )
     architecture = config.architectures[0]
     if model_type == "language_model" and not architecture.endswith("ForCausalLM"):
@@ -311,6 +312,6 @@ def _checkpoint_problems(config: Any) -> Iterator[str]:
     saved = getattr(config, "save_contents", CHECKPOINT_CONTENTS)
     if "model" not in saved and {"optimizer", "extra"} & set(saved):
         yield (
-            f"checkpoint.save_contents must have 'model' where it has 'optimizer' or 'extra', got "
-            f"{list(saved)}; add it"
+            f"checkpoint.save_contents must include 'model' to save 'optimizer' or 'extra', got "
+            f"{list(saved)}; add 'model'"
         )

@@ -1,7 +1,7 @@
-"""What has changed in the weights since rollouts got them, without gathering any of them.
+"""Find the weights that changed since rollouts got them, without gathering any of them.
 
-For verl's checkpoint engine `delta_sharded`. Each rank compares the blocks of weights that it holds
-with copies in host memory; of ranks with the same block, the first one reports it.
+For verl's checkpoint engine `delta_sharded`. Each rank compares its blocks of weights with copies in
+host memory. If several ranks hold the same block, the first of them reports it.
 """
 
 import math
@@ -19,11 +19,11 @@ from torchtitan.distributed.tensor_views import LocalShard
 from torchtitan.engine import TrainingEngine
 
 Block = tuple[str, tuple[int, ...]]
-"""A weight's Hugging Face name, and where a block of it begins."""
+"""(a weight's Hugging Face name, index of a block's first element in each dimension)"""
 
 Entry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor, dist.ProcessGroup]
-"""([(name, shape)], dtype by name, [1] number of changes, [n] int32 positions in the flat weight,
-[n] values, the ranks that share the weight)."""
+"""([(name, shape)], name of the dtype, number of changes [1], their positions [n] in the flat weight
+as int32, their values [n], the ranks that share the weight)"""
 
 
 class _Weight(NamedTuple):
@@ -32,9 +32,9 @@ class _Weight(NamedTuple):
 
 
 class WeightDeltas:
-    """The weights that rollouts have, as this rank's part of them.
+    """Iterates over the changes of all weights since the last iteration, or since `prime`.
 
-    Collective: made, primed and read on all ranks. dtype: what weights are cast to for rollouts.
+    All ranks construct, prime and iterate together. dtype: of the weights in rollouts.
     Raises ValueError for a weight whose positions don't fit in 32 bits.
     """
 
@@ -44,8 +44,8 @@ class WeightDeltas:
             (name, tuple(shard.offsets), _Weight(tuple(shard.shape), shard.tensor.dtype))
             for name, shard in self._shards()
         ]
-        self._weights: dict[str, _Weight] = {}  # in an order that all ranks share
-        owners: dict[Block, int] = {}  # the first rank that holds each
+        self._weights: dict[str, _Weight] = {}  # in the same order on all ranks
+        owners: dict[Block, int] = {}  # block -> the first rank that holds it
         for rank, blocks in enumerate(all_ranks(held)):
             for name, offsets, weight in blocks:
                 self._weights.setdefault(name, weight)
@@ -53,7 +53,7 @@ class WeightDeltas:
         for name, weight in self._weights.items():
             if math.prod(weight.shape) >= 2**31:
                 raise ValueError(
-                    f"sharded deltas count positions in 32 bits, too few for {name} of shape "
+                    f"sharded deltas need weights of fewer than 2**31 elements, got {name} of shape "
                     f"{weight.shape}; choose another checkpoint engine of verl"
                 )
         self._own = {block for block, owner in owners.items() if owner == dist.get_rank()}
@@ -63,14 +63,14 @@ class WeightDeltas:
         return iter(self._engine.iter_hf_weights(dtype=self._dtype, sharded=True))
 
     def prime(self) -> None:
-        """Remember the weights as they are: rollouts have just got them."""
+        """Copy the current weights, which rollouts have just got."""
         for name, shard in self._shards():
             block = name, tuple(shard.offsets)
             if block in self._own:
                 self._sent[block] = shard.tensor.detach().flatten().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[Entry]:
-        """One entry per weight on every rank, in the same order; from then on these are sent."""
+        """Yield one entry per weight, in the same order on every rank, and note them as sent."""
         device = self._engine.device
         positions: dict[str, list[Tensor]] = {name: [] for name in self._weights}
         values: dict[str, list[Tensor]] = {name: [] for name in self._weights}

@@ -1,8 +1,9 @@
 """A `TrainingEngine` behind verl's interface, for language models and critics.
 
-S samples of a microbatch, N tokens in them, V vocabulary entries.
+S: samples of a microbatch, N: their tokens together, V: vocabulary entries.
 """
 
+import contextlib
 import copy
 import os
 import shutil
@@ -19,7 +20,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
 from torchtitan.batch.batch import Batch
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
@@ -30,22 +31,23 @@ from torchtitan.integrations.verl.config import (
 )
 from torchtitan.integrations.verl.deltas import WeightDeltas
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
 from torchtitan.step.forward import Head
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-# Below verl's folder of a step.
+# Folders inside verl's folder of a step.
 CHECKPOINT_FOLDER, HF_FOLDER = "torchtitan", "huggingface"
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class VerlEngine(BaseEngine):
-    """What language models and critics share; each rank of a job has one.
+    """The common part of the engines for language models and critics; each rank has an engine.
 
-    engine: the `TrainingEngine`, from `initialize()` on. layout: where this rank stands.
-    Raises ConfigError, in verl's words, for settings that cannot run.
+    engine: the `TrainingEngine`; exists after `initialize()`. layout: this rank's place in the job.
+    Raises ConfigError, with verl's names of fields, for settings that cannot run.
     """
 
     model_type: str
@@ -64,25 +66,26 @@ class VerlEngine(BaseEngine):
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.mode: str | None = None  # set by verl's context managers
-        self._checkpoints: list[str] = []  # that this run has saved, oldest first
-        self.layout = self._in_verls_words(RankLayout.join, *self._job())
+        self._checkpoints: list[str] = []  # folders that this run has saved, oldest first
+        job, spec = self._job()
+        with _errors_in_verls_words():
+            self.layout = RankLayout.join(job, spec)
 
     # ---- building ----
 
     def initialize(self) -> None:
-        """Build the model with the weights of `model_config.local_path`, and begin anew if called
-        again."""
+        """Build the model and load `model_config.local_path`; a second call starts over."""
         if hasattr(self, "engine"):
             self.engine.close()
             del self.engine
         job, spec = self._job()
-        self.engine = self._in_verls_words(
-            TrainingEngine,
-            job,
-            train_spec=spec,
-            layout=self.layout,
-            forward_only=self.engine_config.forward_only,
-        )
+        with _errors_in_verls_words():
+            self.engine = TrainingEngine(
+                job,
+                train_spec=spec,
+                layout=self.layout,
+                forward_only=self.engine_config.forward_only,
+            )
         self.engine.load(self.model_config.local_path, model_only=True)
         self.to(
             "cpu",
@@ -91,9 +94,12 @@ class VerlEngine(BaseEngine):
             grad=self.is_param_offload_enabled,
         )
 
-    def _job(self) -> tuple[Any, Any]:
-        """(job config, train spec), as verl's settings are now: it counts steps only after it has
-        made the engine."""
+    def _job(self) -> tuple[JobConfig, TrainSpec]:
+        """Return (job config, train spec) of verl's current settings.
+
+        verl sets the number of steps after it has constructed the engine, so call this again
+        before building.
+        """
         return job_config_of(
             self.engine_config,
             self.optimizer_config,
@@ -103,13 +109,7 @@ class VerlEngine(BaseEngine):
             num_ranks(),
         )
 
-    def _in_verls_words(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return build(*args, **kwargs)
-        except ConfigError as error:
-            raise ConfigError(in_verls_words(str(error))) from None
-
-    # ---- where this rank stands ----
+    # ---- this rank's place in the job ----
 
     def get_data_parallel_size(self) -> int:
         return self.layout.dp_size
@@ -151,13 +151,13 @@ class VerlEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run the microbatches of a batch; gradients are added to what is there.
+        """Run the microbatches of a batch, and add their gradients to the existing ones.
 
         Returns {"model_output": jagged tensors [samples, tokens], "loss": one per microbatch,
         "metrics": lists}; all are empty on ranks without the last pipeline stage.
         """
         samples.check(data, forward_only)
-        # What verl's splitting and its losses ask the engine for.
+        # Entries that the engine has to set for verl's splitting into microbatches and its losses.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():
             mask = data["loss_mask"]
@@ -172,7 +172,7 @@ class VerlEngine(BaseEngine):
         results: list[dict[str, Any]] = []
 
         def loss_of(outputs: Any, index: int) -> Tensor:
-            """Called once per microbatch, in order, on every rank that has the outputs."""
+            """Compute a microbatch's loss. Called in order, on every rank that has outputs."""
             microbatch = microbatches[index].to(get_device_id())
             model_output = self._model_output(outputs, microbatch)
             loss, metrics = torch.ones((), device=self.engine.device), {}
@@ -203,18 +203,18 @@ class VerlEngine(BaseEngine):
         return self.engine.forward_step(rows, head=self._head(data))
 
     def _head(self, data: TensorDict) -> Head | None:
-        """What the model computes in place of logits."""
+        """The head that replaces the output projection, or None for the model's own outputs."""
         raise NotImplementedError
 
     def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
-        """Jagged tensors [S, j] by verl's names."""
+        """The outputs as jagged tensors [S, j] under verl's names."""
         raise NotImplementedError
 
     # ---- the optimizer ----
 
     @property
     def optimizer(self) -> Any:
-        """With `param_groups`, for callers that change them."""
+        """The optimizers; callers may change their `param_groups`."""
         return self.engine.optimizers
 
     def optimizer_zero_grad(self) -> None:
@@ -224,14 +224,13 @@ class VerlEngine(BaseEngine):
     def optimizer_step(self) -> float:
         """Clip and step; returns the norm of all gradients before clipping.
 
-        A step whose norm is not finite changes nothing; more than ten in a row raise
+        A step with a norm that is not finite is skipped; more than ten such steps in a row raise
         FloatingPointError.
         """
-        result = self.engine.optim_step(advance_schedule=False)
-        return result.grad_norm.item()
+        return self.engine.optim_step(advance_schedule=False).grad_norm.item()
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; returns the rate of the next step."""
+        """Advance the schedule; returns the learning rate of the next step."""
         self.engine.lr_schedulers.step()
         return self.engine.lr
 
@@ -245,9 +244,9 @@ class VerlEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save what `checkpoint.save_contents` says below `local_path`. Collective.
+        """Save the parts in `checkpoint.save_contents` below `local_path`. Collective.
 
-        max_ckpt_to_keep: then remove the oldest that this run has saved.
+        max_ckpt_to_keep: afterwards, remove the oldest checkpoints of this run beyond this number.
         """
         if hdfs_path is not None:
             warn_once(logger, f"checkpoints are not copied to {hdfs_path} by torchtitan's engine")
@@ -271,7 +270,7 @@ class VerlEngine(BaseEngine):
                     part.save_pretrained(folder)
         path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
         self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
-        if number > 0:  # once the new one is whole
+        if number > 0:  # the new checkpoint is complete here
             self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
             for folder in old if dist.get_rank() == 0 else ():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -283,7 +282,7 @@ class VerlEngine(BaseEngine):
         del_local_after_load: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Load what `checkpoint.load_contents` says, in any layout. Collective; deletes nothing."""
+        """Load the parts in `checkpoint.load_contents`, in any layout. Collective; deletes nothing."""
         if local_path is None:
             return
         contents = self._contents("load")
@@ -304,34 +303,44 @@ class VerlEngine(BaseEngine):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """((Hugging Face name, whole tensor) of all weights, None for no adapter).
+        """Return (iterator of (Hugging Face name, whole tensor), None for no adapter).
 
-        Every rank has to go through them to the end. Weights are cast to `engine.dtype`, but for
-        buffers and routers.
+        Every rank has to exhaust the iterator. Weights are cast to `engine.dtype`, except buffers
+        and routers.
         """
         dtype = TORCH_DTYPE_MAP[self.engine_config.dtype]
         return iter(self.engine.iter_hf_weights(dtype=dtype)), None
 
     def prime_delta_snapshots(self) -> None:
-        """Count changes from the weights that rollouts have just got. Collective."""
+        """Let deltas begin at the current weights, which rollouts have just got. Collective."""
         self._deltas = WeightDeltas(self.engine, TORCH_DTYPE_MAP[self.engine_config.dtype])
         self._deltas.prime()
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """(what changed since the last call, see `WeightDeltas`, None for no adapter)."""
+        """Return (changes since the last call as in `WeightDeltas`, None for no adapter)."""
         return iter(self._deltas), None
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Refused: a rank may hold several blocks of one weight, which verl's format cannot say. verl
-        0.9.1 asks its own engines only."""
+        """Refused: a rank may hold several blocks of a weight, which verl's format cannot express.
+
+        verl 0.9.1 calls this only for its own engines.
+        """
         raise NotImplementedError(
-            "torchtitan's engine gives rollouts whole weights or their changes, and was asked for "
-            "shards; call get_per_tensor_param or get_per_tensor_param_delta_shard"
+            "torchtitan's engine gives rollouts whole weights or their changes, not shards; call "
+            "get_per_tensor_param or get_per_tensor_param_delta_shard"
         )
 
 
+@contextlib.contextmanager
+def _errors_in_verls_words() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_verls_words(str(error))) from None
+
+
 class EngineMode(BaseEngineCtx):
-    """Training or evaluation, with what is offloaded brought back until the end of the block."""
+    """A block of training or evaluation, during which offloaded states are on the device."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -346,7 +355,7 @@ class EngineMode(BaseEngineCtx):
 
 
 class LanguageModelEngine(VerlEngine):
-    """Log-probabilities of each next token, and entropies where they are asked for."""
+    """Computes log-probabilities of each next token, and entropies if the batch asks for them."""
 
     model_type = "language_model"
 
@@ -367,7 +376,7 @@ class LanguageModelEngine(VerlEngine):
         head = self._head(data)
 
         def from_logits(logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
-            """(what the head returns, the sum of squared probabilities [1, N]), of [1, N, V]."""
+            """Return (the head's output, sum of squared probabilities [1, N]) for [1, N, V]."""
             temperature = row.get(samples.TEMPERATURE)
             divisor = head.temperature if temperature is None else temperature[..., None]
             logits = logits.float() / divisor
@@ -393,7 +402,7 @@ class LanguageModelEngine(VerlEngine):
 
 
 class ValueModelEngine(VerlEngine):
-    """A critic: the value before each next token."""
+    """A critic: computes the value before each next token."""
 
     model_type = "value_model"
 

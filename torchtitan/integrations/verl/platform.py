@@ -1,4 +1,4 @@
-"""The CPU as a device that verl can train on."""
+"""Make the CPU a device that verl can train on."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from verl.plugin.platform import PlatformBase
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A CPU needs none of it."""
+    """Does nothing: a CPU needs no such call."""
 
 
 def _no_bytes(device: Any = None) -> int:
@@ -18,13 +18,13 @@ def _no_bytes(device: Any = None) -> int:
 
 
 class _CPUModule:
-    """What verl asks of `torch.<device>`: `torch.cpu`, and what that lacks."""
+    """Stands for `torch.<device>` in verl: `torch.cpu`, and the functions that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
     def is_available(self) -> bool:
-        return False  # verl asks before it empties caches or reads generators
+        return False  # verl then skips emptying caches and reading random states
 
     def get_device_name(self, device: Any = None) -> str:
         return "CPU"
@@ -36,7 +36,7 @@ class _CPUModule:
         torch.set_rng_state(state)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """(free, all) bytes of the host."""
+        """Return the host's free and total bytes."""
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
@@ -47,10 +47,10 @@ class _CPUModule:
 
 
 class CPUPlatform(PlatformBase):
-    """A machine without accelerator.
+    """A machine without an accelerator.
 
-    verl tries platforms in the order of their registration, and this one comes last. A host
-    without accelerator that only drives others with some needs the environment variable
+    verl takes the first registered platform that is available, and this platform comes last. A host
+    without an accelerator that drives machines with GPUs needs the environment variable
     VERL_PLATFORM=nvidia.
     """
 
@@ -61,7 +61,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        return "cpu"  # verl hands it to `Tensor.to`, where a number would be an accelerator
+        return "cpu"  # an argument of `Tensor.to`, where a number would mean an accelerator
 
     def device_count(self) -> int:
         return 1
@@ -81,8 +81,7 @@ class CPUPlatform(PlatformBase):
         return "CUDA_VISIBLE_DEVICES"  # Ray sets it for the logical "GPU" below
 
     def ray_resource_name(self) -> str:
-        """A logical resource, of which `ray.init(num_gpus=...)` gives some to a node: verl counts
-        no other."""
+        """The only resource that verl counts; `ray.init(num_gpus=...)` sets a node's number."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
@@ -99,12 +98,12 @@ class CPUPlatform(PlatformBase):
 
 
 def mend_process_groups() -> None:
-    """Let verl make process groups where the CPU is the device.
+    """Replace two functions of verl, so that it can make process groups on CPUs.
 
-    It asks for "cpu:gloo,<device>:<backend>", and torch refuses the CPU named twice. Call it
-    before `verl.workers.engine_workers` is imported, which copies one of the two functions.
+    verl 0.9.1 passes "cpu:gloo,<device>:<backend>" to torch, which refuses "cpu" twice. Call this
+    before `verl.workers.engine_workers` is imported, because it copies one of the functions.
     """
-    # Here, so that the platform above can be registered before they ask for one.
+    # These modules ask for a platform when imported, so `CPUPlatform` must be registered first.
     from verl.utils import device, distributed
 
     of_spmd = distributed.initialize_global_process_group

@@ -1,8 +1,8 @@
-"""What verl loads of this package, in every process, at the end of `import verl`.
+"""The entry point that verl imports in every process, at the end of `import verl`.
 
-verl only imports entry points of the group `verl.plugins`, so this module acts when it is
-imported: it adds a CPU platform, and has engines and rollout registered once verl's own ones are
-imported, which takes seconds that many of verl's processes don't need to spend.
+verl imports entry points of the group `verl.plugins` and calls nothing in them, so this module acts
+on import. It adds a CPU platform at once. Engines and rollout are registered when verl's own engines
+are imported: that takes seconds, which many of verl's processes don't spend.
 """
 
 import importlib
@@ -20,45 +20,45 @@ from torchtitan.tools.logging import logger
 
 def register_engines(workers_engine: ModuleType) -> None:
     """Make our engines verl's "torchtitan" backend, on CPU and CUDA."""
-    # Builds on the module of verl that is told of it.
+    # Imported here because it needs `workers_engine`, which has just been loaded.
     from torchtitan.integrations.verl.engine import LanguageModelEngine, ValueModelEngine
 
-    for model_type, engine in (
-        ("language_model", LanguageModelEngine),
-        ("value_model", ValueModelEngine),
-    ):
+    for engine in (LanguageModelEngine, ValueModelEngine):
         register = workers_engine.EngineRegistry.register
-        register(model_type, "torchtitan", device=["cpu", "cuda"])(engine)
+        register(engine.model_type, "torchtitan", device=["cpu", "cuda"])(engine)
 
 
 def register_replica(rollout_replica: ModuleType) -> None:
-    """Make our rollout's server known to verl, as `actor_rollout_ref.rollout.name=torchtitan`."""
+    """Register our rollout's server as `actor_rollout_ref.rollout.name=torchtitan`."""
 
-    def load() -> type:  # with it Ray
+    def load() -> type:  # imports Ray
         return importlib.import_module("torchtitan.integrations.verl.rollout").Replica
 
     rollout_replica.RolloutReplicaRegistry.register("torchtitan", load)
 
 
 def register_weight_sender(rollout_base: ModuleType) -> None:
-    """Make the training ranks' side of our rollout known to verl."""
+    """Register the training ranks' side of our rollout.
+
+    Private to verl: 0.9.1 has no function that adds to this table.
+    """
     rollout_base._ROLLOUT_REGISTRY["torchtitan", "async"] = (
         "torchtitan.integrations.verl.rollout.WeightSender"
     )
 
 
 def explain_wrong_choices(workers_config: ModuleType) -> None:
-    """Raise ConfigError with our sentence where verl's engine config only asserts."""
+    """Raise ConfigError with a remedy where verl's engine config only asserts."""
     config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
     if config_cls is None:
-        return  # a verl without such an engine
+        return  # a verl without a torchtitan engine
     check = config_cls.__post_init__
 
     def check_and_explain(self: Any) -> None:
         try:
             check(self)
         except AssertionError:
-            # Heavy, and only for a mistake.
+            # Slow to import, and needed only for a mistake.
             from torchtitan.config.checks.common import refuse
             from torchtitan.integrations.verl.config import choice_problems
 
@@ -68,7 +68,7 @@ def explain_wrong_choices(workers_config: ModuleType) -> None:
     config_cls.__post_init__ = check_and_explain
 
 
-# Module of verl -> what is done with it once it is imported.
+# Module of verl -> function that is called with it after its import.
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.config": explain_wrong_choices,
     "verl.workers.engine": register_engines,
@@ -78,7 +78,10 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Acts when a module of verl is imported, whoever does it first."""
+    """Calls the action of a module of verl right after its first import.
+
+    verl has no hook there, so the loader's `exec_module` is wrapped.
+    """
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], None]]):
         self.actions = actions
@@ -96,7 +99,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_act(module: ModuleType) -> None:
             with warnings.catch_warnings():
-                # verl's own engine is for another torchtitan; ours takes its place.
+                # verl warns that its own engine needs another torchtitan. Ours replaces it.
                 warnings.filterwarnings("ignore", "torchtitan engine is not available")
                 execute(module)
             act(module)
@@ -116,11 +119,11 @@ try:
         _AFTER.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, _AfterImport(_AFTER))
 except Exception as error:
-    # verl goes on without plug-ins that fail, and says so at the level DEBUG only.
+    # verl ignores plug-ins that fail, and logs it only at the level DEBUG.
     logger.error(
-        "torchtitan is no backend of verl here, because its plug-in failed (%s: %s); it was made for "
-        "verl 0.9.1 and found %s: install that version, or set VERL_USE_EXTERNAL_PLUGINS=none to go "
-        "without it",
+        "verl cannot use torchtitan, because torchtitan's plug-in failed (%s: %s); it was made for "
+        "verl 0.9.1 and found %s: install that version, or turn plug-ins off with "
+        "VERL_USE_EXTERNAL_PLUGINS=none",
         type(error).__name__,
         error,
         version("verl"),

@@ -1,7 +1,7 @@
 """Rollouts for verl's agent loop, from our own decoder: `actor_rollout_ref.rollout.name=torchtitan`.
 
 Each data-parallel rank of the trainer has a server, a Ray actor with a whole model, and sends it
-its weights after each step. Made for models that a laptop draws from; vLLM is faster on GPUs.
+the weights after each step. It is meant for models that run on a laptop; vLLM is faster on GPUs.
 """
 
 import json
@@ -25,8 +25,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from torchtitan.integrations.verl.sampler import Sampler
 
-# Parts of the weights on their way to a server, whatever verl's buckets for GPUs are.
-_MOST_BYTES_AT_ONCE = 2**28
+# Weights are sent in parts of about this size. verl's bucket size is for GPUs, and not used.
+_BYTES_PER_PART = 2**28
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
@@ -34,9 +34,9 @@ def server_name(replica_rank: int, suffix: str = "") -> str:
 
 
 class Server:
-    """Continues prompts with the policy's weights. A Ray actor.
+    """A Ray actor that continues prompts with the policy's weights.
 
-    config: the section `rollout`. folder: the model's, local.
+    config: the section `rollout`. folder: the model's local folder.
     """
 
     def __init__(self, config: RolloutConfig, folder: str, replica_rank: int):
@@ -64,23 +64,23 @@ class Server:
         audio_data: list[Any] | None = None,
         **_: Any,
     ) -> TokenOutput:
-        """Raises ValueError for images, videos and audio, and for what cannot be drawn."""
+        """Raises ValueError for images, videos and audio, and for settings that are not supported."""
         if image_data or video_data or audio_data:
             raise ValueError(
                 "the torchtitan rollout continues text, got images, videos or audio; use another "
                 "actor_rollout_ref.rollout.name"
             )
-        prompt, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
-        wants_logprobs = asked.pop("logprobs", False) not in (None, False)
+        prompt, settings = normalize_token_ids(prompt_ids), dict(sampling_params)
+        wants_logprobs = settings.pop("logprobs", False) not in (None, False)
         if len(prompt) >= self.max_len:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.max_len}; "
                 "raise rollout.prompt_length or rollout.max_model_len"
             )
-        wanted = asked.pop("max_tokens", None) or asked.pop("max_new_tokens", None)
+        wanted = settings.pop("max_tokens", None) or settings.pop("max_new_tokens", None)
         max_tokens = min(wanted or self.config.response_length, self.max_len - len(prompt))
         steps = self.global_steps
-        completion = await self.sampler.draw(prompt, max_tokens, asked)
+        completion = await self.sampler.draw(prompt, max_tokens, settings)
         tokens, log_probs = (), ()
         if completion is not None:
             tokens, log_probs = completion.token_ids, completion.token_logprobs
@@ -105,14 +105,14 @@ class Server:
         await self.sampler.resume()
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
-        """Weights stay where they are, and a cache lasts as long as a batch."""
+        """Does nothing: weights are not released, and a cache lives only while a batch is drawn."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
     start_profile = stop_profile = _nothing
 
 
 class Replica(RolloutReplica):
-    """verl's handle of one server."""
+    """Starts one server for verl."""
 
     async def launch_servers(self) -> None:
         if self.world_size != 1:
@@ -130,29 +130,26 @@ class Replica(RolloutReplica):
 
         node, devices = await worker.__ray_call__.remote(place)
         environment = {}
-        if get_device_name() != "cpu":  # the worker's own
+        if get_device_name() != "cpu":  # share the worker's devices
             environment = dict.fromkeys(get_platform().ray_noset_envvars(), "1")
             environment[get_platform().visible_devices_envvar()] = ",".join(devices)
         path = getattr(self.model_config, "local_path", None) or copy_to_local(
             self.model_config.path
         )
         name = server_name(self.replica_rank, self.name_suffix)
-        server = (
-            ray.remote(Server)
-            .options(
-                name=name,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-                runtime_env={"env_vars": environment},
-                max_concurrency=self.max_concurrency,
-            )
-            .remote(self.config, path, self.replica_rank)
+        actor = ray.remote(Server).options(
+            name=name,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            runtime_env={"env_vars": environment},
+            max_concurrency=self.max_concurrency,
         )
+        server = actor.remote(self.config, path, self.replica_rank)
         self.servers = [server]
         self._server_handle, self._server_address = server, name
 
 
 class WeightSender(BaseRollout):
-    """A training rank's way to its server."""
+    """Sends a training rank's weights to its server."""
 
     def __init__(
         self,
@@ -166,10 +163,10 @@ class WeightSender(BaseRollout):
         self.replica_rank = device_mesh["dp"].get_local_rank() if device_mesh else replica_rank
 
     async def resume(self, tags: list[str]) -> None:
-        """The server's weights are never released."""
+        """Does nothing: the server never releases its weights."""
 
     async def release(self) -> None:
-        """As `resume`."""
+        """Does nothing, like `resume`."""
 
     @torch.no_grad()
     async def update_weights(
@@ -180,9 +177,9 @@ class WeightSender(BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Send (Hugging Face name, whole tensor) of all weights.
+        """Send all weights to the server. weights: (Hugging Face name, whole tensor).
 
-        Raises ValueError for adapters and for differences of weights.
+        Raises ValueError for adapters and for changes of weights.
         """
         if wire_format != "named_tensors" or peft_config is not None:
             raise ValueError(
@@ -194,17 +191,17 @@ class WeightSender(BaseRollout):
         part: list[tuple[str, Tensor]] = []
         n_bytes = 0
         for name, tensor in weights:
-            # A copy: its memory may be used again for the next one.
+            # A copy, because the iterator may reuse the tensor's memory.
             part.append((name, tensor.detach().to("cpu", copy=True)))
             n_bytes += tensor.nbytes
-            if n_bytes >= _MOST_BYTES_AT_ONCE:
+            if n_bytes >= _BYTES_PER_PART:
                 await server.load_weights.remote(part, False, global_steps)
                 part, n_bytes = [], 0
         await server.load_weights.remote(part, True, global_steps)
 
 
 def _eos_ids(folder: str) -> list[int]:
-    """Of generation_config.json, where transformers looks first, else of config.json."""
+    """The end-of-text ids in generation_config.json, else in config.json, as in transformers."""
     for name in ("generation_config.json", "config.json"):
         path = os.path.join(folder, name)
         if os.path.exists(path):

@@ -1,4 +1,4 @@
-"""A model that continues prompts for others: requests that come together are drawn together."""
+"""A model that continues prompts: requests that arrive together are drawn as one batch."""
 
 import asyncio
 import dataclasses
@@ -14,9 +14,9 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.types import Completion, SamplingConfig
 
-# How long no further request has to come before those that wait are drawn.
+# Waiting requests are drawn once no further request has come for this long.
 _SECONDS_OF_QUIET = 0.02
-# What a request may ask for, under the names of vLLM, and what each means by default.
+# vLLM's names of the settings that a request may have, and their defaults.
 _DEFAULTS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -32,11 +32,11 @@ _DEFAULTS = {
 class _Request:
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingConfig  # its max_tokens is not asked
+    sampling: SamplingConfig  # its max_tokens is ignored
     answer: "asyncio.Future[Completion | None]"
 
-    def tell(self, result: Completion | Exception | None) -> None:
-        """Answer, unless the caller has gone."""
+    def finish(self, result: Completion | Exception | None) -> None:
+        """Answer, unless the caller has cancelled the request."""
         if self.answer.done():
             return
         if isinstance(result, Exception):
@@ -48,15 +48,15 @@ class _Request:
 class Sampler:
     """Continues prompts with the weights of the last `load_weights`.
 
-    folder: Hugging Face config.json and weights, which it has until then.
-    dtype: of the weights and of what is computed with them, such as "float32".
-    max_len: tokens of the longest prompt with its completion.
-    max_rows: how many completions are drawn at once, which bounds the cache; others of the batch
-        begin as these end.
+    folder: Hugging Face config.json, and the weights to use before the first `load_weights`.
+    dtype: of weights and computation, such as "float32".
+    max_len: most tokens of a prompt and its completion.
+    max_rows: the most completions drawn at once, which bounds the cache; further completions of a
+        batch begin as earlier ones end.
     eos_ids: tokens that end a completion, and are part of it.
 
-    Draws of a batch begin and end together: a request that comes later waits. All methods are for
-    one event loop; the model computes in a thread beside it.
+    A request that comes while a batch is drawn waits for the batch's end. Call all methods on one
+    event loop; the model computes in another thread.
     """
 
     def __init__(
@@ -86,15 +86,16 @@ class Sampler:
         self._received: dict[str, Tensor] = {}
 
     async def draw(
-        self, prompt: Sequence[int], max_tokens: int, asked: dict[str, Any]
+        self, prompt: Sequence[int], max_tokens: int, settings: dict[str, Any]
     ) -> Completion | None:
         """Continue a prompt (token ids) by at most `max_tokens` tokens; None if aborted.
 
-        asked: temperature, top_p, top_k and the like, as vLLM names them.
-        Raises ValueError for what cannot be drawn so.
+        settings: temperature, top_p, top_k and so on, under vLLM's names.
+        Raises ValueError for settings or prompts that are not supported.
         """
-        sampling = self._sampling(asked)
-        self.generator.check_prompts([prompt], max_tokens)  # not with the others of its batch
+        sampling = self._sampling(settings)
+        # Checked here, because an error in the batch would reach all its callers.
+        self.generator.check_prompts([prompt], max_tokens)
         if self._refuses:
             return None
         request = _Request(
@@ -105,31 +106,29 @@ class Sampler:
             self._drawing = asyncio.create_task(self._draw_waiting())
         return await request.answer
 
-    def _sampling(self, asked: dict[str, Any]) -> SamplingConfig:
-        if unknown := sorted(asked.keys() - _DEFAULTS):
+    def _sampling(self, settings: dict[str, Any]) -> SamplingConfig:
+        if unknown := sorted(settings.keys() - _DEFAULTS):
             raise ValueError(
-                f"this sampler draws by {', '.join(_DEFAULTS)}, got {', '.join(unknown)}; leave "
-                "these out"
+                f"this sampler takes the settings {', '.join(_DEFAULTS)}, got {', '.join(unknown)}; "
+                "leave these out"
             )
-        asked = _DEFAULTS | asked
-        if asked["repetition_penalty"] != 1:
+        settings = _DEFAULTS | settings
+        if settings["repetition_penalty"] != 1:
             raise ValueError(
-                f"this sampler has no repetition_penalty, got {asked['repetition_penalty']}; set "
+                f"this sampler has no repetition_penalty, got {settings['repetition_penalty']}; set "
                 "it to 1.0"
             )
+        eos_ids = () if settings["ignore_eos"] else self.eos_ids
         return SamplingConfig(
-            temperature=asked["temperature"],
-            top_p=asked["top_p"],
-            top_k=max(0, asked["top_k"]),
-            stop_token_ids=(
-                *(() if asked["ignore_eos"] else self.eos_ids),
-                *asked["stop_token_ids"],
-            ),
-            seed=asked["seed"],
+            temperature=settings["temperature"],
+            top_p=settings["top_p"],
+            top_k=max(0, settings["top_k"]),
+            stop_token_ids=(*eos_ids, *settings["stop_token_ids"]),
+            seed=settings["seed"],
         )
 
     async def _draw_waiting(self) -> None:
-        """Draw all that wait, those with the same settings at once, until none is left."""
+        """Draw waiting requests, batch by batch, until none is left."""
         while self._waiting:
             n_before = 0
             while n_before != len(self._waiting):
@@ -146,13 +145,13 @@ class Sampler:
                 except Exception as error:  # each caller gets it
                     answers = [error] * len(batch)
                 for request, answer in zip(batch, answers, strict=True):
-                    request.tell(answer)
+                    request.finish(answer)
 
     def _next_batch(self) -> list[_Request]:
-        """Take those that wait, have the settings of the first, and fit the model at once.
+        """Take waiting requests that have the first one's settings and fit the model together.
 
-        All may draw as many tokens as the one with the most, which is too many behind the longest
-        prompts.
+        The batch draws the largest max_tokens behind every prompt, so the longest prompt plus the
+        largest max_tokens must fit.
         """
         sampling, batch, left = self._waiting[0].sampling, [], []
         n_prompt = n_new = 0
@@ -171,7 +170,7 @@ class Sampler:
         sampling = dataclasses.replace(batch[0].sampling, max_tokens=longest)
         completions = self.generator.generate([request.prompt for request in batch], sampling)
         return [
-            _cut(completion, request.max_tokens)
+            _shorten(completion, request.max_tokens)
             for completion, request in zip(completions, batch, strict=True)
         ]
 
@@ -180,10 +179,10 @@ class Sampler:
     async def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], *, is_last: bool = True
     ) -> None:
-        """Take a part of the weights, under Hugging Face names; with the last one all are changed.
+        """Receive a part of the weights, under Hugging Face names; after the last part, use them.
 
-        Waits for the batch that is being drawn. Raises ValueError if they are not those of the
-        model, which keeps its own then.
+        Waits for the batch that is being drawn. Raises ValueError, and keeps the model's weights,
+        if names or shapes are not the model's.
         """
         self._received.update(named_tensors)
         if not is_last:
@@ -199,20 +198,13 @@ class Sampler:
         ours = adapter.from_hf(received)
         targets = model.state_dict()
         filled = {targets[name].data_ptr() for name in ours.keys() & targets.keys()}
-        wrong = sorted(
-            [name for name in ours if name not in targets]
-            + [
-                name
-                for name, x in ours.items()
-                if name in targets and x.shape != targets[name].shape
-            ]
-            # Tied weights come once.
-            + [name for name, p in model.named_parameters() if p.data_ptr() not in filled]
-        )
+        wrong = [n for n, x in ours.items() if n not in targets or x.shape != targets[n].shape]
+        # Tied weights share memory and are sent once.
+        wrong += [n for n, p in model.named_parameters() if p.data_ptr() not in filled]
         if wrong:
             raise ValueError(
-                f"the weights that were sent are not those of the model in "
-                f"{self.engine.job_config.model.hf_assets_path}: {', '.join(wrong[:4])} are "
+                f"the weights that were sent do not fit the model in "
+                f"{self.engine.job_config.model.hf_assets_path}: {', '.join(sorted(wrong)[:4])} are "
                 "missing, unknown or of another shape; give trainer and rollout the same model"
             )
         for name, tensor in ours.items():
@@ -223,20 +215,20 @@ class Sampler:
     # ---- interruptions ----
 
     async def abort(self, refuses: bool = False) -> None:
-        """Answer waiting requests with None, wait for the batch being drawn, and hold new ones.
+        """Answer waiting requests with None, and wait for the batch that is being drawn.
 
-        refuses: answer new ones with None, too.
+        New requests wait for `resume`; with `refuses` they are answered with None, too.
         """
         self._may_draw.clear()
         self._refuses = refuses
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            request.tell(None)
+            request.finish(None)
         async with self._model_is_free:
             pass
 
     async def resume(self) -> None:
-        """Go on after `abort`."""
+        """Draw again after `abort`."""
         self._refuses = False
         self._may_draw.set()
 
@@ -244,7 +236,7 @@ class Sampler:
         self.engine.close()
 
 
-def _cut(completion: Completion, max_tokens: int) -> Completion:
+def _shorten(completion: Completion, max_tokens: int) -> Completion:
     if len(completion.token_ids) <= max_tokens:
         return completion
     masses = completion.token_kept_mass

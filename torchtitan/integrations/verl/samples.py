@@ -1,7 +1,7 @@
-"""verl's samples as packed rows, and what the model says of them as samples again.
+"""Pack verl's samples into rows, and unpack the model's outputs into samples.
 
-A microbatch of verl is a TensorDict with jagged tensors [S, j]: S samples, each of its own length,
-N tokens together. Here they become one row [1, N] of S documents.
+A microbatch of verl is a TensorDict with jagged tensors [S, j]: S samples of different lengths, with
+N tokens together. A packed row [1, N] holds them as S documents.
 """
 
 from typing import Any
@@ -17,26 +17,26 @@ from torchtitan.batch.documents import IGNORE_INDEX
 
 TEMPERATURE = "temperature"
 
-# Switches of verl that change what is computed, and what each asks for.
+# Switches of verl that are refused -> the feature that they turn on.
 _REFUSED = {
     "distillation_use_topk": "distillation from a teacher's top-k",
     "distillation_only": "distillation without log-probabilities",
     "enable_routing_replay": "routing replay",
 }
-# verl wants it of answers that it scores, and of nothing else.
+# Available for scoring; verl never sets it in training.
 _REFUSED_IN_TRAINING = {"calculate_sum_pi_squared": "sum of squared probabilities in training"}
 
 
 def setting(data: TensorDict, key: str, default: Any) -> Any:
-    """A non-tensor entry of a batch, or `default`."""
+    """Return a non-tensor entry of a batch, or `default`."""
     return tu.get_non_tensor_data(data=data, key=key, default=default)
 
 
 def check(data: TensorDict, forward_only: bool) -> None:
-    """Raise ValueError for a batch that asks for what the engine cannot do."""
-    for key, what in (_REFUSED if forward_only else _REFUSED | _REFUSED_IN_TRAINING).items():
+    """Raise ValueError for a batch that needs a feature that the engine lacks."""
+    for key, feature in (_REFUSED if forward_only else _REFUSED | _REFUSED_IN_TRAINING).items():
         if setting(data, key, False):
-            raise ValueError(f"torchtitan's engine has no {what}, got {key} = True; turn it off")
+            raise ValueError(f"torchtitan's engine has no {feature}, got {key} = True; turn it off")
     pad_mode = setting(data, "pad_mode", DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING:
         raise ValueError(
@@ -48,25 +48,24 @@ def check(data: TensorDict, forward_only: bool) -> None:
         if not tensor.is_nested or tensor.dim() != 2:
             kind = "jagged" if tensor.is_nested else "dense"
             raise ValueError(
-                f"torchtitan's engine takes {name} as a jagged tensor [samples, tokens] of models "
-                f"of text, got a {kind} one of {tensor.dim()} dimensions; give samples without "
-                "padding"
+                f"torchtitan's engine takes {name} of text as a jagged tensor [samples, tokens], "
+                f"got a {kind} tensor of {tensor.dim()} dimensions; give samples without padding"
             )
     inputs = setting(data, "multi_modal_inputs", None)
     of_samples = [tu.unwrap_non_tensor_data(x) for x in (() if inputs is None else inputs)]
-    # Some tokenizers of text alone say of every token that it is text.
+    # Some tokenizers of text models return token_type_ids, which mark every token as text.
     keys = {key for x in of_samples if x is not None for key in x.keys()} - {"token_type_ids"}
     if keys:
         raise ValueError(
-            f"torchtitan's engine trains models of text alone, got multi_modal_inputs with "
+            f"torchtitan's engine trains models of text only, got multi_modal_inputs with "
             f"{sorted(keys)}; leave images and videos out, or use another engine"
         )
 
 
 def pack(microbatch: TensorDict, index: int) -> Batch:
-    """One row of all samples, with its labels [1, N]: a sample's last token has none.
+    """Return one row of all samples, with labels [1, N]; a sample's last token has no label.
 
-    index: of the microbatch, an entry of the row.
+    index: the microbatch's number, kept as an entry of the row.
     """
     input_ids = microbatch["input_ids"]
     tokens, offsets = input_ids.values(), input_ids.offsets()
@@ -82,7 +81,7 @@ def pack(microbatch: TensorDict, index: int) -> Batch:
         "index": index,
     }
     temperature = setting(microbatch, TEMPERATURE, 1.0)
-    if isinstance(temperature, Tensor):  # one per sample
+    if isinstance(temperature, Tensor):  # a value per sample
         row[TEMPERATURE] = (
             temperature.float().reshape(-1).expand(len(lengths))[sample_of_token][None]
         )
@@ -90,7 +89,7 @@ def pack(microbatch: TensorDict, index: int) -> Batch:
 
 
 def unpack(values: Tensor, microbatch: TensorDict) -> Tensor:
-    """Jagged [S, j] of values [1, N], or of more, whose end is padding."""
+    """Return values [1, N] as a jagged tensor [S, j]; entries behind the first N are padding."""
     offsets = microbatch["input_ids"].offsets().to(values.device)
     n_tokens = microbatch["input_ids"].values().shape[0]
     return torch.nested.nested_tensor_from_jagged(values[0, :n_tokens], offsets)

@@ -1,8 +1,8 @@
 """Make the HTML page about a run.
 
-What comes from the run's folder is never code: it is escaped in HTML, stands in a JSON block that
-is not a script, and reaches the document as text nodes. The page's policy allows only the script
-and the style that are hashed here, and no connection.
+Nothing from the run's folder can become code: texts are escaped in HTML, or stand in a JSON block
+that is not a script and enter the document as text nodes. The page's security policy allows no
+connection, and only the script and the style that are hashed here.
 """
 
 import base64
@@ -18,8 +18,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torchtitan.report.read import Curve, Run, number, spread, thin_out
 from torchtitan.tools.events import flat_settings
-from torchtitan.tools.report.read import Curve, Run, number, spread, thin_out
 
 POINTS_PER_CURVE = 2_000
 POINTS_PER_PAGE = 50_000  # 24 bytes each
@@ -27,7 +27,7 @@ MAX_CURVES = 60
 MAX_EVENTS = 500
 MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
-SECONDS_OF_SILENCE = 600  # after which a run without an end is taken for dead
+SECONDS_OF_SILENCE = 600  # after which an unfinished run counts as dead
 
 # panel, metric, label; metrics are those of torchtitan.listeners.metrics and torchtitan.rl
 PANELS = [
@@ -58,7 +58,7 @@ PANELS = [
 ]
 GROUPS = {"start": "run", "training": "run", "end": "run", "stop": "run"}
 GROUPS |= {"fault": "fault", "lost": "fault", "save": "save", "background save": "save"}
-GROUPS |= {"validation": "validation"}  # other kinds are warnings
+GROUPS |= {"validation": "validation"}  # all other kinds are warnings
 FACTS = {
     "loss_metrics/global_avg_loss": "Loss",
     "loss": "Loss",
@@ -82,11 +82,11 @@ SAMPLE_COLUMNS = {
 
 
 def page_of(run: Run, now: float | None = None) -> str:
-    """Return the whole page. now: Unix seconds, at which a run that has not ended is judged."""
+    """Return the whole page. now: Unix seconds, to tell a running from a dead run."""
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
-    # JSON that cannot end the element it stands in.
+    # Without "<" the JSON cannot close its script element.
     block = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     folder = Path(__file__).parent
     parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "js", "css")}
@@ -119,13 +119,13 @@ def page_of(run: Run, now: float | None = None) -> str:
 
 
 def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the script draws; times are seconds after `t0`."""
+    """Return the script's data; times are seconds after `t0`."""
     times = [event["wall_time"] for event in events]
     times += [t for curve in run.curves.values() for t in (curve.times[0], curve.times[-1])]
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the lowest step of the starts after it: from there on its own work was done again
+    # start -> the lowest step of all later starts, from which on its steps were done again
     redone_from, lowest = {}, math.inf
     for start, first_step in sorted(run.first_steps().items(), reverse=True):
         redone_from[start] = lowest
@@ -133,7 +133,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
 
     chosen = [entry for entry in PANELS if entry[1] in run.curves]
     drawn = {metric for _, metric, _ in chosen}
-    # On one rank, the highest loss of all ranks is the loss.
+    # On one rank, the highest loss of all ranks equals the loss.
     mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
     if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
         chosen = [entry for entry in chosen if entry[1] != highest]
@@ -145,7 +145,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     panels: dict[str, dict[str, Any]] = {}
     for title, metric, label in chosen:
         curve, columns = run.curves[metric], {"label": label[:100], "metric": metric[:100]}
-        # Points that count, and those that were done again later.
+        # A curve's points, separated into final steps and steps that were done again later.
         indices: dict[str, list[int]] = {"kept": [], "redone": []}
         for i, (start, step) in enumerate(zip(curve.starts, curve.steps, strict=True)):
             indices["kept" if step < redone_from[start] else "redone"].append(i)
@@ -162,7 +162,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         panel = {"title": title, "curves": [], "more": title not in known}
         panels.setdefault(title, panel)["curves"].append(columns)
 
-    # Per start, the stretch of (step, time) whose work was lost.
+    # start -> [first, last] (step, time) of its steps that were done again
     stretches: dict[int, list[tuple[int, float]]] = {}
     for curve in run.curves.values():
         for start, *place in zip(curve.starts, curve.steps, curve.times, strict=True):
@@ -198,30 +198,30 @@ def _rounded(value: float) -> float | None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """The events in the order of time, each with its `place` on the axis of steps.
+    """Return the events in the order of time, each with its `place` on the axis of steps.
 
-    A start that ended silently gets an event "lost"; the same event of several ranks becomes one
-    with a `count`.
+    A start without an end or fault gets an event "lost". Equal events of several ranks become one
+    event with a `count`.
     """
     longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
     trail = sorted(zip(longest.times, longest.steps, strict=True))
     times = [time for time, _ in trail]
-    told: list[dict[str, Any]] = []
+    with_lost: list[dict[str, Any]] = []
     is_running, last_sign = False, 0.0
     for event in run.events:
         if event["kind"] == "start" and is_running:
             logged = times[: bisect_left(times, event["wall_time"])][-1:]
-            message = "ended without a word: killed, or the machine went away"
+            message = "ended without a message: killed, or the machine went away"
             lost = {"kind": "lost", "step": None, "message": message}
-            told.append({**lost, "wall_time": max([last_sign, *logged])})
+            with_lost.append({**lost, "wall_time": max([last_sign, *logged])})
         if event["kind"] in ("start", "end", "fault"):
             is_running = event["kind"] == "start"
         last_sign = event["wall_time"]
-        told.append(event)
+        with_lost.append(event)
 
     events: list[dict[str, Any]] = []
     num_logged, place = 0, 0
-    for event in told:
+    for event in with_lost:
         identity = event["kind"], event["message"], event["step"]
         same = [e for e in events[-3:] if (e["kind"], e["message"], e["step"]) == identity]
         if same:
@@ -324,8 +324,8 @@ def _event_table(events: list[dict[str, Any]]) -> str:
             f'<td class="number">{step}</td><td><i></i>{_text(event["kind"], 40)}</td>'
             f"<td>{_text(who + event['message'] + code)}{times}</td></tr>"
         )
-    head = "<th>time</th><th class='number'>step</th><th>event</th><th>what was said</th>"
-    return _table("Events", rows, head)
+    header_cells = "<th>time</th><th class='number'>step</th><th>event</th><th>message</th>"
+    return _table("Events", rows, header_cells)
 
 
 def _sample_table(samples: list[dict[str, Any]]) -> str:
@@ -337,11 +337,11 @@ def _sample_table(samples: list[dict[str, Any]]) -> str:
             value = "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
             cells.append(f'<td class="{kind}">{_text(value)}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(
+    header_cells = "".join(
         f'<th class="{kind if kind == "number" else ""}">{name}</th>'
         for name, kind in SAMPLE_COLUMNS.values()
     )
-    return _table("Samples", rows, head)
+    return _table("Samples", rows, header_cells)
 
 
 def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
@@ -376,12 +376,14 @@ def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
     return "".join(blocks)
 
 
-def _table(title: str, rows: list[str], head: str = "") -> str:
-    """head: its cells; a table without is one of keys and values. Nothing without rows."""
+def _table(title: str, rows: list[str], header_cells: str = "") -> str:
+    """Return a table that folds, or "" without rows. header_cells: "" for keys and values."""
     if not rows:
         return ""
     state = "" if title == "Defaults" else " open"
-    start = f"<table><thead><tr>{head}</tr></thead>" if head else "<table class='keys'>"
+    start = "<table class='keys'>"
+    if header_cells:
+        start = f"<table><thead><tr>{header_cells}</tr></thead>"
     return (
         f"<details{state}><summary>{title} ({len(rows)})</summary><div class='wide'>{start}"
         f"<tbody>{''.join(rows)}</tbody></table></div></details>"
@@ -404,7 +406,7 @@ def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """The first MAX_SETTINGS of `flat_settings`."""
+    """The first MAX_SETTINGS entries of `flat_settings`."""
     return dict(islice(flat_settings(config).items(), MAX_SETTINGS))
 
 

@@ -1,7 +1,7 @@
-"""The policy's half of the server: commands, which every rank carries out in the same order.
+"""The policy's half of the server: commands that all ranks run in the same order.
 
-Rank 0 takes requests from HTTP, lays samples that wait together into one command, and tells the
-other ranks; they follow. A command and what comes back are plain values, not requests.
+Rank 0 takes commands from a queue, joins those that may run as one, and broadcasts them to the
+other ranks. Arguments and results of a command are plain values that don't know of HTTP.
 """
 
 import queue
@@ -13,8 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.rl.client import LocalSamplingClient, LocalTrainingClient
-from torchtitan.rl.client_types import ModelInput, SamplingParams
+from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
+from torchtitan.integrations.tinker.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
+from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.errors import LostConnectionError
 from torchtitan.tools.failures import as_run_error
@@ -23,7 +30,7 @@ from torchtitan.tools.logging import logger
 BASE = "base"
 """The sampler of the weights that the server started with."""
 
-# A sample waits this long for others that were sent with it.
+# How long a sample waits for further samples, so that they are drawn together.
 _SECONDS_TO_GATHER = 0.01
 _SECONDS_TO_GATHER_AT_MOST = 0.1
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
@@ -31,11 +38,11 @@ _SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
 
 @dataclass(frozen=True)
 class Command:
-    """A method of `Policy` and its arguments, and whom to tell.
+    """The name of a method of `Policy`, its arguments, and a callback.
 
-    answer: called with the result, or the exception that it raised.
-    joins: commands of one key that wait together are carried out as one, with the `items` of all
-        of them; its result has a value for each item. None for those without items.
+    answer: called with the method's result, or the exception that it raised.
+    joins: waiting commands with the same key run as one, with the `items` of all of them as the
+        argument `items`; the result has a value per item. None runs the command by itself.
     """
 
     method: str
@@ -46,10 +53,7 @@ class Command:
 
 
 class Policy:
-    """A training client and its samplers, by name. Every rank makes the same calls.
-
-    Raises ConfigError for a config that cannot run.
-    """
+    """A training client and its samplers, by name. Every rank makes the same calls."""
 
     def __init__(self, client: LocalTrainingClient):
         self._client = client
@@ -58,7 +62,7 @@ class Policy:
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
 
     def start_model(self) -> None:
-        """Begin with the server's first weights, and an optimizer that knows nothing."""
+        """Go back to the weights that the server started with, and reset the optimizer."""
         self._client.load_sampler_weights(self._samplers[BASE]).result()
 
     def load(self, path: str, with_optimizer: bool) -> None:
@@ -68,8 +72,7 @@ class Policy:
     def save(self, path: str) -> None:
         self._client.save_state(path).result()
 
-    def forward_backward(self, request: Any) -> Any:
-        """What the client's `forward` or `forward_backward` returns."""
+    def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         client = self._client
         try:
             if request.problem is not None:
@@ -83,11 +86,11 @@ class Policy:
                 client.fail_step(error).result()
             raise
 
-    def optim_step(self, params: Any) -> dict[str, float]:
+    def optim_step(self, params: AdamParams) -> dict[str, float]:
         return self._client.optim_step(params).result().metrics
 
     def snapshot(self, sampler: str) -> None:
-        """Make a sampler of the weights as they are."""
+        """Make a sampler of the current weights."""
         self._samplers[sampler] = self._client.save_weights_and_get_sampling_client().result()
 
     def open(self, sampler: str, path: str) -> None:
@@ -100,7 +103,7 @@ class Policy:
 
     def sample(
         self, items: list[ModelInput], sampler: str, num_samples: int, params: SamplingParams
-    ) -> list[Any]:
+    ) -> list[SampleResponse]:
         return self._sampler(sampler).sample_all(items, num_samples, params).result()
 
     def logprobs(self, items: list[ModelInput], sampler: str) -> list[list[float | None]]:
@@ -108,61 +111,58 @@ class Policy:
 
     def _sampler(self, name: str) -> LocalSamplingClient:
         if name not in self._samplers:
-            raise ValueError(f"the sampler {name} was not made, or is long unused; make another")
+            raise ValueError(f"the sampler {name} does not exist or was dropped; make another")
         return self._samplers[name]
 
 
 class CommandLoop:
-    """Hands commands to a policy on all ranks, one after the other.
-
-    job_config: its time limit for ranks that do not answer, and what errors name of it.
-    """
+    """Runs commands on a policy on all ranks, one after the other."""
 
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config
-        # Reentrant, as a signal handler may call `stop` while this thread is in `get`.
+        # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._taken: list[Command] = []  # from the queue, and not yet begun
+        self._waiting: list[Command] = []  # taken from the queue, and not yet run
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # Its own, so that waiting for a command does not mix with what the policy sends.
+            # A separate group, because the policy's own collectives must not mix with broadcasts.
             seconds = job_config.comm.init_timeout_seconds + 2 * _SECONDS_BETWEEN_SIGNS_OF_LIFE
             timeout = timedelta(seconds=seconds)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def put(self, command: Command) -> None:
-        """Have a command carried out after those before it. From any thread of rank 0."""
+        """Queue a command. Call on rank 0, from any thread."""
         self._queue.put(command)
 
     def stop(self) -> None:
-        """End `run` after the command that is being carried out. From any thread of rank 0."""
+        """End `run` after the running command. Call on rank 0, from any thread."""
         self._is_stopping = True
-        self._queue.put(None)  # wakes it
+        self._queue.put(None)  # wakes `run`
 
     def run(self) -> None:
-        """Carry commands out until the end. Collective."""
+        """Run commands until `stop`. Collective."""
         if self._group is not None and dist.get_rank(self._group) > 0:
-            while (told := self._tell(None)) is not None:
-                if told:
-                    self._apply(*told)
+            while (call := self._broadcast(None)) is not None:
+                if call:
+                    self._apply(*call)
             return
         while (batch := self._next()) is not None:
-            if not batch:
-                self._tell(())
-                continue
-            self._carry_out(batch)
-        self._tell(None)
+            if batch:
+                self._carry_out(batch)
+            else:
+                self._broadcast(())  # a sign of life, before the other ranks' time-out
+        self._broadcast(None)
 
     def _carry_out(self, batch: list[Command]) -> None:
         first = batch[0]
         arguments = dict(first.arguments)
         if first.joins is not None:
             arguments["items"] = [item for command in batch for item in command.items]
-        self._tell((first.method, arguments))
+        self._broadcast((first.method, arguments))
         result = self._apply(first.method, arguments)
         if isinstance(result, ValueError) and len(batch) > 1:
-            for command in batch:  # the mistake is in one of them
+            for command in batch:  # one by one, so that only the wrong one fails
                 self._carry_out([command])
             return
         begin = 0
@@ -172,56 +172,53 @@ class CommandLoop:
             command.answer(result[begin:end] if is_share else result)
             begin = end
 
-    def _tell(self, command: Any) -> Any:
-        """What rank 0 says, on every rank."""
+    def _broadcast(self, call: Any) -> Any:
+        """Return rank 0's argument on every rank."""
         if self._group is None:
-            return command
-        said = [command]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        return said[0]
+            return call
+        received = [call]
+        dist.broadcast_object_list(received, src=0, group=self._group)
+        return received[0]
 
     def _apply(self, method: str, arguments: dict[str, Any]) -> Any:
-        """What the method returns or raises."""
+        """Return the method's result or exception; raise only if a connection between ranks broke."""
         try:
             return getattr(self._policy, method)(**arguments)
         except Exception as error:
-            if isinstance(told := as_run_error(error, self._config), LostConnectionError):
-                raise told from error
+            if isinstance(lost := as_run_error(error, self._config), LostConnectionError):
+                raise lost from error
             logger.warning("%s failed: %s: %s", method, type(error).__name__, error)
             return error
 
     def _next(self) -> list[Command] | None:
-        """The commands to carry out at once: [] after a while without any, None at the end."""
-        if not self._taken and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
+        """Return the commands to run as one: [] if none came for a while, None after `stop`."""
+        if not self._waiting and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
             return []
-        self._gather()
+        while self._take(0):
+            pass
+        # While all waiting commands can be joined, wait a moment for more of them.
+        until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
+        while all(command.joins for command in self._waiting) and not self._is_stopping:
+            if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
+                break
         if self._is_stopping:
             return None
-        first, *others = self._taken
+        first, *others = self._waiting
         batch, rest = [first], []
         for i, command in enumerate(others):
             if first.joins is None or command.joins is None:
-                rest += others[i:]  # it may change what a sampler draws
+                rest += others[i:]  # commands behind it may depend on it
                 break
             (batch if command.joins == first.joins else rest).append(command)
-        self._taken = rest
+        self._waiting = rest
         return batch
 
-    def _gather(self) -> None:
-        """Take what waits, and for a moment what is sent together with samples."""
-        until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
-        while self._take(0):
-            pass
-        while all(command.joins for command in self._taken) and not self._is_stopping:
-            if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
-                return
-
     def _take(self, seconds: float) -> bool:
-        """Whether a command, or the call to stop, came in this time."""
+        """Take one entry of the queue; return False if none comes in this time."""
         try:
             command = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
         except queue.Empty:
             return False
         if command is not None:
-            self._taken.append(command)
+            self._waiting.append(command)
         return True

@@ -48,13 +48,13 @@ class Http:
         return status, json.loads(body)
 
     def ask(self, path, /, **values):
-        """The answer to a request that is carried out at once."""
+        """The answer to a request, which must succeed."""
         status, answer = self.post(path, **values)
         assert status == 200, answer
         return answer
 
     def wait(self, path, /, **values):
-        """The result of a request that gives a future."""
+        """The result of a request whose answer is a future."""
         return self.result(self.ask(path, **values))
 
     def result(self, accepted):
@@ -110,7 +110,7 @@ class Http:
         return self.result(accepted) if wait else accepted
 
 
-# ---- protobuf, written apart from the code under test ----
+# ---- protobuf, written independently of the code under test ----
 
 
 def varint(value):

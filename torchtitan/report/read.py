@@ -1,7 +1,7 @@
-"""Read what a run has left in its folder: metrics, events, samples.
+"""Read the metrics, events and samples in a run's folder.
 
-The run may still be going on, or may have been killed in the middle of a line, and the folder may
-be a stranger's: what is damaged is skipped, nothing is trusted, and links out of the folder are not
+The run may still write, or may have been killed in the middle of a line, and the folder may come from
+a stranger: damaged lines are skipped, contents are not trusted, and links out of the folder are not
 followed.
 """
 
@@ -22,14 +22,14 @@ from torchtitan.tools.events import FILE_NAME as EVENTS_FILE
 from torchtitan.tools.files import open_file
 
 EPISODES_FILE = "episodes.jsonl"
-SAMPLED_STEPS = 8  # of which samples are shown
+SAMPLED_STEPS = 8  # number of steps whose samples are shown
 SAMPLES_PER_STEP = 6
 _LONGEST_LINE = 1 << 22  # bytes
-_LARGEST = 1e15  # of a step, and of seconds since 1970
+_MAX_STEP_OR_TIME = 1e15  # times are seconds since 1970
 
 
 class NoRunError(Exception):
-    """The folder holds no run; the message says what was looked for."""
+    """The folder holds no run; the message names the files that a run has."""
 
 
 @dataclass
@@ -54,10 +54,10 @@ class Run:
     curves: dict[str, Curve]
     events: list[dict[str, Any]]  # in the order of time
     samples: list[dict[str, Any]]
-    source: str  # where the curves come from
+    source: str  # the file or files of the curves
 
     def first_steps(self) -> dict[int, int]:
-        """start -> the lowest step that it logged."""
+        """Return start -> the lowest step that it logged."""
         first: dict[int, int] = {}
         for curve in self.curves.values():
             for start, step in zip(curve.starts, curve.steps, strict=True):
@@ -66,7 +66,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises NoRunError for a folder without a run."""
+    """Return the run in a folder. Raises NoRunError for a folder without a run."""
     if not folder.is_dir():
         raise NoRunError(f"{folder} is not a folder; name the job.dump_folder of a run")
     events = []
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """A float of a JSON number, or of "NaN", "Infinity", "-Infinity"; None of anything else."""
+    """Return a JSON number, or "NaN", "Infinity" or "-Infinity", as float; None for other values."""
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -104,8 +104,8 @@ def number(value: Any) -> float | None:
 
 
 def _fits(value: float | None) -> bool:
-    """Whether this can be a step, or a time."""
-    return value is not None and 0 <= value < _LARGEST
+    """Return True for a possible step or time."""
+    return value is not None and 0 <= value < _MAX_STEP_OR_TIME
 
 
 def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
@@ -118,7 +118,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_file(path, "rb") as file:
         file.seek(offset)
         while line := file.readline(_LONGEST_LINE):
-            # Cut off, of other bytes, or nested deeper than Python follows.
+            # A line may be cut off, not text, or nested too deep for Python.
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):
@@ -130,7 +130,10 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
-    """Of the files of several ranks, the first one's; `metrics.save_jsonl_file` may name it."""
+    """Return the curves of the first file with metrics, and its name.
+
+    The config may have named the file, and each rank may have written one.
+    """
 
     def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10
         parts = re.split(r"(\d+)", path.name)
@@ -140,7 +143,7 @@ def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, 
         if path.name in (EVENTS_FILE, EPISODES_FILE):
             continue
         curves: dict[str, Curve] = defaultdict(Curve)
-        # A start of the run begins after its time, and with no step that was logged before.
+        # A new start begins when the time passes a start event, or when a step is logged again.
         start, known_start, last_step, seen = 0, None, -1, set()
         for _, record in _lines(path):
             step, time = number(record.pop("step", None)), number(record.pop("wall_time", None))
@@ -162,7 +165,7 @@ def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, 
 
 
 def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
-    """Each start of a run writes its own file; one that still grows is read as far as it goes."""
+    """Return the curves of the first rank's files, and their source. Each start has its own file."""
 
     def ranks(path: Path) -> list[int]:
         return [int(n) for n in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
@@ -176,12 +179,12 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
     paths = sorted(_inside(folder, folder.rglob("events.out.tfevents.*")), key=time)
     first = min(map(ranks, paths), default=[])
     for start, path in enumerate(path for path in paths if ranks(path) == first):
-        # Slow to import, and most runs have metrics.jsonl.
+        # Slow to import, and not needed for most runs, which have metrics.jsonl.
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
         file = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False)
-        with contextlib.suppress(Exception):  # damaged in any way that protobuf can tell
+        with contextlib.suppress(Exception):  # protobuf raises various errors for damaged files
             file.Reload()
         for tag in file.Tags()["scalars"]:
             for point in file.Scalars(tag):
@@ -194,11 +197,11 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
 
 
 def _samples(paths: list[Path]) -> list[dict[str, Any]]:
-    """The first samples of some steps, the first and the last among them, newest step first.
+    """Return the first samples of up to SAMPLED_STEPS steps, newest step first.
 
-    Of a step that was done twice, those of the second time.
+    The first and the last step are among them. A step that was done again shows its second samples.
     """
-    offsets: dict[int, int] = {}  # step -> where its lines begin
+    offsets: dict[int, int] = {}  # step -> offset of its first line
     samples, last_step = [], None
     for path in paths:
         for offset, record in _lines(path):
@@ -219,17 +222,17 @@ def _samples(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:
-    """At most `limit` of the items, at equal distances, the first and the last among them."""
+    """Return at most `limit` of the items, at equal distances, including the first and the last."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def thin_out(values: Iterable[float], limit: int) -> list[int]:
-    """Indices of at most `limit` points that look like all of them.
+    """Return indices of at most `limit` points whose curve looks like that of all points.
 
-    Kept are the first, the last, and of each of equal stretches the smallest, the largest and the
-    first that is not finite.
+    The curve is divided into equal stretches. Kept are the first and the last point, and of each
+    stretch the smallest, the largest, and the first value that is not finite.
     """
     values = list(values)
     n = len(values)

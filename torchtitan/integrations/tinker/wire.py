@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's interface, read and written without a protobuf library.
 
-Only forward_backward requests, and its and sampling's results, are protobuf; all else is JSON. The
-format is https://protobuf.dev/programming-guides/encoding. Field numbers are those of
-`tinker/proto/tinker_public.proto` in the published client, 0.38.0.
+Protobuf are forward_backward requests, their results, and the results of sampling; everything else
+is JSON. The encoding is that of https://protobuf.dev/programming-guides/encoding, the field numbers
+those of `tinker/proto/tinker_public.proto` in the published client, 0.38.0.
 """
 
 import struct
@@ -12,45 +12,47 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.rl.client_types import Datum, ModelInput
+from torchtitan.integrations.tinker.types import Datum, ModelInput, SampledSequence
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # DType in messages -> numpy's
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32 = 1
-# In all messages of one request. A Datum of four inputs has some 30.
+# Limit for all messages of one request together. A Datum with four inputs has about 30 fields.
 MOST_FIELDS = 2**18
 _STOP_REASONS = {"stop": 0, "length": 1}
 
 
 class WireError(ValueError):
-    """The bytes are not such a message."""
+    """The bytes are not a message of the expected type."""
 
 
 # ---- reading ----
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Return the number that begins at byte `at`, and the index of the byte behind it."""
     number = 0
     for i, byte in enumerate(data[at : at + 10]):
         number |= (byte & 127) << (7 * i)
         if byte < 128:
             return number, at + i + 1
-    raise WireError("a number in the message does not end; send what the tinker client makes")
+    raise WireError("a number in the message does not end; send messages of the tinker client")
 
 
 class _Reader:
-    """Reads the messages of one request, of which all fields together are bounded.
+    """Reads the messages of one request, which may have `MOST_FIELDS` fields together.
 
-    An empty entry takes two bytes of a request and many of memory.
+    The limit is needed because an empty field takes two bytes of a request and many of memory.
     """
 
     def __init__(self) -> None:
         self._n_left = MOST_FIELDS
 
-    def fields(self, data: memoryview) -> Iterator[tuple[int, Any]]:
-        """(field number, value) of a message: an int, or the bytes of all other types."""
+    def fields(self, data: memoryview | int) -> Iterator[tuple[int, Any]]:
+        """Yield (field number, value) of a message: an int for varints, else the bytes."""
+        if isinstance(data, int):
+            raise WireError("the message has a number in place of a message")
         at = 0
         while at < len(data):
             self._n_left -= 1
@@ -69,7 +71,7 @@ class _Reader:
             elif kind in (_FIXED64, _FIXED32):
                 size = 8 if kind == _FIXED64 else 4
             else:
-                raise WireError(f"the message has a field of type {kind}, which is not known here")
+                raise WireError(f"the message has a field of the unknown wire type {kind}")
             if at + size > len(data):
                 raise WireError(
                     f"the message ends {at + size - len(data)} bytes early; send it again"
@@ -78,15 +80,11 @@ class _Reader:
             at += size
 
     def message(self, data: Any, *numbers: int) -> list[Any]:
-        """The last value of each of these fields, None for those that are not there."""
-        if isinstance(data, int):
-            raise WireError("the message has a number where a message is due")
-        found = dict(self.fields(data))
-        return [found.get(number) for number in numbers]
+        """Return the last value of each of these fields; None for a missing field."""
+        values = dict(self.fields(data))
+        return [values.get(number) for number in numbers]
 
     def datum(self, message: Any) -> Datum:
-        if isinstance(message, int):
-            raise WireError("the message has a number where a message is due")
         tokens: list[int] = []
         inputs = {}
         for number, value in self.fields(message):
@@ -103,7 +101,7 @@ class _Reader:
     def _tensor(self, name: str, message: Any) -> np.ndarray:
         dense, sparse, dtype = self.message(message, 1, 2, 3)
         shape = [value for number, value in self.fields(message) if number == 4]
-        # Dimensions come packed into one field, or one by one.
+        # Dimensions come packed into one field, or as a field each.
         packed = [value for value in shape if not isinstance(value, int)]
         for value in packed:
             at = 0
@@ -115,31 +113,31 @@ class _Reader:
             raise ValueError(
                 f"loss_fn_inputs hold one number per token, of float32 or int64, got {name} of "
                 f"shape {shape}{', sparse' if sparse is not None else ''}; several targets per "
-                "token are not offered"
+                "token are not supported"
             )
         return _array(dense, _DTYPES[dtype]).copy()
 
 
 def _text(value: Any) -> str:
     if isinstance(value, int):
-        raise WireError("the message has a number where a name is due")
+        raise WireError("the message has a number in place of a name")
     try:
         return bytes(value or b"").decode()
     except UnicodeDecodeError as error:
-        raise WireError(f"the message has a name that is no text: {error}") from error
+        raise WireError(f"the message has a name that is not UTF-8: {error}") from error
 
 
 def _array(data: Any, dtype: np.dtype) -> np.ndarray:
     if isinstance(data, int) or len(data or b"") % dtype.itemsize:
         raise WireError(
-            f"an array of {dtype} has bytes left over; send what the tinker client makes"
+            f"an array of {dtype} has bytes left over; send messages of the tinker client"
         )
     return np.frombuffer(data or b"", dtype)
 
 
 @dataclass(frozen=True)
 class ForwardBackwardRequest:
-    """A forward_backward request. problem: why its data cannot be used; None if they can."""
+    """A forward_backward request. problem: why its data cannot be used, or None."""
 
     model_id: str
     seq_id: int
@@ -151,9 +149,9 @@ class ForwardBackwardRequest:
 
 
 def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> ForwardBackwardRequest:
-    """check_model: called with the model's id before any of the data are read.
+    """Read a request. check_model: called with the model's id before any data are read.
 
-    Raises WireError for bytes that are no such message, and what check_model raises.
+    Raises WireError for bytes that are not a request; exceptions of check_model pass through.
     """
     reader = _Reader()
     fields = list(reader.fields(memoryview(body)))
@@ -214,7 +212,7 @@ def _field(number: int, value: int | float | str | bytes) -> bytes:
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) -> bytes:
-    """A ForwardBackwardOutput: the log-probs of each datum [n], float32."""
+    """Return a ForwardBackwardOutput message with the log-probs [n] of each datum, as float32."""
     sizes = [values.size * 4 for values in logprobs]
     offsets = np.cumsum([0, *sizes]).astype("<i8")
     joined = b"".join(values.astype("<f4").tobytes() for values in logprobs)
@@ -226,16 +224,15 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, fl
 
 
 def write_samples(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], str]],
-    prompt_logprobs: Sequence[float | None] | None,
+    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float | None] | None
 ) -> bytes:
-    """A SampleResponse: (tokens, log-probs, stop reason) of each sequence; NaN for None."""
+    """Return a SampleResponse message. In prompt_logprobs, None becomes NaN."""
     out = b""
-    for tokens, logprobs, stop_reason in sequences:
-        sequence = _field(1, _STOP_REASONS[stop_reason])
-        sequence += _field(2, np.asarray(tokens, "<i4").tobytes())
-        sequence += _field(3, np.asarray(logprobs, "<f4").tobytes())
-        out += _field(1, sequence)
+    for sequence in sequences:
+        entry = _field(1, _STOP_REASONS[sequence.stop_reason])
+        entry += _field(2, np.asarray(sequence.tokens, "<i4").tobytes())
+        entry += _field(3, np.asarray(sequence.logprobs, "<f4").tobytes())
+        out += _field(1, entry)
     if prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in prompt_logprobs]
         out += _field(2, np.asarray(values, "<f4").tobytes())

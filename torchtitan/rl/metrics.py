@@ -1,4 +1,4 @@
-"""Metrics of episodes, a line per step on the console, and the file of episodes."""
+"""Metrics of episodes: how they are computed, and where a run writes them."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
-class Reporter:
-    """Writes a run's metrics and episodes, as `[metrics]` and `rl.log_samples` say."""
+class MetricsWriter:
+    """Writes a run's metrics and episodes, by the settings in `[metrics]` and `rl.log_samples`."""
 
     def __init__(self, job_config: JobConfig, engine: TrainingEngine):
         self._config = job_config
@@ -35,7 +35,7 @@ class Reporter:
         episodes: Sequence[Episode],
         num_updates: int = 1,
     ) -> None:
-        """Write the metrics and episodes of `num_updates` steps on the same episodes, up to `step`."""
+        """Write the metrics of the last `num_updates` steps, up to `step`, and their episodes."""
         path = os.path.join(self._config.job.dump_folder, "episodes.jsonl")
         append_episodes(path, step, episodes, self._config.rl.log_samples)
         processor, color = self._processor, self._processor.color
@@ -48,7 +48,7 @@ class Reporter:
         for name in ("reward", "exact", "completion_tokens"):
             if f"rl/{name}" in metrics:
                 fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
-        if "loss" in metrics:  # not while only a critic learns
+        if "loss" in metrics:  # missing while only the critic learns
             fields.append(f"{color.orange}loss: {metrics['loss']:8.5f}")
             fields.append(f"grad_norm: {metrics['grad_norm']:7.4f}")
         if "critic/value_loss" in metrics:
@@ -71,7 +71,7 @@ class Reporter:
 
 
 def describe(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The metrics of a step's episodes, whose advantages are known."""
+    """The metrics of a step's episodes, including their advantages."""
     return {
         **mean_scores(episodes),
         **advantage_metrics([e.advantage for e in episodes], [e.group_id for e in episodes]),
@@ -81,10 +81,10 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """How many updates the policy has had since the episodes were drawn: `lag` is the largest.
+    """The number of updates (lag) between drawing the episodes and now, as metrics.
 
-    version: the policy's, now. `episodes_by_lag/n` counts the episodes that are n updates old, each
-    by its oldest token.
+    version: the policy's version now. An episode's lag is that of its oldest token.
+    `rl/lag` is the largest lag; `rl/episodes_by_lag/n` the number of episodes with lag n.
     """
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
@@ -96,7 +96,7 @@ def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means of the reward and of the task's scores."""
+    """The means of the reward and of the task's scores."""
     names = sorted({name for episode in episodes for name in episode.scores})
     means = {name: fmean(e.scores.get(name, 0.0) for e in episodes) for name in names}
     return means | {"reward": fmean(e.reward for e in episodes)}
@@ -105,8 +105,8 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
     """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode`. A run that continues from a checkpoint
-    appends, too, so steps that it repeats are in the file twice.
+    A line holds the step and the entries of `Episode`. A run that continues from a checkpoint also
+    appends, so the file holds repeated steps twice.
     limit: episodes per step; -1 is all, 0 none.
     """
     if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):

@@ -1,7 +1,7 @@
 """Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
 
-Prompts go there as token ids; tokens and log-probs come back. Weights are handed over as a folder of
-Hugging Face files, which the server's machine has to see, and one request that says where it is.
+The server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
+a folder of Hugging Face files, which the server's machine must see, and posts the folder's path.
 """
 
 import http.client
@@ -30,24 +30,28 @@ from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
-_HOW_VLLM_RELOADS = "; without rl.generator.reload_url it has to be vLLM's, with VLLM_SERVER_DEV_MODE=1 in its environment"
-_LARGEST_FILE = 4 * 2**30  # bytes of tensors
+_HOW_VLLM_RELOADS = (
+    "; without rl.generator.reload_url the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+    "environment"
+)
+_MAX_FILE_BYTES = 4 * 2**30  # of tensors
 
 
 class OpenAIGenerator(ForeignGenerator):
-    """A generator behind an HTTP server. Each rank sends requests for its own share.
+    """Samples with an HTTP server. Each rank sends the requests for its own share of prompts.
 
-    url: of the server; requests go to url/v1/completions. model: its name there.
-    reload_url: gets {"path": a folder, "version": n} in a POST once all weights stand in the folder, and
-        has to answer when the server has them. Rank 0 alone writes and sends. "" asks the server at
-        `url` as a vLLM that was started with VLLM_SERVER_DEV_MODE=1.
-    folder: where versions are written; the one before is removed after each update.
-    hf_assets_path: config.json and tokenizer are copied from there.
-    dtype: of the weights in the files; None for the trainer's.
-    max_requests: at the same time. timeout_seconds: of one request, which is tried three times.
-    vocab_size: of the trainer's model, whose ids answers have to hold; None takes any.
+    url: the server's; requests go to url/v1/completions. model: the model's name on the server.
+    reload_url: rank 0 posts {"path": folder, "version": n} here after it has written all weights to
+        the folder; the answer must come after the server has loaded them. "" reloads through the
+        development endpoints of vLLM at `url`, started with VLLM_SERVER_DEV_MODE=1.
+    folder: gets a subfolder per version; each update removes those of earlier versions.
+    hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
+    dtype: of the weights in the files; None keeps the trainer's.
+    max_requests: the most requests of a rank at the same time.
+    timeout_seconds: limit for one try of a request, which is tried three times.
+    vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
 
-    The server has to give log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
+    The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
     """
 
@@ -84,13 +88,13 @@ class OpenAIGenerator(ForeignGenerator):
             {
                 "model": self._model,
                 "prompt": list(prompts[i // num_samples]),
-                "n": 1,  # each completion has a seed of its own
+                "n": 1,  # each completion has its own seed
                 "seed": (seed + row) % 2**62,
                 "temperature": sampling.temperature,
                 "max_tokens": sampling.max_tokens,
                 "stop": list(sampling.stop_strings) or None,
                 "logprobs": 0,
-                # Of vLLM, and of those that follow it: tokens as they are, up to what we stop at.
+                # vLLM's extensions: return all tokens, special ones too, and stop only at our stops.
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "include_stop_str_in_output": True,
                 "ignore_eos": True,
@@ -102,36 +106,36 @@ class OpenAIGenerator(ForeignGenerator):
         ]
         threads = ThreadPoolExecutor(self._max_requests, "completions")
         try:
-            sent = [threads.submit(self._complete, request, sampling) for request in requests]
-            return [one.result() for one in sent]
+            futures = [threads.submit(self._complete, request, sampling) for request in requests]
+            return [future.result() for future in futures]
         finally:
-            # After a failure those on their way may take long, and the other ranks wait for us.
+            # After a failure, don't wait for requests in flight: the other ranks wait for this one.
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         url = f"{self._url}/v1/completions"
         answer = _post(url, request, self._timeout_seconds)
-        # Whatever it is: what it does not say stays empty.
+        # The answer may be any JSON: parts that are missing or of another type count as empty.
         choices = answer.get("choices") if isinstance(answer, dict) else None
         choice = choices[0] if isinstance(choices, list) and choices else None
         choice = choice if isinstance(choice, dict) else {}
-        found = choice.get("logprobs")
-        found = found if isinstance(found, dict) else {}
+        details = choice.get("logprobs")
+        details = details if isinstance(details, dict) else {}
         token_ids = choice.get("token_ids")
-        if not isinstance(token_ids, list):  # "token_id:17"
-            texts = [str(text).rpartition(":") for text in found.get("tokens") or ()]
-            is_known = all(head == "token_id" and number.isdecimal() for head, _, number in texts)
-            token_ids = [int(number) for *_, number in texts] if is_known else []
-        values = found.get("token_logprobs") or []
+        if not isinstance(token_ids, list):  # then tokens are texts such as "token_id:17"
+            texts = [str(text).rpartition(":") for text in details.get("tokens") or ()]
+            are_ids = all(label == "token_id" and number.isdecimal() for label, _, number in texts)
+            token_ids = [int(number) for *_, number in texts] if are_ids else []
+        values = details.get("token_logprobs") or []
         logprobs = [value for value in values if isinstance(value, int | float)]
         if not token_ids or len(token_ids) != len(logprobs):
             raise RunError(
                 f"{url} has to answer with the id and the log-prob of every new token, got "
-                f"{len(token_ids)} ids and {len(logprobs)} log-probs; it must know "
+                f"{len(token_ids)} ids and {len(logprobs)} log-probs; use a server that supports "
                 '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
             )
         limit = math.inf if self._vocab_size is None else self._vocab_size
-        wrong = [one for one in token_ids if type(one) is not int or not 0 <= one < limit]
+        wrong = [x for x in token_ids if type(x) is not int or not 0 <= x < limit]
         if wrong:
             raise RunError(
                 f"{url} has to answer with ids of the model's {self._vocab_size} tokens, got "
@@ -140,9 +144,9 @@ class OpenAIGenerator(ForeignGenerator):
         return self._completion(token_ids, logprobs, sampling)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the server load the weights. Ranks that share an update call it together.
+        """Make the server load the weights. Collective over the ranks that share an update.
 
-        Raises WeightMismatchError if they cannot be written, or the server does not take them.
+        Raises WeightMismatchError if the weights cannot be written, or the server refuses them.
         """
         self.policy_version = -1
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -151,7 +155,7 @@ class OpenAIGenerator(ForeignGenerator):
         def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
             _write(pairs, path, self._hf_assets_path)
             posts = {self._reload_url: {"path": path, "version": weights.version}}
-            if not self._reload_url:  # vLLM's, of which the first knows nothing of the cache
+            if not self._reload_url:  # vLLM: reload_weights keeps the prefix cache
                 rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
                 posts = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
             for url, message in posts.items():
@@ -165,15 +169,15 @@ class OpenAIGenerator(ForeignGenerator):
         failure = hand_over(weights, send if is_first else lambda pairs: None)
         if failure is not None:
             raise WeightMismatchError(
-                f"the server has not got version {weights.version} of the weights: {failure}"
+                f"the server did not load version {weights.version} of the weights: {failure}"
                 + ("" if self._reload_url else _HOW_VLLM_RELOADS)
             ) from failure
         self.policy_version = weights.version
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:
-    """Write a model's folder: weights with an index, and what stands beside them in another one."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run before this one
+    """Write a model's folder: weights, their index, and the other files of `hf_assets_path`."""
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left it
     os.makedirs(folder)
     for entry in os.scandir(hf_assets_path) if os.path.isdir(hf_assets_path) else ():
         if entry.is_file() and not entry.name.endswith((".safetensors", ".bin", "index.json")):
@@ -182,30 +186,30 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
     n_bytes = 0
     file: dict[str, Tensor] = {}
 
-    def finish() -> None:
+    def write_file() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
         save_file(file, os.path.join(folder, name), {"format": "pt"})
         weight_map.update(dict.fromkeys(file, name))
         file.clear()
 
     for name, tensor in pairs:
-        if file and sum(t.nbytes for t in file.values()) + tensor.nbytes > _LARGEST_FILE:
-            finish()
+        if file and sum(t.nbytes for t in file.values()) + tensor.nbytes > _MAX_FILE_BYTES:
+            write_file()
         file[name] = tensor.detach().to("cpu", copy=True).contiguous()
         n_bytes += tensor.nbytes
-    finish()
+    write_file()
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
     with open_file(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
         json.dump(index, text)
 
 
 def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
-    """The JSON of the answer, or None if it has none; tries again where the server may recover.
+    """Return the answer's JSON, None for an empty answer; retry errors that may be temporary.
 
-    Raises RunError with what the last try met.
+    Raises RunError with the last try's problem.
     """
     body, headers = json.dumps(message).encode(), {"Content-Type": "application/json"}
-    # The server is one of ours: no proxy stands before it.
+    # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for number in range(1, _TRIES + 1):
         request = urllib.request.Request(url, body, headers)
@@ -218,7 +222,7 @@ def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
             with error, suppress(OSError, http.client.HTTPException):
                 problem += f": {error.read(500).decode(errors='replace')}"
             may_recover = error.code in (408, 429) or error.code >= 500
-        except (OSError, http.client.HTTPException) as error:  # among them all of urllib
+        except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
             problem, may_recover = f"{type(error).__name__}: {error}", True
         except ValueError as error:
             problem, may_recover = f"the answer is not JSON: {error}", False

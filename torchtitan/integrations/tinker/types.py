@@ -1,4 +1,4 @@
-"""What the calls of `torchtitan.rl.client` take and return, under Tinker's names."""
+"""Arguments and results of the clients, under Tinker's names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to learn from: n input tokens, and what the loss needs for each of them.
+    """One sequence to learn from: n input tokens, and the loss's inputs for each of them.
 
-    loss_fn_inputs: 1-D tensors or lists of n entries: `target_tokens`, what each input token should
-        predict; `logprobs` and `advantages` for policy losses; optional `weights` of the targets,
-        and `mask`, 0 for targets that do not count.
+    loss_fn_inputs: name -> tensor [n] or list of n entries: `target_tokens`, the token to predict
+        after each input token; `logprobs` and `advantages` for policy losses; optionally `weights`
+        of the targets, and `mask`, 0 for targets that the loss leaves out.
     """
 
     model_input: ModelInput
@@ -57,7 +57,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. top_k: -1 keeps all tokens.
+    """Settings of a draw. top_k: -1 keeps all tokens.
 
     stop: token ids, or strings in the completion's text, that end a completion.
     """
@@ -70,7 +70,7 @@ class SamplingParams:
     seed: int | None = None
 
     def to_config(self, tokenizer: BaseTokenizer | None = None) -> SamplingConfig:
-        """Raises ValueError for stops of another kind, and for strings without a tokenizer."""
+        """Raises ValueError for stops of another type, and for strings without a tokenizer."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         strings = tuple(stop for stop in stops if isinstance(stop, str))
         token_ids = tuple(stop for stop in stops if isinstance(stop, int))
@@ -95,7 +95,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """loss_fn_outputs: per datum, `{"logprobs": [n]}` of its targets. metrics: `loss:sum`, ..."""
+    """loss_fn_outputs: `{"logprobs": [n]}` of each datum's targets. metrics: `loss:sum`, ..."""
 
     loss_fn_outputs: list[dict[str, Tensor]]
     metrics: dict[str, float]
@@ -108,7 +108,7 @@ class OptimStepResponse:
 
 @dataclass(frozen=True)
 class SaveWeightsResponse:
-    """path: what `load_state` takes."""
+    """path: the argument for `load_state`."""
 
     path: str
 

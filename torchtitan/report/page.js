@@ -1,6 +1,6 @@
 "use strict";
-// Draws the curves of one run. `data` is what page.py's _data() has made; all texts go in as text
-// nodes. Every panel has the same axis: steps, or seconds since the run began.
+// Draws the curves of one run from the data of page.py's _data(). Texts enter the page as text nodes.
+// All panels share one axis: steps, or seconds since the run began.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("charts");
@@ -11,19 +11,25 @@
   const view = { axis: "x", log: false, range: null, at: null };
   let width = 800;
 
-  const element = (name, attributes = {}, ...children) => {
-    const node = document.createElement(name);
+  const fill = (node, attributes, children) => {
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
     node.append(...children);
     return node;
   };
-  const shape = (parent, name, attributes, text) => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
+  const element = (name, attributes = {}, ...children) =>
+    fill(document.createElement(name), attributes, children);
+  const svgElement = (name, attributes, ...children) =>
+    fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+  const shape = (parent, ...description) => {
+    const node = svgElement(...description);
     parent.append(node);
     return node;
   };
+
+  // A curve's final steps, and its steps that were done again later.
+  const partsOf = (curve) => [curve.kept, curve.redone];
+  // On the axis of steps a start is drawn at its event "training", which knows the step.
+  const isDrawn = (event) => event.kind !== (view.axis === "x" ? "start" : "training");
 
   // ---- numbers ----
 
@@ -76,11 +82,8 @@
   const bounds = () => {
     let low = Infinity, high = -Infinity;
     const take = (value) => { low = Math.min(low, value); high = Math.max(high, value); };
-    for (const panel of data.panels) {
-      for (const curve of panel.curves) {
-        for (const part of [curve.kept, curve.redone]) part[view.axis].forEach(take);
-      }
-    }
+    const curves = data.panels.flatMap((panel) => panel.curves);
+    for (const part of curves.flatMap(partsOf)) part[view.axis].forEach(take);
     for (const event of data.events) take(event[view.axis]);
     if (!(high > low)) { low = Math.min(low, 0); high = low + 1; }
     return [low, high];
@@ -125,17 +128,17 @@
     }
   };
 
-  // One path for the points in a row; a gap where a value is not finite. A restart is a gap in
-  // time, and on the axis of steps only where steps were done again.
+  // A curve has a gap at each value that is not finite, and at each restart unless it is `joined`.
+  // On the axis of steps, final steps are joined, because a restart continues them.
   const pathOf = (part, y, joined) => {
     const x = part[view.axis];
-    let text = "", isDown = false;
+    let text = "", penIsDown = false;
     for (let i = 0; i < x.length; i++) {
       const height = y(part.y[i]);
-      if (height === null) { isDown = false; continue; }
-      if (i > 0 && part.start[i] !== part.start[i - 1] && !joined) isDown = false;
-      text += `${isDown ? "L" : "M"}${pixel(x[i]).toFixed(1)} ${height.toFixed(1)}`;
-      isDown = true;
+      if (height === null) { penIsDown = false; continue; }
+      if (i > 0 && part.start[i] !== part.start[i - 1] && !joined) penIsDown = false;
+      text += `${penIsDown ? "L" : "M"}${pixel(x[i]).toFixed(1)} ${height.toFixed(1)}`;
+      penIsDown = true;
     }
     return text;
   };
@@ -143,14 +146,12 @@
   const valueScale = (panel) => {
     const [from, to] = range();
     const values = [], all = [];
-    for (const curve of panel.curves) {
-      for (const part of [curve.kept, curve.redone]) {
-        part.y.forEach((value, i) => {
-          if (value === null || (view.log && value <= 0)) return;
-          all.push(value);
-          if (part[view.axis][i] >= from && part[view.axis][i] <= to) values.push(value);
-        });
-      }
+    for (const part of panel.curves.flatMap(partsOf)) {
+      part.y.forEach((value, i) => {
+        if (value === null || (view.log && value <= 0)) return;
+        all.push(value);
+        if (part[view.axis][i] >= from && part[view.axis][i] <= to) values.push(value);
+      });
     }
     const chosen = values.length ? values : all.length ? all : [1];
     let low = chosen.reduce((a, b) => Math.min(a, b)), high = chosen.reduce((a, b) => Math.max(a, b));
@@ -183,13 +184,16 @@
     return { y, marks };
   };
 
+  const startDrawing = (svg, height, plotHeight) => {
+    svg.replaceChildren();
+    fill(svg, { viewBox: `0 0 ${width} ${height}`, height }, []);
+    shape(svg, "rect", { class: "plot", x: LEFT, y: 0, width: width - LEFT - RIGHT, height: plotHeight });
+    verticals(svg, plotHeight);
+  };
+
   const drawPanel = (panel) => {
     const svg = panel.svg;
-    svg.replaceChildren();
-    svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    svg.setAttribute("height", HEIGHT);
-    shape(svg, "rect", { class: "plot", x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT });
-    verticals(svg, HEIGHT);
+    startDrawing(svg, HEIGHT, HEIGHT);
     const { y, marks } = valueScale(panel);
     for (const [value, text] of marks) {
       shape(svg, "line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) });
@@ -202,7 +206,7 @@
       shape(inside, "path", { class: `curve dashed ${hue}`, d: pathOf(curve.redone, y, false) });
       shape(inside, "path", { class: `curve ${hue}`, d: pathOf(curve.kept, y, view.axis === "x") });
       const isSparse = curve.kept.y.length + curve.redone.y.length <= 60;
-      for (const part of [curve.kept, curve.redone]) {
+      for (const part of partsOf(curve)) {
         part.y.forEach((value, j) => {
           const x = pixel(part[view.axis][j]);
           if (value === null) {
@@ -226,21 +230,15 @@
   };
   const usedLanes = () => [...new Set(data.events.map((event) => LANES[event.group]))].sort();
 
-  const drawHead = () => {
+  const drawTimeline = () => {
     const lanes = usedLanes(), laneHeight = 17, height = lanes.length * laneHeight + 20;
-    const svg = head.svg;
-    svg.replaceChildren();
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    svg.setAttribute("height", height);
-    shape(svg, "rect", { class: "plot", x: LEFT, y: 0, width: width - LEFT - RIGHT, height: height - 20 });
-    verticals(svg, height - 20);
+    const svg = timeline.svg;
+    startDrawing(svg, height, height - 20);
     lanes.forEach((lane, i) => {
       const y = i * laneHeight + laneHeight / 2;
       shape(svg, "text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, LANE_NAMES[lane]);
     });
-    for (const event of data.events) {
-      // The line "training starts" is where a start is on the axis of steps.
-      if (event.kind === (view.axis === "x" ? "start" : "training")) continue;
+    for (const event of data.events.filter(isDrawn)) {
       const x = pixel(event[view.axis]), y = lanes.indexOf(LANES[event.group]) * laneHeight + laneHeight / 2;
       if (x < LEFT - 1 || x > width - RIGHT + 1) continue;
       let path = markers[event.group](x, y);
@@ -253,34 +251,30 @@
       shape(svg, "text", { x: pixel(value), y: height - 5, "text-anchor": "middle" }, text);
     }
     shape(svg, "text", { x: 0, y: height - 5 }, view.axis === "x" ? "step" : "time");
-    head.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: height - 18, visibility: "hidden" });
+    timeline.cursor = shape(svg, "line", { class: "cursor", y1: 0, y2: height - 18, visibility: "hidden" });
   };
 
   // ---- the cursor ----
 
-  const nearest = (part, value) => {
-    const x = part[view.axis];
-    let best = -1;
-    for (let i = 0; i < x.length; i++) {
-      if (best < 0 || Math.abs(x[i] - value) <= Math.abs(x[best] - value)) best = i;
-    }
-    return best;
-  };
+  // The point of a curve that is nearest to a value on the axis. Of equally near points of a part,
+  // the last counts.
   const pointAt = (curve, value) => {
-    let found = null;
-    for (const part of view.axis === "x" ? [curve.kept] : [curve.kept, curve.redone]) {
-      const i = nearest(part, value);
-      if (i < 0) continue;
-      const point = { x: part.x[i], t: part.t[i], y: part.y[i], distance: Math.abs(part[view.axis][i] - value) };
-      if (!found || point.distance < found.distance) found = point;
+    let point = null;
+    for (const part of view.axis === "x" ? [curve.kept] : partsOf(curve)) {
+      part[view.axis].forEach((at, i) => {
+        const distance = Math.abs(at - value);
+        if (!point || distance < point.distance || (distance === point.distance && part === point.part)) {
+          point = { part, distance, x: part.x[i], t: part.t[i], y: part.y[i] };
+        }
+      });
     }
-    return found;
+    return point;
   };
 
   const showCursor = () => {
     const isOn = view.at !== null;
     const x = isOn ? pixel(view.at) : 0;
-    for (const panel of [head, ...data.panels]) {
+    for (const panel of [timeline, ...data.panels]) {
       if (!panel.cursor) continue;
       panel.cursor.setAttribute("visibility", isOn ? "visible" : "hidden");
       panel.cursor.setAttribute("x1", x);
@@ -294,33 +288,27 @@
         if (point && (!place || point.distance < place.distance)) place = point;
       });
     }
-    head.place.textContent = place
+    timeline.place.textContent = place
       ? `step ${place.x.toLocaleString("en")} · ${clock(place.t)} · ${duration(place.t)} after the start` : "";
     const [low, high] = range(), reach = (high - low) * (8 / width);
     const near = isOn
-      ? data.events.filter((event) => Math.abs(event[view.axis] - view.at) <= reach &&
-          event.kind !== (view.axis === "x" ? "start" : "training"))
+      ? data.events.filter((event) => isDrawn(event) && Math.abs(event[view.axis] - view.at) <= reach)
       : [];
-    head.said.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
+    timeline.nearby.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
   };
 
   const drawAll = () => {
     width = Math.max(320, root.clientWidth);
-    drawHead();
+    drawTimeline();
     for (const panel of data.panels) if (!panel.fold || panel.fold.open) drawPanel(panel);
-    for (const [button, isOn] of head.buttons()) button.setAttribute("aria-pressed", isOn);
-    head.reset.disabled = view.range === null;
+    for (const [button, isOn] of timeline.buttons()) button.setAttribute("aria-pressed", isOn);
+    timeline.reset.disabled = view.range === null;
     showCursor();
   };
 
   // ---- the page ----
 
-  const newSvg = (label) => {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", label);
-    return svg;
-  };
+  const newSvg = (label) => svgElement("svg", { role: "img", "aria-label": label });
   const buttonFor = (text, action) => {
     const button = element("button", { type: "button" }, text);
     button.addEventListener("click", () => { action(); drawAll(); });
@@ -331,20 +319,20 @@
   const byTime = buttonFor("wall-clock", () => { view.axis = "t"; view.range = view.at = null; });
   const linear = buttonFor("linear", () => { view.log = false; });
   const logarithmic = buttonFor("log", () => { view.log = true; });
-  const head = {
+  const timeline = {
     svg: newSvg("starts, saves, warnings and faults"),
     place: element("span", { id: "place" }),
-    said: element("div", { id: "said" }),
+    nearby: element("div", { id: "nearby" }),
     reset: buttonFor("show all", () => { view.range = null; }),
     buttons: () => [[byStep, view.axis === "x"], [byTime, view.axis === "t"], [linear, !view.log], [logarithmic, view.log]],
   };
   root.setAttribute("tabindex", "0");
-  root.append(element("div", { id: "head" },
+  root.append(element("div", { id: "timeline" },
     element("div", { class: "bar" },
       element("span", { class: "switch", role: "group", "aria-label": "axis" }, byStep, byTime),
       element("span", { class: "switch", role: "group", "aria-label": "scale" }, linear, logarithmic),
-      head.reset, head.place),
-    head.said, head.svg));
+      timeline.reset, timeline.place),
+    timeline.nearby, timeline.svg));
 
   let fold = null;
   for (const panel of data.panels) {

@@ -1,4 +1,4 @@
-"""Sampling with vLLM, on the ranks' own accelerators. vLLM is imported when one is built."""
+"""Sampling with vLLM on the ranks' own accelerators. Building a generator imports vLLM."""
 
 import os
 import sys
@@ -18,23 +18,23 @@ from torchtitan.tools.errors import ConfigError, RunError
 
 
 class VLLMGenerator(ForeignGenerator):
-    """A generator on a vLLM engine inside this process; each rank has one, on its own device.
+    """Samples with a vLLM engine inside this process; each rank has an engine on its own device.
 
-    hf_assets_path: folder with the model's config.json and tokenizer; weights come from
-        `update_weights`, not from there.
-    dtype: of vLLM's weights; None for what config.json says, and for what is sent then.
-    memory_share: of the device's memory, for weights and cache; the trainer needs the rest.
-    tensor_parallel_degree: consecutive ranks that split one model. Their engines get the same
-        prompts and draw the same completions.
-    max_seq_len: the longest prompt and completion, in tokens; None for what config.json says.
+    hf_assets_path: folder with the model's config.json and tokenizer. Its weights are not read:
+        they come from `update_weights`.
+    dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
+    memory_share: share of the device's memory for weights and cache; the trainer needs the rest.
+    tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
+        same prompts and draw the same completions.
+    max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
     options: further arguments of `vllm.LLM`.
 
-    Log-probs are those after temperature. Truncation (top_p, top_k) is refused: vLLM does not
-    report the mass of the tokens that it kept. Only the version and the names of an update are
-    checked: vLLM changes the layout of weights, so they have no common digest.
+    Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
+    not report the probability mass of the tokens that it kept. An update checks versions and names
+    of weights but no digest, because vLLM changes the layout of weights.
 
-    Raises ImportError if vLLM is not installed, ConfigError if ranks are left over from groups of
-    tensor_parallel_degree.
+    Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
+    divide the number of ranks.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class VLLMGenerator(ForeignGenerator):
         n_ranks = num_ranks()
         if n_ranks % tensor_parallel_degree:
             raise ConfigError(
-                f"rl.generator.tensor_parallel_degree must divide the ranks that generate, got "
-                f"{tensor_parallel_degree} with {n_ranks} ranks; change one of them"
+                f"rl.generator.tensor_parallel_degree must divide the number of ranks that "
+                f"generate, got {tensor_parallel_degree} with {n_ranks} ranks; change one of them"
             )
         if n_ranks > 1:
-            # The engine takes its place from torchrun's RANK and LOCAL_RANK, and joins our process
-            # group. Otherwise every process would begin with the machine's first device.
+            # With this executor vLLM reads torchrun's RANK and LOCAL_RANK and joins our process
+            # group. With its own, every process would begin with the machine's first device.
             options["distributed_executor_backend"] = "external_launcher"
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
         self.ranks_per_copy = tensor_parallel_degree
-        # Runs the engine in this process: it takes tensors, which another process would copy again.
+        # Run vLLM's engine in this process, so that it can read our tensors without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             import vllm
@@ -78,14 +78,14 @@ class VLLMGenerator(ForeignGenerator):
             load_format="dummy",
             gpu_memory_utilization=memory_share,
             tensor_parallel_size=tensor_parallel_degree,
-            seed=seed,  # the engines of one model have to draw alike
+            seed=seed,  # engines that split a model have to draw the same tokens
             logprobs_mode="processed_logprobs",
-            # A prompt is read once for all its samples. `update_weights` empties the cache.
+            # vLLM reads a prompt once for all its samples. `update_weights` empties the cache.
             enable_prefix_caching=True,
             **options,
         )
-        # When an engine is collected, vLLM would destroy the default process group, which is the
-        # trainer's or its host's, and fail if that is gone by then.
+        # vLLM's finalizer destroys the default process group when the engine is collected. That
+        # group is the trainer's, and may be gone by then, so the finalizer is detached.
         engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
         finalizer = getattr(engine_core, "_finalizer", None)
         if finalizer is not None:
@@ -115,7 +115,7 @@ class VLLMGenerator(ForeignGenerator):
                     ignore_eos=True,
                     detokenize=bool(sampling.stop_strings),
                     logprobs=0,
-                    # vLLM adds a sample's index: each completion has a seed of its own.
+                    # vLLM adds a sample's index, so each completion has its own seed.
                     seed=(seed + first_row) % 2**62,
                 )
                 for first_row in rows[::num_samples]
@@ -126,37 +126,40 @@ class VLLMGenerator(ForeignGenerator):
         for output in (output for request in requests for output in request.outputs):
             token_ids = tuple(output.token_ids)
             pairs = zip(output.logprobs, token_ids, strict=True)
-            logprobs = [of_place[token].logprob for of_place, token in pairs]
+            logprobs = [by_token[token].logprob for by_token, token in pairs]
             completions.append(self._completion(token_ids, logprobs, sampling))
         return completions
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # a mixture until all have come
+        self.policy_version = -1  # until all weights are of one version
 
         def load(pairs: Iterator[tuple[str, Tensor]]) -> None:
-            # Not the model's own `load_weights`, whose parameters vLLM has laid out in another way.
+            # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if next(pairs, None) is not None:
-                raise RunError("it did not read them to the end")
-            # Here and not after `hand_over`, so that a rank that cannot tells the others.
+                raise RunError("it did not read all weights")
+            # Inside `hand_over`, so that a failure reaches the other ranks, too.
             if self._llm.reset_prefix_cache() is False:
                 raise RunError(
-                    "it kept its prefix cache, which holds keys and values of earlier weights, as a "
-                    "request was still running; end all of them before an update"
+                    "it kept its prefix cache, which holds keys and values of earlier weights, "
+                    "because a request was still running; end all requests before an update"
                 )
 
         failure = hand_over(weights, load)
         if failure is not None:
             raise WeightMismatchError(
-                f"vLLM did not take version {weights.version} of the weights ({failure!r}); if "
-                "names or shapes differ, check that config.json in model.hf_assets_path is of the "
-                "model that is trained"
+                f"vLLM did not load version {weights.version} of the weights ({failure!r}); if "
+                "names or shapes differ, check that config.json in model.hf_assets_path describes "
+                "the model that is trained"
             ) from failure
         self.policy_version = weights.version
 
 
 def _destroy_groups_of_vllm() -> None:
-    """Before the default group is destroyed: vLLM would go on with them in a later one."""
+    """Destroy vLLM's process groups, which it would use again after the default group is gone.
+
+    Private to vLLM: it has no public call that forgets `_WORLD`. Tested with vLLM 0.32.0.
+    """
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():
         groups.destroy_model_parallel()

@@ -1,6 +1,6 @@
-"""The HTTP side of the server: Python's own server, with bounds on what a client can make it hold.
+"""Python's HTTP server, with limits on the memory and connections that a client can take.
 
-Nothing of a request is executed or unpickled: it is JSON, or the protobuf messages of `wire`.
+Requests are JSON, or the protobuf messages of `wire`; nothing in them is executed or unpickled.
 """
 
 import contextlib
@@ -19,43 +19,48 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from torchtitan.rl.serving.requests import Refused
-from torchtitan.rl.serving.results import Answer
+from torchtitan.integrations.tinker.requests import Refused
+from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.logging import logger
 
-Respond = Callable[[str, str, bytes, bool], Answer]
-"""(method, path, body, whether the client reads protobuf) -> answer; raises ValueError"""
+Respond = Callable[[str, str, bytes], Answer]
+"""(method, path, body) -> answer; raises ValueError"""
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
-_MOST_CONNECTIONS = 512
-_SECONDS_IDLE = 10  # a connection without a request, or in the middle of its head
-_SECONDS_PER_REQUEST = 60  # from its first byte to its last, and as long again for the answer
+_MAX_CONNECTIONS = 512
+_SECONDS_IDLE = 10  # until a request and its headers have to be there
+_SECONDS_PER_REQUEST = 60  # to read a request, and as long again to send the answer
 _SECONDS_TO_FINISH = 5
-# Connections without a whole request: further ones wait until one of these sends it, or has had
-# this many seconds.
-_MOST_UNREAD = 64
+# When this many connections have not sent a whole request, further connections wait until one of
+# them does, or has taken `_SECONDS_UNREAD` and is closed.
+_MAX_UNREAD = 64
 _SECONDS_UNREAD = 1.0
-_MOST_BYTES_DROPPED = 2**16
+_MAX_BYTES_DROPPED = 2**16  # of a refused request that are read before the answer
 
 
 @dataclass(frozen=True)
 class Access:
-    """Whose requests are answered.
+    """Rules for the headers of requests.
 
-    names: the host names, in lower case, that requests may be for, besides IP addresses. A web
-        page whose name is pointed at this machine sends its own (DNS rebinding).
-    key: what the header X-API-Key has to be; "" for no such rule.
+    names: the host names, in lower case, that the header Host may have besides IP addresses. They
+        keep out a web page that points its own name at this machine (DNS rebinding).
+    key: the value that the header X-API-Key must have; "" does not check it.
     """
 
     names: Collection[str] = ("localhost",)
     key: str = ""
 
     def check(self, headers: Any) -> None:
-        """Raise Refused for anybody else's request."""
+        """Raise Refused for headers that break a rule."""
         if headers.get("Origin") is not None:
             raise Refused("requests from web pages are not answered", 403)
         host = headers.get("Host", "")
-        if not self._is_ours(host):
+        try:
+            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+            is_ours = name in self.names or bool(ipaddress.ip_address(name))
+        except ValueError:  # neither one of the names nor an IP address
+            is_ours = False
+        if not is_ours:
             raise Refused(
                 f"requests must be for an IP address or one of {', '.join(self.names)}, got Host "
                 f"{host[:200]!r}; add the name to rl.serve.names if it is this server's",
@@ -64,24 +69,17 @@ class Access:
         given = headers.get("X-API-Key", "")
         if self.key and not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused(
-                "the header X-API-Key is missing or wrong; set TINKER_API_KEY to what the server's "
-                "rl.serve.api_key_file has",
+                "the header X-API-Key is missing or wrong; set TINKER_API_KEY to the key in the "
+                "server's rl.serve.api_key_file",
                 401,
             )
 
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-            return name in self.names or bool(ipaddress.ip_address(name))
-        except ValueError:
-            return False
-
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves on a thread of its own from `start` to `close`.
+    """Serves on its own threads from `start` to `close`.
 
-    port: 0 takes a free one. max_bytes: of a request's body.
-    Raises OSError if it cannot listen there.
+    port: 0 takes a free port. max_bytes: limit for a request's body.
+    Raises OSError if it cannot listen at the address.
     """
 
     daemon_threads = True
@@ -93,8 +91,8 @@ class HttpServer(ThreadingHTTPServer):
         self.max_bytes, self.access, self.respond = max_bytes, access, respond
         self.n_answering = 0
         self.lock = threading.Lock()
-        self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        # Connections without a whole request: whether one has begun, and since when they wait.
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # Connection without a whole request -> (a request has begun, time of that or of connecting).
         self._unread: dict[Any, tuple[bool, float]] = {}
         self._was_read = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
@@ -108,7 +106,7 @@ class HttpServer(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more requests, and let those that are being answered end."""
+        """Accept no more requests, and wait a moment for answers that are being sent."""
         self.shutdown()
         self.server_close()
         until = time.monotonic() + _SECONDS_TO_FINISH
@@ -117,7 +115,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._connections.acquire(blocking=False):
-            logger.warning("%d connections are open: another one is refused", _MOST_CONNECTIONS)
+            logger.warning("%d connections are open: refused one more", _MAX_CONNECTIONS)
             self.shutdown_request(request)
             return
         self._wait_for_room()
@@ -141,11 +139,14 @@ class HttpServer(ThreadingHTTPServer):
             self._was_read.notify_all()
 
     def _wait_for_room(self) -> None:
-        """Close connections that keep others waiting, those without a request first."""
+        """Wait until a connection may be added to the unread ones; close those that are too slow.
+
+        Connections that have not begun a request are closed first.
+        """
         with self._was_read:
-            while len(self._unread) >= _MOST_UNREAD:
+            while len(self._unread) >= _MAX_UNREAD:
                 before = time.monotonic() - _SECONDS_UNREAD
-                late = {c: found for c, found in self._unread.items() if found[1] <= before}
+                late = {c: state for c, state in self._unread.items() if state[1] <= before}
                 if not late:
                     oldest = min(since for _, since in self._unread.values())
                     self._was_read.wait(oldest - before)
@@ -156,15 +157,15 @@ class HttpServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
 
     def server_close(self) -> None:
-        self.socket.close()  # not waiting for idle connections, as the base class may
+        self.socket.close()  # the base class may wait for idle connections
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
-        logger.log(level, "a connection of %s broke", client_address, exc_info=True)
+        logger.log(level, "the connection from %s broke", client_address, exc_info=True)
 
 
 class _TimedReads(io.RawIOBase):
-    """A socket's bytes; raises TimeoutError at the time `until`, however often some arrive."""
+    """Reads a socket; raises TimeoutError after `until`, even while bytes keep arriving."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -222,9 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body()
             self.server.note_read(self.connection)
-            accepts_protobuf = _PROTOBUF in self.headers.get("Accept", "")
-            path = self.path.partition("?")[0]
-            return self.server.respond(self.command, path, body, accepts_protobuf)
+            return self.server.respond(self.command, self.path.partition("?")[0], body)
         except ValueError as error:
             status = error.status if isinstance(error, Refused) else 400
             return Answer({"detail": str(error)}, status)
@@ -233,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
             return Answer({"detail": f"{type(error).__name__}: {error}"}, 500)
 
     def _body(self) -> bytes:
-        """Raises Refused, after which the connection is closed, for one that is not read."""
+        """Read the body. Raises Refused, and closes the connection, for a request that is not read."""
         length, limit = self.headers.get("Content-Length", "0"), self.server.max_bytes
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal()):
             self.close_connection = True
@@ -248,11 +247,11 @@ class _Handler(BaseHTTPRequestHandler):
                     413,
                 )
             if self.headers.get("Content-Encoding", "identity") != "identity":
-                raise Refused("requests are not compressed", 415)
+                raise Refused("requests must not be compressed", 415)
         except Refused:
             self.close_connection = True
-            if size <= _MOST_BYTES_DROPPED:
-                self._read(size)  # with bytes unread, closing could take the answer back
+            if size <= _MAX_BYTES_DROPPED:
+                self._read(size)  # closing with unread bytes could discard the answer
             raise
         return self._read(size)
 
@@ -263,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         except TimeoutError as error:
             self.close_connection = True
             raise Refused(
-                f"requests have {_SECONDS_PER_REQUEST} s to arrive; send less at once", 408
+                f"a request must arrive within {_SECONDS_PER_REQUEST} s; send less at once", 408
             ) from error
         if len(body) < size:
             self.close_connection = True
@@ -271,13 +270,13 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _send(self, answer: Answer) -> None:
-        is_json = answer.body is None
-        text = json.dumps(answer.values, allow_nan=False)
-        body = text.encode() if is_json else answer.body or b""
+        body, kind = answer.protobuf, _PROTOBUF
+        if body is None or _PROTOBUF not in self.headers.get("Accept", ""):
+            body, kind = json.dumps(answer.values, allow_nan=False).encode(), _JSON
         try:
             self.connection.settimeout(_SECONDS_PER_REQUEST)
             self.send_response(answer.status)
-            self.send_header("Content-Type", _JSON if is_json else _PROTOBUF)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             if self.close_connection:
                 self.send_header("Connection", "close")

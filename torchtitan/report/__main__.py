@@ -1,7 +1,7 @@
-"""Write one HTML page about a run, finished or not; it needs no network and no server.
+"""Write one HTML page about a run, finished or not. The page needs no network and no server.
 
-    python -m torchtitan.tools.report outputs                # writes outputs/report.html
-    python -m torchtitan.tools.report outputs -o page.html
+    python -m torchtitan.report outputs                # writes outputs/report.html
+    python -m torchtitan.report outputs -o page.html
 
 Exit code 2: there is no run in the folder, or the page cannot be written.
 """
@@ -11,14 +11,14 @@ import os
 import sys
 from pathlib import Path
 
+from torchtitan.report.page import page_of
+from torchtitan.report.read import NoRunError, read_run
 from torchtitan.tools.files import open_file
-from torchtitan.tools.report.page import page_of
-from torchtitan.tools.report.read import NoRunError, read_run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.report",
+        prog="python -m torchtitan.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

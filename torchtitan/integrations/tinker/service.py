@@ -1,26 +1,24 @@
-"""What the server answers: Tinker's endpoints over a policy's commands.
+"""Tinker's endpoints, which check requests and turn them into commands for the policy.
 
-One policy is trained at a time, in full. A session is a client program; a model is its training
-run; a sampling session is a sampler of one moment's weights.
+The server trains one policy at a time, with all its weights. A session is a client program, a model
+is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
 import dataclasses
+import itertools
+import math
 import os
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.rl.client import LocalTrainingClient
-from torchtitan.rl.client_types import Datum, ModelInput
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
-from torchtitan.rl.serving import wire
-from torchtitan.rl.serving.futures import Pending
-from torchtitan.rl.serving.policy import BASE, Command
-from torchtitan.rl.serving.requests import (
+from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.policy import BASE, Command
+from torchtitan.integrations.tinker.requests import (
     Refused,
     adam_params,
     folder_of,
@@ -29,22 +27,23 @@ from torchtitan.rl.serving.requests import (
     sampling_params,
     take,
 )
-from torchtitan.rl.serving.results import (
+from torchtitan.integrations.tinker.results import (
     Answer,
-    Result,
+    Pending,
     Results,
-    accepted,
     write_output,
     write_samples,
 )
+from torchtitan.integrations.tinker.types import Datum
+from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
-_SECONDS_UNTIL_GONE = 60  # a session without a heartbeat, which clients send every 10 s
-_MOST_SESSIONS = _MOST_SAMPLERS = 4096
-_MOST_SAMPLES = 4096  # of one request
+_SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s
+_MAX_SESSIONS = _MAX_SAMPLERS = 4096
+_MAX_SAMPLES = 4096  # of one request
 
-# Of a sample request, with what stands for "not asked for".
-_NOT_OFFERED = {
+# Options of a sample request that are refused -> the value that leaves them off.
+_NOT_SUPPORTED = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
@@ -53,18 +52,51 @@ _NOT_OFFERED = {
 }
 
 
-@dataclass
-class _Session:
-    seen_at: float
-    is_finished: bool = False
+class _Sessions:
+    """The sessions that are not finished. A session lives until it is silent for too long."""
 
-    @property
-    def is_alive(self) -> bool:
-        return not self.is_finished and time.monotonic() - self.seen_at < _SECONDS_UNTIL_GONE
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._seen_at: dict[str, float] = {}
+
+    def create(self) -> str:
+        session_id = str(uuid.uuid4())
+        with self._lock:
+            self._seen_at = {k: t for k, t in self._seen_at.items() if self.is_alive(k)}
+            if len(self._seen_at) >= _MAX_SESSIONS:
+                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
+            self._seen_at[session_id] = time.monotonic()
+        return session_id
+
+    def check(self, session_id: str) -> None:
+        """Note a request of a session; raise Refused for an unknown session."""
+        if not self.note(session_id):
+            raise Refused(
+                f"session {session_id} is unknown or finished; make a new ServiceClient", 410
+            )
+
+    def note(self, id_in_session: str) -> bool:
+        """Note a request for a session's model or sampler; return False for an unknown session."""
+        session_id = id_in_session.partition(":")[0]
+        with self._lock:
+            if session_id not in self._seen_at:
+                return False
+            self._seen_at[session_id] = time.monotonic()
+            return True
+
+    def is_alive(self, session_id: str) -> bool:
+        with self._lock:
+            seen_at = self._seen_at.get(session_id, -math.inf)
+        return time.monotonic() - seen_at < _SECONDS_UNTIL_GONE
+
+    def finish(self, session_id: str) -> None:
+        with self._lock:
+            self.check(session_id)
+            del self._seen_at[session_id]
 
 
 class Service:
-    """Answers requests, from any thread; `put` hands on commands for the policy."""
+    """Answers requests, from any thread. put: queues a command for the policy."""
 
     def __init__(
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
@@ -74,15 +106,15 @@ class Service:
         self._states = client.states_folder
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
-        self._longest = batch_seq_len(job_config)
+        self._max_len = batch_seq_len(job_config)
         self._results = Results(put)
-        self._lock = threading.RLock()
-        self._sessions: dict[str, _Session] = {}
-        self._runs: dict[str, Any] = {}  # model -> what its client said about it
-        self._model_id = ""  # of the training run that has the policy
+        self._lock = threading.Lock()
+        self._sessions = _Sessions()
+        self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
+        self._model_id = ""  # of the training run that owns the policy
         self._base_model = self._name
-        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler, or a path
-        self._n_clones = 0
+        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
+        self._clone_numbers = itertools.count(1)
         post, get = "POST", "GET"
         self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
             (method, re.compile("/api/v1/" + path), handler)
@@ -99,7 +131,6 @@ class Service:
                 (post, "get_info", self._get_info),
                 (post, "weights_info", self._weights_info),
                 (get, r"training_runs/([^/]+)", self._training_run),
-                (post, "forward_backward", self._forward_backward),
                 (post, "optim_step", self._optim_step),
                 (post, "save_weights", lambda x: self._save(x, "weights", "save_weights")),
                 (post, "load_weights", self._load_weights),
@@ -113,27 +144,24 @@ class Service:
             )
         ]
 
-    def answer(self, method: str, path: str, body: bytes, accepts_protobuf: bool) -> Answer:
-        """The answer to a request. Raises Refused, or ValueError for what is not valid."""
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
+        """Return the answer to a request. Raises Refused or another ValueError for a wrong request."""
+        if (method, path) == ("POST", "/api/v1/forward_backward"):
+            return self._forward_backward(body)
         for verb, pattern, handler in self._routes:
-            found = pattern.fullmatch(path)
-            if found and verb == method:
-                if handler == self._forward_backward:
-                    return handler(body)
-                values = read_json(body)
-                if handler == self._results.retrieve:
-                    return self._results.retrieve(values, accepts_protobuf)
-                return handler(values, *found.groups())
-        raise Refused(f"{method} {path} is not offered by this server", 404)
+            match = pattern.fullmatch(path)
+            if match and verb == method:
+                return handler(read_json(body), *match.groups())
+        raise Refused(f"{method} {path} is not supported by this server", 404)
 
     def close(self) -> None:
-        """Answer all that wait."""
-        self._results.futures.close(Refused("the server was shut down before this was done", 503))
+        """Answer all waiting requests with an error."""
+        self._results.close(Refused("the server was shut down before this was done", 503))
 
     # ---- sessions and models ----
 
     def _capabilities(self, _: Any) -> Answer:
-        model = {"model_name": self._name, "max_context_length": self._longest}
+        model = {"model_name": self._name, "max_context_length": self._max_len}
         return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
 
     def _client_config(self, _: Any) -> Answer:
@@ -151,117 +179,100 @@ class Service:
         )
 
     def _create_session(self, values: dict[str, Any]) -> Answer:
-        session_id = str(uuid.uuid4())
-        with self._lock:
-            for name in [name for name, s in self._sessions.items() if not s.is_alive]:
-                del self._sessions[name]
-            if len(self._sessions) >= _MOST_SESSIONS:
-                raise Refused(f"{_MOST_SESSIONS} sessions are alive; finish some of them", 429)
-            self._sessions[session_id] = _Session(time.monotonic())
         model = self._config.model
         return Answer(
             {
                 "type": "create_session",
-                "session_id": session_id,
+                "session_id": self._sessions.create(),
                 "info_message": f"this server trains all weights of {model.name} {model.flavor}: "
-                "a LoRA rank is accepted and means nothing",
+                "a LoRA rank is accepted and ignored",
             }
         )
 
-    def _session(self, session_id: str) -> _Session:
-        with self._lock:
-            session = self._sessions.get(session_id)
-            if session is None or session.is_finished:
-                raise Refused(
-                    f"session {session_id} is not known, or finished; make a new ServiceClient", 410
-                )
-            session.seen_at = time.monotonic()
-            return session
-
     def _heartbeat(self, values: dict[str, Any]) -> Answer:
-        self._session(take(values, "session_id", str))
+        self._sessions.check(take(values, "session_id", str))
         return Answer({"type": "session_heartbeat"})
 
     def _finish_session(self, _: Any, session_id: str) -> Answer:
-        self._session(session_id).is_finished = True
+        self._sessions.finish(session_id)
         return Answer({})
 
-    def _claim_policy(self, values: dict[str, Any]) -> str:
-        """The id of a session's new model, which takes the policy over."""
-        session_id = take(values, "session_id", str)
+    def _start_model(
+        self, values: dict[str, Any], command: Command, result: dict[str, Any]
+    ) -> Answer:
+        """Submit the command that begins a session's new model, after giving it the policy."""
+        session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
+        request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
+        if (answer := self._results.known(request_id)) is not None:  # a repeated request
+            return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
         base_model = take(values, "base_model", str, self._name)
         metadata = take(values, "user_metadata", dict, None)
         if self._config.rl.serve.only_base_model and base_model != self._name:
             raise Refused(
-                f"base_model must be {self._name!r}, which is what this server trains, got "
+                f"base_model must be {self._name!r}, the model that this server trains, got "
                 f"{base_model!r}"
             )
-        model_id = f"{session_id}:train:{take(values, 'model_seq_id', int)}"
         with self._lock:
-            self._session(session_id)
+            self._sessions.check(session_id)
             owner = self._model_id.partition(":")[0]
-            is_taken = owner not in ("", session_id) and owner in self._sessions
-            if is_taken and self._sessions[owner].is_alive:
+            if owner != session_id and self._sessions.is_alive(owner):
                 raise Refused(
-                    f"model {self._model_id} of another session has this server's only policy; "
+                    f"model {self._model_id} of another session owns this server's only policy; "
                     f"close that ServiceClient (or end its program, and wait "
                     f"{_SECONDS_UNTIL_GONE} s), or start another server"
                 )
             self._model_id, self._base_model = model_id, base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[:-_MOST_SESSIONS]:
+            for old in list(self._runs)[:-_MAX_SESSIONS]:
                 del self._runs[old]
-        logger.info("model %s trains the policy, as %r", model_id, base_model)
-        return model_id
+        logger.info("model %s trains the policy under the name %r", model_id, base_model)
+        result = result | {"model_id": model_id}
+        return self._results.submit(
+            request_id, command, lambda _: Answer(result), model_id=model_id
+        )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
         take(values, "lora_config", dict, None)
-        seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
-        if (answer := self._results.known(seq_id)) is not None:  # sent twice
-            return answer
-        model_id = self._claim_policy(values)
-        result = {"type": "create_model", "model_id": model_id}
-        return self._results.submit(
-            seq_id, Command("start_model", {}), lambda _: Result(result), model_id=model_id
-        )
+        return self._start_model(values, Command("start_model", {}), {"type": "create_model"})
 
     def _model(self, values: dict[str, Any]) -> str:
-        return self._checked_model(take(values, "model_id", str))
+        """Return the id of a request's model; refuse a model that does not own the policy."""
+        model_id = take(values, "model_id", str)
+        self._check_model(model_id)
+        return model_id
 
-    def _checked_model(self, model_id: str) -> str:
+    def _check_model(self, model_id: str) -> None:
         with self._lock:
             if model_id != self._model_id or not model_id:
                 raise Refused(
-                    f"model {model_id} does not have the policy: "
+                    f"model {model_id} does not own the policy: "
                     + (f"{self._model_id} does" if self._model_id else "no model does")
                     + "; create a training client",
                     404,
                 )
-            if (session := self._sessions.get(model_id.partition(":")[0])) is not None:
-                session.seen_at = time.monotonic()
-        return model_id
+            self._sessions.note(model_id)
 
     def _get_info(self, values: dict[str, Any]) -> Answer:
         model_id, model = self._model(values), self._config.model
         data = {"arch": f"{model.name} {model.flavor}", "model_name": self._base_model}
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
-        found = {"type": "get_info", "model_id": model_id, "model_data": data}
-        return Answer(found | {"is_lora": False, "model_name": self._base_model})
+        info = {"type": "get_info", "model_id": model_id, "model_data": data}
+        return Answer(info | {"is_lora": False, "model_name": self._base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
         self._existing(take(values, "tinker_path", str))
         return Answer({"base_model": self._base_model, "is_lora": False})
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
-        """About a run of the past, too; it is no sign that its session lives."""
+        """Describe a run, past or present; the request does not keep the run's session alive."""
         with self._lock:
             known, metadata = model_id in self._runs, self._runs.get(model_id)
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
         if not known and not os.path.isdir(os.path.join(self._states, saved)):
-            raise Refused(f"model {model_id} is not known, and has no saved states", 404)
+            raise Refused(f"model {model_id} is unknown and has no saved states", 404)
         return Answer(
             {
                 "training_run_id": model_id,
@@ -276,9 +287,9 @@ class Service:
     # ---- training ----
 
     def _forward_backward(self, body: bytes) -> Answer:
-        request = wire.read_forward_backward(body, self._checked_model)
+        request = wire.read_forward_backward(body, self._check_model)
         if request.loss_fn == "gspo":
-            # Tinker's takes its ratio over `sequence_ratio_mask`, ours over the mask.
+            # Tinker's gspo takes its ratio over `sequence_ratio_mask`, ours over `mask`.
             data = []
             for datum in request.data:
                 inputs = dict(datum.loss_fn_inputs)
@@ -292,7 +303,7 @@ class Service:
     def _optim_step(self, values: dict[str, Any]) -> Answer:
         command = Command("optim_step", {"params": adam_params(values)})
         return self._results.submit(
-            self._seq_id(values), command, lambda metrics: Result({"metrics": metrics})
+            self._seq_id(values), command, lambda metrics: Answer({"metrics": metrics})
         )
 
     def _seq_id(self, values: dict[str, Any]) -> str:
@@ -304,10 +315,10 @@ class Service:
         is_there = os.path.exists(os.path.join(self._states, folder))
         is_new = self._results.known(seq_id) is None
         if is_there and is_new and not take(values, "overwrite", bool, False):
-            raise Refused(f"{path} exists already; choose another name, or give overwrite")
+            raise Refused(f"{path} exists already; choose another name, or set overwrite")
         command = Command("save", {"path": folder})
         return self._results.submit(
-            seq_id, command, lambda _: Result({"type": response, "path": path})
+            seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
 
     def _existing(self, path: str) -> str:
@@ -317,19 +328,15 @@ class Service:
         return folder
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
-        path, is_new = take(values, "path", str), values.get("session_id") is not None
+        path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
         folder = self._existing(path)
-        if is_new:
-            seq_id = f"{take(values, 'session_id', str)}:model:{take(values, 'model_seq_id', int)}"
-            if (answer := self._results.known(seq_id)) is not None:
-                return answer
-            model_id = self._claim_policy(values)
-        else:
-            seq_id, model_id = self._seq_id(values), self._model(values)
-        optimizer = take(values, "optimizer", bool, False)
         command = Command("load", {"path": folder, "with_optimizer": optimizer})
-        result = {"type": "load_weights", "path": path, "model_id": model_id}
-        return self._results.submit(seq_id, command, lambda _: Result(result), model_id=model_id)
+        result = {"type": "load_weights", "path": path}
+        if values.get("session_id") is not None:
+            return self._start_model(values, command, result)
+        seq_id, model_id = self._seq_id(values), self._model(values)
+        result |= {"model_id": model_id}
+        return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
 
     # ---- sampling ----
 
@@ -342,12 +349,12 @@ class Service:
         self._add_sampler(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         return self._results.submit(
-            seq_id, Command("snapshot", {"sampler": sampler}), lambda _: Result(result)
+            seq_id, Command("snapshot", {"sampler": sampler}), lambda _: Answer(result)
         )
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
-        self._session(session_id)
+        self._sessions.check(session_id)
         number = take(values, "sampling_session_seq_id", int)
         sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
         if sampler not in self._samplers:
@@ -360,7 +367,7 @@ class Service:
     def _add_sampler(self, name: str, source: str) -> None:
         with self._lock:
             self._samplers[name] = source
-            old = list(self._samplers)[:-_MOST_SAMPLERS]
+            old = list(self._samplers)[:-_MAX_SAMPLERS]
             for sampler in old:
                 del self._samplers[sampler]
         if old:
@@ -370,67 +377,53 @@ class Service:
         with self._lock:
             if sampler not in self._samplers:
                 raise Refused(
-                    f"sampling session {sampler} is not known; make a new sampling client", 404
+                    f"sampling session {sampler} is unknown; make a new sampling client", 404
                 )
-            if (session := self._sessions.get(sampler.partition(":")[0])) is not None:
-                session.seen_at = time.monotonic()
+            self._sessions.note(sampler)
             return self._samplers[sampler]
 
     def _join_sampling_session(self, values: dict[str, Any]) -> Answer:
         self._sampler(take(values, "sampling_session_id", str))
-        with self._lock:
-            self._n_clones += 1
-            return Answer({"type": "join_sampling_session", "client_counter": self._n_clones})
+        number = next(self._clone_numbers)
+        return Answer({"type": "join_sampling_session", "client_counter": number})
 
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
         self._sampler(sampler)
         return Answer({"sampler_id": sampler, "base_model": self._base_model})
 
     def _sample(self, values: dict[str, Any]) -> Answer:
-        for name, nothing in _NOT_OFFERED.items():
-            if values.get(name) not in (None, nothing):
-                raise Refused(f"{name} is not offered by this server, got {values[name]!r}")
+        for name, off in _NOT_SUPPORTED.items():
+            if values.get(name) not in (None, off):
+                raise Refused(f"{name} is not supported by this server, got {values[name]!r}")
         session = take(values, "sampling_session_id", str)
         sampler, prompt = self._sampler(session), model_input(values, "prompt")
         number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        if not 1 <= n_samples <= _MOST_SAMPLES:
-            raise Refused(f"num_samples must be 1 to {_MOST_SAMPLES}, got {n_samples}")
+        if not 1 <= n_samples <= _MAX_SAMPLES:
+            raise Refused(f"num_samples must be 1 to {_MAX_SAMPLES}, got {n_samples}")
         if max(prompt.tokens) >= self._vocab_size:
             raise Refused(
-                f"prompt has the token {max(prompt.tokens)}, and the model has "
-                f"{self._vocab_size}; use its tokenizer"
+                f"token ids of the prompt must be below the model's vocabulary size "
+                f"{self._vocab_size}, got {max(prompt.tokens)}; use the model's tokenizer"
             )
-        room = self._longest + 1 - prompt.length
+        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
         if room < 1:
             raise Refused(
-                f"prompt has {prompt.length} tokens, and a row {self._longest}; shorten "
-                "it, or raise training.seq_len"
+                f"the prompt must have at most {self._max_len} tokens, a row's length, got "
+                f"{prompt.length}; shorten it, or raise training.seq_len"
             )
         eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
         params = sampling_params(values, room, eos_id, self._vocab_size)
         params.to_config(self._tokenizer)
-        scored = None
+        n_scored = None  # how many of the prompt's last tokens to score; None scores none
         if take(values, "prompt_logprobs", bool, False):
-            scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
+            n_scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
         request_id = f"{session}:{number}"
         ids = [f"{request_id}:{i}" for i in range(n_samples)]
         pending = Pending(
             request_id,
             channel=(session, number // 1_000_000_000),
-            extra={"request_id": request_id, "sample_sequence_ids": ids},
+            extra={"sample_sequence_ids": ids},
         )
-        return self._start_sampling(pending, prompt, sampler, n_samples, params, scored)
-
-    def _start_sampling(
-        self,
-        pending: Pending,
-        prompt: ModelInput,
-        sampler: str,
-        n_samples: int,
-        params: Any,
-        scored: int | None,
-    ) -> Answer:
-        """scored: how many of the prompt's last tokens get log-probs; None for none."""
         if (answer := self._results.accept(pending)) is not None:
             return answer
         logprobs: list[float | None] | None = None
@@ -438,24 +431,24 @@ class Service:
         def take_logprobs(result: Any) -> None:
             nonlocal logprobs
             if isinstance(result, Exception):
-                self._results.futures.finish(pending, result)
+                self._results.finish(pending, result)
                 return
-            hidden = max(prompt.length - (scored or 0), 0)
-            logprobs = [None] * hidden + result[0][hidden:]
+            n_hidden = max(prompt.length - (n_scored or 0), 0)
+            logprobs = [None] * n_hidden + result[0][n_hidden:]
 
         def finish(result: Any) -> None:
             if not isinstance(result, Exception):
                 result = write_samples(result[0].sequences, logprobs)
-            self._results.futures.finish(pending, result)
+            self._results.finish(pending, result)
 
-        if scored is not None:
+        if n_scored is not None:
             key = ("logprobs", sampler)
             self._put(Command("logprobs", {"sampler": sampler}, take_logprobs, key, [prompt]))
-        # What a seed draws depends on what else is drawn.
+        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
         key = ("sample", sampler, n_samples, params) if params.seed is None else object()
         arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
         self._put(Command("sample", arguments, finish, key, [prompt]))
-        return accepted(pending)
+        return pending.accepted()
 
     def _retrieve_many(self, values: dict[str, Any]) -> Answer:
         target = take(values, "target", dict)

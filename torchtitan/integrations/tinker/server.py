@@ -10,21 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.policy import CommandLoop, Policy
+from torchtitan.integrations.tinker.service import Service
 from torchtitan.rl.checks import api_key
-from torchtitan.rl.client import LocalTrainingClient
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.serving.http import Access, HttpServer
-from torchtitan.rl.serving.policy import CommandLoop, Policy
-from torchtitan.rl.serving.service import Service
 from torchtitan.step.forward import on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
 
 class Server:
-    """A policy of the config, served from `train` until `stop`.
+    """Serves the config's policy from `train` until `stop`.
 
-    Raises ConfigError for a config that cannot run, or an address that cannot be listened at.
+    Raises ConfigError for a config that cannot run.
     """
 
     def __init__(self, job_config: JobConfig):
@@ -35,9 +35,12 @@ class Server:
         self.checkpointer = self._client.checkpointer
 
     def train(self, on_start: Callable[[str], None] = lambda url: None) -> None:
-        """Serve until `stop`, on every rank. on_start: called with the URL, on rank 0."""
+        """Serve until `stop`, on every rank. on_start: called with the URL, on rank 0.
+
+        Raises ConfigError if the server cannot listen at the config's address.
+        """
         if dist.is_initialized() and dist.get_rank() > 0:
-            with _on_signals(lambda: None):  # rank 0 says when it ends
+            with _on_signals(lambda: None):  # rank 0 ends the loop
                 self._commands.run()
             return
         config = self._config.rl.serve
@@ -57,7 +60,7 @@ class Server:
         if not key and not ipaddress.ip_address(http.server_address[0]).is_loopback:
             logger.warning(
                 "rl.serve.host = %r lets every machine that reaches it train and sample; set "
-                "rl.serve.api_key_file to have clients send a key",
+                "rl.serve.api_key_file to require a key of clients",
                 config.host,
             )
         with _on_signals(self.stop):
@@ -72,17 +75,17 @@ class Server:
                 logger.info("the server has ended")
 
     def stop(self) -> None:
-        """End `train` after the call that is being carried out. From any thread, on rank 0."""
+        """End `train` after the running call. Call on rank 0, from any thread."""
         self._commands.stop()
 
     def close(self) -> None:
-        """Free what the policy holds. Safe to call twice."""
+        """Free the policy. Safe to call twice."""
         self._client.close()
 
 
 @contextlib.contextmanager
 def _on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, the first SIGTERM or SIGINT makes the call; a second one ends the process."""
+    """Make the first SIGTERM or SIGINT run `call`, and a second one end the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

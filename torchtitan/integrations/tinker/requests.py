@@ -1,11 +1,11 @@
-"""Reading what clients send as JSON: each wrong value is refused by name."""
+"""Read the JSON of requests; errors name the wrong value."""
 
 import json
 import math
 import re
 from typing import Any
 
-from torchtitan.rl.client_types import AdamParams, ModelInput, SamplingParams
+from torchtitan.integrations.tinker.types import AdamParams, ModelInput, SamplingParams
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
 _PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights)/({_NAME})")
@@ -20,7 +20,7 @@ _KINDS: dict[type, str] = {
 
 
 class Refused(ValueError):
-    """A request that is not carried out. status: of the HTTP answer."""
+    """A request that is not carried out. status: the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -38,14 +38,14 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """A number of a request: what is NaN or infinite could not be sent back as JSON."""
+    """Parse a number; raise ValueError for NaN and infinity, which JSON answers cannot hold."""
     if not math.isfinite(number := float(text)):
         raise ValueError(f"numbers must be finite, got {text[:40]}")
     return number
 
 
 def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> Any:
-    """A value of the kind that it must have; the default where it is missing or null."""
+    """Return the value of a key, of type `kind`; the default if it is missing or null."""
     value = values.get(key)
     if value is None:
         if default is ...:
@@ -60,7 +60,7 @@ def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> An
 
 
 def _take_number(values: dict[str, Any], key: str, default: float) -> float:
-    """A number that may be missing, but not null, as which clients send NaN and infinity."""
+    """Return a number, or the default. Null is refused: clients send NaN and infinity as null."""
     if key in values and values[key] is None:
         raise Refused(f"{key} must be a finite number, got null, which stands for NaN; correct it")
     return take(values, key, float, default)
@@ -72,14 +72,14 @@ def _short(value: Any) -> str:
 
 
 def folder_of(path: str) -> str:
-    """The folder, below that of the server's states, that a tinker:// path stands for."""
-    found = _PATH.fullmatch(path)
-    if found is None:
+    """Return the folder that a tinker:// path means, relative to the server's states."""
+    match = _PATH.fullmatch(path)
+    if match is None:
         raise Refused(
             f"a saved state is tinker://<model id>/weights/<name>, or .../sampler_weights/<name>, "
             f"got {_short(path)}; give the path that a save returned"
         )
-    return "/".join(found.groups())
+    return "/".join(match.groups())
 
 
 def model_input(values: dict[str, Any], key: str) -> ModelInput:
@@ -89,11 +89,11 @@ def model_input(values: dict[str, Any], key: str) -> ModelInput:
         if kind != "encoded_text":
             raise Refused(
                 f"{key} must be chunks of encoded_text, got {_short(kind)}; images and "
-                "audio are not offered"
+                "audio are not supported"
             )
         tokens += take(chunk, "tokens", list)
     if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise Refused(f"{key} must have at least one token, all of them ids, got {_short(tokens)}")
+        raise Refused(f"{key} must be at least one token id, got {_short(tokens)}")
     return ModelInput.from_ints(tokens)
 
 
@@ -111,9 +111,9 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
 def sampling_params(
     values: dict[str, Any], default_max_tokens: int, eos_id: int | None, vocab_size: int
 ) -> SamplingParams:
-    """Stops are those asked for and end-of-text; an empty list is none at all.
+    """Read `sampling_params`. End-of-text is added to the stops, unless `stop` is an empty list.
 
-    `to_config` has the rules that do not depend on the model.
+    `SamplingParams.to_config` checks what does not depend on the model.
     """
     params = take(values, "sampling_params", dict)
     stop = params.get("stop")

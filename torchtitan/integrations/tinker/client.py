@@ -1,0 +1,567 @@
+"""Training and sampling under Tinker's names, in this process: no server, no HTTP.
+
+    client = LocalTrainingClient(job_config)
+    client.forward_backward(data, "importance_sampling").result()
+    client.optim_step(AdamParams(learning_rate=1e-3)).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    sampler.sample(ModelInput.from_ints(prompt), 8, SamplingParams(max_tokens=16)).result()
+
+Calls return futures and run in order on one thread. Losses are sums over tokens: the caller
+averages them through its weights or advantages. Under torchrun every rank runs the same program
+with the same data.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.processes.ranks import num_ranks
+from torchtitan.integrations.tinker.types import (
+    AdamParams,
+    CustomLoss,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsResponse,
+)
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.generator import build_generator
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
+from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
+from torchtitan.rl.trainer import PolicyTrainer
+from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
+from torchtitan.step.forward import on_error, scalar_loss
+from torchtitan.tools.utils import use_device
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Thread:
+    """Runs calls one by one in their order, on one thread; joins calls that share a key."""
+
+    def __init__(self, device: torch.device):
+        self._pool = ThreadPoolExecutor(
+            1, "training client", initializer=use_device, initargs=(device,)
+        )
+        self._lock = threading.Lock()
+        # The key and the (item, future) pairs of the last call, while more items may join it.
+        self._joinable: tuple[Any, list[tuple[Any, Future]]] | None = None
+
+    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
+        with self._lock:
+            self._joinable = None
+            return self._pool.submit(call, *args, **kwargs)
+
+    def submit_item(self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any) -> Future[_T]:
+        """Pass items that were submitted in a row with the same key to one `call`.
+
+        Items join while the thread is busy with an earlier call. Under torchrun each item gets its
+        own call, because the ranks, which have to make the same calls, are not busy equally long.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._joinable is None or self._joinable[0] != key or num_ranks() > 1:
+                self._joinable = key, []
+                self._pool.submit(self._run, call, self._joinable[1])
+            self._joinable[1].append((item, future))
+        return future
+
+    def _run(self, call: Callable[[list[Any]], list[_T]], items: list[tuple[Any, Future]]) -> None:
+        with self._lock:
+            if self._joinable is not None and self._joinable[1] is items:
+                self._joinable = None
+        items = [entry for entry in items if entry[1].set_running_or_notify_cancel()]
+        try:
+            results = call([item for item, _ in items]) if items else []
+        except BaseException as error:
+            for _, future in items:
+                future.set_exception(error)
+            return
+        for (_, future), result in zip(items, results, strict=True):
+            future.set_result(result)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown()
+
+
+def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
+    """Make a method run on the client's thread, after all earlier calls, and return a future."""
+
+    @functools.wraps(method)
+    def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
+        return self._thread.submit(method, self, *args, **kwargs)
+
+    return submit
+
+
+class LocalTrainingClient:
+    """A policy in this process.
+
+    Raises ConfigError for a config that cannot run. The future of a call raises the call's errors.
+    After a failed forward_backward, `optim_step` fails too, because the gradients are incomplete.
+    The next step starts from zero gradients.
+    """
+
+    def __init__(self, job_config: JobConfig):
+        self._trainer = PolicyTrainer(job_config)
+        engine = self._trainer.engine
+        with on_error(engine.close):
+            # Callers get log-probs of every Datum, so none is skipped.
+            batcher = Batcher.from_config(job_config, engine.dp_size)
+            self._batcher = replace(batcher, skip_zero_advantage=False)
+            self._generator = build_generator(job_config, engine)
+        # Checkpoints hold the generator's state, from which unseeded sampling continues.
+        engine.checkpointer.states["rl_generator"] = self._generator
+        self.checkpointer = engine.checkpointer
+        self.vocab_size = engine.model_args.vocab_size
+        self.states_folder = os.path.join(job_config.job.dump_folder, "states")
+        self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
+        self._pushed: WeightsKey | None = None  # of the weights in the generator
+        self._failure: Exception | None = None  # of a forward_backward in this step
+        self._thread = _Thread(engine.device)
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
+    ) -> Future[ForwardBackwardOutput]:
+        """Return log-probs of the targets, without gradients.
+
+        loss_fn: a name as for forward_backward; it does not change the result.
+        """
+        _loss(loss_fn, {})
+        data = list(data)
+        return self._thread.submit(lambda: _output(self._logprobs(data), {}))
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: dict[str, float] | None = None,
+    ) -> Future[ForwardBackwardOutput]:
+        """Add the gradients of a loss to the gradients of this step.
+
+        loss_fn: cross_entropy, importance_sampling, ppo, cispo or gspo.
+        loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
+
+        Raises ValueError unless every input has one finite number per token, and if the loss is not
+        finite, which can happen because ratios are not bounded.
+        """
+        loss = _loss(loss_fn, loss_fn_config or {})
+        return self._add_gradients(self._forward_backward, list(data), loss)
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss
+    ) -> Future[ForwardBackwardOutput]:
+        """Add the gradients of any function of the targets' log-probs; costs one more forward.
+
+        Under torchrun `loss_fn` runs on every rank, and must return the same loss on each.
+        """
+        return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
+
+    @_on_thread
+    def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
+        """Update the weights with the gradients of this step, then zero the gradients."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            self._trainer.zero_grad()
+            raise RuntimeError(
+                f"a forward_backward of this step failed ({failure}), so the gradients are "
+                "incomplete; they were zeroed and the weights not changed: correct the call and "
+                "repeat all calls of the step"
+            ) from failure
+        params = OptimParams(
+            lr=adam_params.learning_rate,
+            betas=(adam_params.beta1, adam_params.beta2),
+            eps=adam_params.eps,
+            weight_decay=adam_params.weight_decay,
+            max_norm=adam_params.grad_clip_norm or math.inf,
+        )
+        with self._changing():
+            update = self._trainer.optim_step(params)
+        if update.skipped:
+            raise FloatingPointError(
+                f"the gradient norm is {update.grad_norm}: the weights and the optimizer were left "
+                "as they are, and the gradients zeroed; look at the data of this step"
+            )
+        return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
+
+    @_on_thread
+    def save_state(self, name: str) -> SaveWeightsResponse:
+        """Save weights and optimizer in the folder `name` below `states_folder`.
+
+        Raises ValueError for a name that leads out of `states_folder`.
+        """
+        path = os.path.join(self.states_folder, name)
+        folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
+        if target == folder or os.path.commonpath([folder, target]) != folder:
+            raise ValueError(
+                f"save_state takes the name of a folder in {self.states_folder}, got {name!r}, which "
+                "is outside of it; give a name without '..' or a leading path"
+            )
+        self._trainer.save_checkpoint(path)
+        return SaveWeightsResponse(path)
+
+    @_on_thread
+    def load_state(self, path: str) -> None:
+        """Load the weights of a saved state, and reset the optimizer."""
+        self._load(path, model_only=True)
+
+    @_on_thread
+    def load_state_with_optimizer(self, path: str) -> None:
+        """Load weights and optimizer of a saved state, to continue exactly from there."""
+        self._load(path, model_only=False)
+
+    @_on_thread
+    def load_initial_state(self) -> bool:
+        """Load the config's newest checkpoint, else its initial one; False if there is none."""
+        return self._load(None, model_only=False)
+
+    @_on_thread
+    def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
+        """Copy a sampling client's weights into the policy, and reset the optimizer."""
+        with sampler.weights():
+            weights = host_copy(self._trainer.engine)
+        self._failure = None
+        with self._changing():
+            self._trainer.replace_weights(weights)
+
+    @_on_thread
+    def fail_step(self, error: Exception) -> None:
+        """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
+        self._failure = self._failure or error
+
+    @_on_thread
+    def save_weights_and_get_sampling_client(
+        self, name: str = "", *, pinned: bool = False
+    ) -> "LocalSamplingClient":
+        """Return a client that keeps sampling from today's weights when the policy's change.
+
+        name: ignored, because nothing is written.
+        pinned: exempt these weights from `rl.generator.max_snapshots`.
+        """
+        return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
+
+    @_on_thread
+    def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
+        """Return a client that samples from a saved state; the policy keeps its weights."""
+        sampler = LocalSamplingClient(self, None, model_path)
+        with sampler.weights():  # raises if the state cannot be loaded
+            return sampler
+
+    @functools.cached_property
+    def tokenizer(self) -> BaseTokenizer | None:
+        """The model's tokenizer, or None for a model without one."""
+        build = self._trainer.engine.train_spec.build_tokenizer_fn
+        return None if build is None else build(self._trainer.job_config)
+
+    def close(self) -> None:
+        """Finish all calls. Safe to call twice."""
+        self._thread.shutdown()
+        self._trainer.close()
+
+    def __enter__(self) -> "LocalTrainingClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- on the thread ----
+
+    @_on_thread
+    def _add_gradients(
+        self, call: Callable[..., ForwardBackwardOutput], *args: Any
+    ) -> ForwardBackwardOutput:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
+
+    def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
+        for number, datum in enumerate(data):
+            for name in ("logprobs", "advantages"):
+                if loss.has_generator and name not in datum.loss_fn_inputs:
+                    raise ValueError(
+                        f"a policy loss needs {name} in loss_fn_inputs, got "
+                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
+                        "target"
+                    )
+        batch = self._batch([_sample(datum) for datum in data])
+        output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
+        assert output.logprobs is not None
+        _check_finite(output.logprobs)
+        if not math.isfinite(output.loss):
+            raise ValueError(
+                f"the loss is {output.loss}: logprobs of the data are too far from the policy's, or "
+                "advantages or weights too large; leave such tokens out with mask"
+            )
+        return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
+
+    def _forward_backward_custom(
+        self, data: list[Datum], loss_fn: CustomLoss
+    ) -> ForwardBackwardOutput:
+        if not data:
+            raise ValueError(
+                "forward_backward_custom needs at least one Datum for its loss, got no Datum; "
+                "leave the call out"
+            )
+        logprobs = [values.requires_grad_() for values in self._logprobs(data)]
+        loss, metrics = loss_fn(data, logprobs)
+        loss = scalar_loss(loss)
+        # sum(gradient * log-prob) has the gradients of this loss, on any layout and split.
+        gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+        if not all(values.isfinite().all() for values in (loss, *gradients)):
+            raise ValueError(
+                f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
+                "correct the function"
+            )
+        surrogate = [
+            _sample(_targets_of(datum, weights=-gradient))
+            for datum, gradient in zip(data, gradients, strict=True)
+        ]
+        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        metrics = {"loss:sum": loss.item(), **metrics}
+        return _output([values.detach() for values in logprobs], metrics)
+
+    def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
+        """The log-probs [n] of each datum's targets, including masked ones."""
+        logprobs = self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+        _check_finite(logprobs)
+        return logprobs
+
+    def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
+        batch = self._batcher.batch(samples)
+        if batch.oversize:
+            number = batch.oversize[0]
+            raise ValueError(
+                f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
+                f"{len(samples[number])} in number {number}; raise training.seq_len, or shorten it"
+            )
+        return batch
+
+    def _load(self, path: str | None, model_only: bool) -> bool:
+        self._failure = None
+        with self._changing():
+            return self._trainer.load_checkpoint(path, model_only=model_only)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the weights inside: sampling clients that still need them get a copy first."""
+        self._pushed = None
+        with self._snapshots.changing():
+            yield
+
+
+class LocalSamplingClient:
+    """Samples from the weights that the policy had when this client was made, or from saved ones.
+
+    When the policy's weights change, the client's are copied to host memory. The copy is dropped
+    once sampling clients were made for `rl.generator.max_snapshots` later versions: from then on
+    calls raise ValueError, or load the weights again if they were saved.
+    """
+
+    def __init__(self, client: LocalTrainingClient, key: WeightsKey | None, path: str = ""):
+        self._client, self._key, self._path = client, key, path
+        self._thread = client._thread
+
+    def sample(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> Future[SampleResponse]:
+        """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
+
+        Calls in a row with the same settings and without a seed are drawn together: make all
+        calls before you wait for the first result.
+        """
+        key: Any = object()  # joined prompts would change what a seed draws
+        if sampling_params.seed is None:
+            stop = sampling_params.stop
+            params = replace(sampling_params, stop=stop if isinstance(stop, str) else tuple(stop))
+            key = self._key or self, num_samples, params
+        return self._thread.submit_item(
+            lambda prompts: self._sample(prompts, num_samples, sampling_params), prompt, key
+        )
+
+    @_on_thread
+    def sample_all(
+        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
+    ) -> list[SampleResponse]:
+        """Return the response to each prompt, as from `sample`, all drawn together."""
+        return self._sample(prompts, num_samples, sampling_params)
+
+    def _sample(
+        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
+    ) -> list[SampleResponse]:
+        client = self._client
+        sampling = sampling_params.to_config(client.tokenizer if sampling_params.stop else None)
+        with self.weights():
+            if client._pushed is not self._key:
+                client._trainer.push_model_state_dict(client._generator)
+                client._pushed = self._key
+            completions = client._generator.generate(
+                [prompt.to_ints() for prompt in prompts], sampling, num_samples
+            )
+        sequences = [
+            SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+            for c in completions
+        ]
+        return [
+            SampleResponse(sequences[first : first + num_samples])
+            for first in range(0, len(sequences), num_samples)
+        ]
+
+    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
+        """Return the log-prob of each token given the tokens before it; None for the first."""
+        return self._thread.submit(lambda: self._compute_logprobs([prompt])[0])
+
+    @_on_thread
+    def compute_all_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
+        """Return `compute_logprobs` of each prompt, from one forward."""
+        return self._compute_logprobs(prompts)
+
+    def _compute_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
+        # The first token has no context, so it is only an input.
+        data = [
+            Datum(ModelInput(prompt.tokens[:-1]), {"target_tokens": prompt.tokens[1:]})
+            for prompt in prompts
+            if prompt.length > 1
+        ]
+        with self.weights():
+            scored = iter(self._client._logprobs(data) if data else ())
+        return [
+            [None, *next(scored).tolist()] if prompt.length > 1 else [None] * prompt.length
+            for prompt in prompts
+        ]
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Give the policy this client's weights inside. Collective; call on the client's thread."""
+        client = self._client
+        if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
+            client._pushed = None
+            engine = client._trainer.engine
+            self._key = client._snapshots.loaded(lambda: engine.load(self._path, model_only=True))
+        assert self._key is not None
+        with client._snapshots.using(self._key):
+            yield
+
+
+# ---- to the trainer's types, and back ----
+
+# Tinker's name -> ours
+_LOSSES = {
+    "cross_entropy": "cross_entropy",
+    "importance_sampling": "importance_sampling",
+    "ppo": "dapo",
+    "cispo": "cispo",
+    "gspo": "gspo",
+}
+_LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
+_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
+
+
+def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
+    if name not in _LOSSES:
+        raise ValueError(
+            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
+            "log-probs call forward_backward_custom"
+        )
+    if unknown := sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"}):
+        raise ValueError(
+            f"loss_fn_config takes clip_low_threshold and clip_high_threshold, got {unknown[0]!r}"
+        )
+    for key, value in config.items():
+        if math.isnan(value):
+            raise ValueError(f"{key} of loss_fn_config must be a number, got nan; correct it")
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
+    bounds = {}
+    if name != "cross_entropy":
+        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
+        bounds["max_log_ratio"] = math.inf if name == "importance_sampling" else _LARGEST_LOG_RATIO
+    if name not in ("cross_entropy", "importance_sampling"):
+        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
+        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
+    if name in ("ppo", "gspo"):
+        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
+    return build_loss(_LOSSES[name], **bounds)
+
+
+def _targets_of(datum: Datum, **inputs: Tensor) -> Datum:
+    """The datum with only its targets and `inputs` as inputs of the loss."""
+    targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
+    return Datum(datum.model_input, targets | inputs)
+
+
+def _sample(datum: Datum) -> TrainingSample:
+    if unknown := sorted(set(datum.loss_fn_inputs) - set(_INPUTS)):
+        raise ValueError(
+            f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
+            "remove it, or correct its name"
+        )
+    n, inputs = datum.model_input.length, {}
+    for name, values in datum.loss_fn_inputs.items():
+        try:
+            inputs[name] = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
+            ) from error
+        if (shape := list(inputs[name].shape)) != [n]:
+            raise ValueError(
+                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; for a "
+                "sequence of n + 1 tokens give its first n as input and its last n as targets"
+            )
+        if not (finite := inputs[name].isfinite()).all():
+            place = int(finite.logical_not().nonzero()[0])
+            raise ValueError(
+                f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
+                f"{place}; remove or correct the Datum"
+            )
+    if "target_tokens" not in inputs:
+        raise ValueError(
+            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; give the token "
+            "that follows each input token"
+        )
+    targets = inputs["target_tokens"]
+    labels = targets.long()
+    if not torch.equal(labels.to(targets.dtype), targets):
+        raise ValueError(
+            f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
+            "integers"
+        )
+    mask = inputs.get("mask", torch.ones(n)).float()
+    return TrainingSample(
+        token_ids=torch.tensor(datum.model_input.to_ints()),
+        labels=labels,
+        loss_mask=(mask != 0).float(),
+        logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
+        advantages=inputs.get("advantages", torch.zeros(n)).float(),
+        weights=inputs.get("weights", torch.ones(n)).float() * mask,
+    )
+
+
+def _check_finite(logprobs: list[Tensor]) -> None:
+    for number, values in enumerate(logprobs):
+        if not values.isfinite().all():
+            raise FloatingPointError(
+                f"the policy gives log-probs that are not finite in Datum {number}; look at the "
+                "last optimizer steps, or load a saved state"
+            )
+
+
+def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], metrics)

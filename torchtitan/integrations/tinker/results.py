@@ -1,0 +1,199 @@
+"""Accepted requests, and their results, which clients fetch later: one by id, or a sampler's at once."""
+
+import dataclasses
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker.requests import Refused, take
+from torchtitan.integrations.tinker.types import ForwardBackwardOutput, SampledSequence
+
+if TYPE_CHECKING:
+    from torchtitan.integrations.tinker.policy import Command
+
+_MAX_WAITING = 8192  # requests without a result
+_SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
+# A fetched result stays for a while, because the client's connection may have broken. A result that
+# nobody fetches is dropped, too, but later.
+_SECONDS_AFTER_FETCHING = 120
+_SECONDS_UNFETCHED = 3600
+_SECONDS_BETWEEN_DROPS = 10
+
+
+@dataclass
+class Answer:
+    """JSON values of an answer, and protobuf in their place for clients that accept it."""
+
+    values: Any = None
+    status: int = 200
+    protobuf: bytes | None = None
+
+
+@dataclass
+class Pending:
+    """An accepted request. result: an answer or an exception; None while the request runs.
+
+    channel: key under which `retrieve_many` finds the request once it is done.
+    extra: entries of the accepting answer besides the id.
+    """
+
+    request_id: str
+    channel: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    result: Answer | Exception | None = None
+    forget_at: float = math.inf
+
+    def accepted(self) -> Answer:
+        return Answer({"request_id": self.request_id} | self.extra)
+
+
+class Results:
+    """The requests of all clients. Safe to call from any thread. put: queues a command."""
+
+    def __init__(self, put: "Callable[[Command], None]"):
+        self._put = put
+        self._changed = threading.Condition()
+        self._all: dict[str, Pending] = {}
+        self._n_waiting = 0
+        self._is_closed = False
+        self._next_drop_at = 0.0
+        # channel -> cursor -> finished request; cursors grow in the order of finishing
+        self._done: defaultdict[Any, dict[int, Pending]] = defaultdict(dict)
+        self._cursors = count(1)
+
+    def known(self, request_id: str) -> Answer | None:
+        """Return the answer to a request that was accepted before; None for a new request."""
+        with self._changed:
+            pending = self._all.get(request_id)
+            return None if pending is None else pending.accepted()
+
+    def accept(self, pending: Pending) -> Answer | None:
+        """Add a new request and return None; for a repeated request return its first answer."""
+        now = time.monotonic()
+        with self._changed:
+            if now >= self._next_drop_at:
+                self._next_drop_at = now + _SECONDS_BETWEEN_DROPS
+                self._all = {k: p for k, p in self._all.items() if p.forget_at >= now}
+                for channel, done in list(self._done.items()):
+                    self._done[channel] = {c: p for c, p in done.items() if p.forget_at >= now}
+            if (answer := self.known(pending.request_id)) is not None:
+                return answer
+            if self._n_waiting >= _MAX_WAITING:
+                raise Refused(f"{_MAX_WAITING} requests wait already; send this again later", 429)
+            self._n_waiting += 1
+            self._all[pending.request_id] = pending
+            return None
+
+    def submit(
+        self, request_id: str, command: "Command", write: Callable[[Any], Answer], **extra: Any
+    ) -> Answer:
+        """Queue a command; `write` encodes its result for the client."""
+        pending = Pending(request_id, extra=extra)
+        if (answer := self.accept(pending)) is not None:
+            return answer
+
+        def finish(result: Any) -> None:
+            self.finish(pending, result if isinstance(result, Exception) else write(result))
+
+        self._put(dataclasses.replace(command, answer=finish))
+        return pending.accepted()
+
+    def finish(self, pending: Pending, result: Answer | Exception) -> None:
+        with self._changed:
+            if pending.result is not None:
+                return
+            pending.result = result
+            pending.forget_at = time.monotonic() + _SECONDS_UNFETCHED
+            self._n_waiting -= 1
+            if pending.channel is not None:
+                self._done[pending.channel][next(self._cursors)] = pending
+            self._changed.notify_all()
+
+    def retrieve(self, values: dict[str, Any]) -> Answer:
+        """Return a request's result, or status 408 if it is not there in time."""
+        request_id = take(values, "request_id", str)
+        with self._changed:
+            pending = self._all.get(request_id)
+            if pending is None:
+                raise Refused(f"request {request_id} is unknown, or was fetched long ago", 410)
+            self._changed.wait_for(
+                lambda: pending.result is not None or self._is_closed, _SECONDS_TO_HOLD
+            )
+            result = pending.result
+            if result is None:
+                waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+                return Answer(waiting, status=408)
+            pending.forget_at = time.monotonic() + _SECONDS_AFTER_FETCHING
+        if isinstance(result, Exception):
+            is_users = isinstance(result, ValueError)
+            message = str(result) if is_users else f"{type(result).__name__}: {result}"
+            return Answer({"error": message, "category": "user" if is_users else "server"})
+        return result
+
+    def retrieve_many(self, values: dict[str, Any], channel: Any) -> Answer:
+        """Return the ids of the channel's requests that finished after a cursor, and a new cursor."""
+        seconds = take(values, "timeout", float, float(_SECONDS_TO_HOLD))
+        cursor = take(values, "prev_cursor", int, 0)
+        with self._changed:
+            done = {c: p for c, p in self._done[channel].items() if c > cursor}
+            self._done[channel] = done
+            self._changed.wait_for(
+                lambda: self._done[channel] or self._is_closed,
+                max(0.0, min(seconds, _SECONDS_TO_HOLD)),
+            )
+            done = self._done[channel]
+            completions = [
+                {
+                    "state": "failed" if isinstance(pending.result, Exception) else "finished",
+                    "request_id": pending.request_id,
+                }
+                for pending in done.values()
+            ]
+            return Answer({"completions": completions, "cursor": max(done, default=cursor)})
+
+    def close(self, error: Exception) -> None:
+        """Finish all waiting requests with an error."""
+        with self._changed:
+            for pending in self._all.values():
+                self.finish(pending, error)
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def write_output(output: ForwardBackwardOutput) -> Answer:
+    # The word behind the colon tells clients how to reduce a metric over several requests.
+    metrics = {
+        name if ":" in name else f"{name}:{'max' if name.endswith('_max') else 'mean'}": value
+        for name, value in output.metrics.items()
+        if math.isfinite(value)  # JSON has no NaN or infinity
+    }
+    logprobs = [np.asarray(outputs["logprobs"].cpu()) for outputs in output.loss_fn_outputs]
+    outputs = [
+        {"logprobs": {"data": x.tolist(), "dtype": "float32", "shape": list(x.shape)}}
+        for x in logprobs
+    ]
+    values = {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": outputs,
+        "metrics": metrics,
+    }
+    return Answer(values, protobuf=wire.write_forward_backward(logprobs, metrics))
+
+
+def write_samples(
+    sequences: Sequence[SampledSequence], prompt_logprobs: list[float | None] | None
+) -> Answer:
+    values = {
+        "type": "sample",
+        "sequences": [vars(sequence) for sequence in sequences],
+        "prompt_logprobs": prompt_logprobs,
+    }
+    return Answer(values, protobuf=wire.write_samples(sequences, prompt_logprobs))

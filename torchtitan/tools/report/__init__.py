@@ -1,1 +1,0 @@
-"""One HTML page about a run: `python -m torchtitan.tools.report RUN_FOLDER`."""
