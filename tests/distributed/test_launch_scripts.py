@@ -249,7 +249,7 @@ def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     [
         (2, "config error: no such key", [], "config error: no such key", 2),
         (1, "Traceback (most ...\nTypeError: no int", [], "error: rank 3: TypeError: no int", 1),
-        (-9, None, [], "error: rank 3 was ended by SIGKILL; if nobody sent it, look", 137),
+        (-9, None, [], "error: rank 3 was ended by SIGKILL; if nobody sent the signal, look", 137),
         (1, "error: disk full", [signal.SIGINT], "error: disk full", 1),
         (130, None, [signal.SIGINT], "interrupted by SIGINT; what was not saved is lost", 130),
         (-15, None, [signal.SIGTERM], "interrupted by SIGTERM; what was not saved is lost", 143),

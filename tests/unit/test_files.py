@@ -52,7 +52,9 @@ def test_links_are_read_through_and_not_written_through(tmp_path):
         assert file.read() == "mine"
     for mode in ("w", "a", "r+"):
         for name in ("link", "dangling", "folder/link"):
-            with pytest.raises(OSError, match="it is a link, which is not written through; remove"):
+            with pytest.raises(
+                OSError, match="it is a link, and files are not written through links; remove"
+            ):
                 open_file(tmp_path / name, mode)
     with open_file(tmp_path / "folder" / "new", "w") as file:
         file.write("text")

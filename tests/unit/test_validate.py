@@ -194,7 +194,7 @@ def test_data_without_a_valid_token_are_a_warning_not_a_division_by_zero(batches
     validator = validator_of(batches)
     validator.validate([Model()], step=1)
     assert not hasattr(validator.metrics_processor, "reported")
-    assert "no token to validate on" in caplog.text
+    assert "no token with a label" in caplog.text
 
 
 def test_first_step_and_every_nth_are_validated():

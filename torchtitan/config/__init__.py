@@ -28,7 +28,7 @@ from torchtitan.config.job_config import (  # noqa: E402
     Validation,
 )
 
-# Star imports take the lazy name from here.
+# `import *` finds the lazy name ConfigManager here.
 __all__ = [
     "JobConfig",
     "ConfigManager",
@@ -50,5 +50,5 @@ __all__ = [
     "Debug",
 ]
 
-# The command line's parser is of no use to programs that make a JobConfig themselves.
+# Loaded on first use, because a program that builds its own JobConfig needs no command-line parser.
 __getattr__ = load_on_access(__name__, {"ConfigManager": ".manager"})

@@ -1,4 +1,4 @@
-"""TOML tables become config sections: names are known and values have the declared types."""
+"""TOML tables become config sections, after a check of their names and of their values' types."""
 
 import dataclasses
 import types
@@ -71,7 +71,7 @@ def with_values(instance: Any, table: Any, section: str) -> Any:
         if name not in hints:
             known = [field.name for field in dataclasses.fields(cls)]
             hint = guess(name, known) or f"; known are {', '.join(known)}"
-            raise ConfigError(f"{section}.{name} is no field of {cls.__name__}{hint}")
+            raise ConfigError(f"{section}.{name} is not a field of {cls.__name__}{hint}")
         members: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
         kinds: list[Any] = [kind for kind in members if dataclasses.is_dataclass(kind)]
         if kinds:
@@ -82,16 +82,16 @@ def with_values(instance: Any, table: Any, section: str) -> Any:
             values[name] = convert(value, hints[name])
         except TypeError as error:
             raise ConfigError(
-                f"{section}.{name} = {value!r}: {error}; it is {getattr(instance, name)!r} unless set"
+                f"{section}.{name} = {value!r}: {error}; the default is {getattr(instance, name)!r}"
             ) from None
     return dataclasses.replace(instance, **values)
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Return a TOML value as the type `annotation`; raises TypeError if it has another.
+    """Return a TOML value as the type `annotation`; raises TypeError if it is of another type.
 
-    An integer serves for a float, a list for a tuple, text for a path. Types that TOML cannot
-    write pass unchanged.
+    An integer is accepted for a float, a list for a tuple, text for a path. Values of types that
+    TOML cannot write are returned unchanged.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
@@ -101,7 +101,7 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
-        # An integer is tried as int before float makes 1.0 of it.
+        # int before float, so that 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):
             try:
                 return convert(value, member)
@@ -127,12 +127,12 @@ def convert(value: Any, annotation: Any) -> Any:
         try:
             return value if kind is origin else origin(value)
         except OverflowError as error:
-            raise TypeError("too large a number") from error
+            raise TypeError("the number is too large") from error
     raise TypeError(f"expected {expected}, got {kind.__name__}")
 
 
 def describe(annotation: Any) -> str:
-    """The type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
+    """Return the type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if isinstance(annotation, type) and not get_args(annotation):

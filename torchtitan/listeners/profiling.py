@@ -16,7 +16,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# How many allocator events a snapshot holds.
+# Allocator events in a snapshot.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 
@@ -28,7 +28,7 @@ def maybe_enable_profiling(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator[torch.profiler.profile | None, None, None]:
-    """Yield a profiler to `step()` once per training step, or None when profiling is off.
+    """Yield a profiler, whose `step()` is called once per training step; None if profiling is off.
 
     Each cycle of `profile_freq` steps ends in one Chrome trace per rank:
     <base>/<save_traces_folder>/iteration_<step>/<leaf>/rank<r>_trace.json
@@ -73,10 +73,10 @@ def maybe_enable_memory_snapshot(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator["MemorySnapshot | None", None, None]:
-    """Yield a `MemorySnapshot` to `step()` once per training step, or None.
+    """Yield a `MemorySnapshot`, whose `step()` is called once per training step, or None.
 
-    It is None when snapshots are off, and, after a warning, on a device whose allocator keeps no
-    history (the CPU). Running out of memory inside the block writes a last snapshot.
+    None if snapshots are off and, with a warning, on a device whose allocator keeps no history (the
+    CPU). If the block runs out of memory, a last snapshot is written.
     """
     if not profiling_config.enable_memory_snapshot:
         yield None
@@ -122,7 +122,7 @@ class MemorySnapshot:
         self.step_num = step_num
 
     def step(self, exit_ctx: bool = False) -> None:
-        """Count one step and write if it is due; `exit_ctx` writes at once and counts nothing."""
+        """Count one step, and write a snapshot if it is due; `exit_ctx` only writes, at once."""
         if not exit_ctx:
             self.step_num += 1
             if self.step_num % self.freq:

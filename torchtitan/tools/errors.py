@@ -4,8 +4,8 @@
 class ConfigError(ValueError):
     """The config cannot work as it stands; the message says what to change.
 
-    sentence: what a user is shown, in one line, where the message has more: texts of the reference
-        that programs look for.
+    sentence: the line to print for a user, if the message also holds a text of the reference that
+        programs look for.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:
@@ -22,4 +22,4 @@ class RunError(RuntimeError):
 
 
 class LostConnectionError(RunError):
-    """A collective failed since another rank is gone, or does not answer."""
+    """A collective failed because another rank is gone or does not answer."""

@@ -1,4 +1,4 @@
-"""What other programs' errors, that end a run, mean for it."""
+"""Errors of torch and the system that end a run, translated for its user."""
 
 import errno
 import re
@@ -13,32 +13,32 @@ from torchtitan.tools.errors import LostConnectionError, RunError
 
 
 def as_run_error(error: BaseException, config: Any) -> BaseException:
-    """Return `error`, or a RunError in its place that says what happened and what to do.
+    """Return a RunError that says what happened and what to do, or `error` itself if unknown.
 
     config: the run's JobConfig, whose values the message names.
-    An error that comes back and is no ValueError, OSError, FloatingPointError or RunError is a bug.
+    A returned error that is no ValueError, OSError, FloatingPointError or RunError is a bug.
     """
     cause: BaseException | None = error
     while cause is not None:
-        told = _explain(cause, config)
-        if told is not None:
-            return told
-        # A pipeline stage wraps what goes wrong in it.
+        explained = _explain(cause, config)
+        if explained is not None:
+            return explained
+        # A pipeline stage wraps its errors in a RuntimeError.
         cause = cause.__cause__ if type(cause) is RuntimeError else None
     return error
 
 
-_FEWEST_FILES = 128  # of one rank with a few data workers
+_FEWEST_FILES = 128  # enough for one rank with a few data workers
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to its hard one; RunError if that is too low.
+    """Raise this process's soft limit of open files to its hard limit; RunError if that is too low.
 
-    Too few end in errors anywhere, and in data workers that wait for ever.
+    With too few files any part of a run may fail, and data workers may wait for ever.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # macOS: not without bound
+        with suppress(OSError, ValueError):  # macOS refuses an infinite soft limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
@@ -68,17 +68,17 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
         wanted = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", text)
         size = ""
         if wanted:
-            size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were wanted"
+            size = f", {wanted[2] or f'{int(wanted[1]) / 2**30:.2f} GiB'} more were requested"
         return RunError(
             f"out of memory{size}, with training.local_batch_size = "
             f"{config.training.local_batch_size}, training.seq_len = {config.training.seq_len}, "
             f"activation_checkpoint.mode = {config.activation_checkpoint.mode!r}; lower "
-            "local_batch_size (gradients accumulate to training.global_batch_size), recompute with "
-            "activation_checkpoint.mode = 'full', or shard over more ranks"
+            "local_batch_size (gradients accumulate up to training.global_batch_size), recompute "
+            "with activation_checkpoint.mode = 'full', or shard over more ranks"
         )
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "open files" in text:
         return RunError(_too_few_files(text))
-    # The end of a pipe to a process that this one has started, and that is gone.
+    # A broken pipe to a child process means that the child is gone.
     frames = traceback.extract_tb(error.__traceback__)
     is_about_pipe = isinstance(error, (EOFError, OSError)) and any(
         frame.filename.endswith("multiprocessing/connection.py") for frame in frames
@@ -87,9 +87,9 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
         return RunError(
             "a data worker was killed, most often for lack of host memory; lower "
             f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
-            f"look into the kernel's log ({text.strip() or type(error).__name__})"
+            f"look at the kernel's log ({text.strip() or type(error).__name__})"
         )
-    # Of several collectives under way at once, gloo names the cause for one only.
+    # With several collectives in flight, gloo names the time-out for one; the rest say "closure".
     timed_out = ("gloo" in text and "Timed out" in text) or "timeout caused pair closure" in text
     if isinstance(error, RuntimeError) and timed_out:
         return RunError(

@@ -1,7 +1,7 @@
-"""Opening files in folders that others may have prepared.
+"""Opening files in folders that somebody else may have prepared.
 
-A name in a run's folder, or in data from elsewhere, may be a link to one of the user's own files, or
-a pipe or device that is read without end.
+A name in a run's folder, or in downloaded data, may be a link to one of the user's own files, or a
+pipe or device whose reader waits for ever.
 """
 
 import errno
@@ -11,23 +11,23 @@ from typing import IO, Any
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
-    """`open` for regular files. It never waits, and writes through no link.
+    """Open a regular file as `open` does, without ever waiting or writing through a link.
 
-    Raises OSError, with the reason, for anything else, and in a writing mode for a link.
+    Raises OSError, with the reason, for anything but a regular file, and for a link when writing.
     """
     return open(path, mode, opener=open_descriptor, **options)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """`os.open` with the rules of `open_file`. Links among the folders above are followed."""
+    """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
     try:
-        # NONBLOCK, because opening a pipe waits for its other end. Regular files ignore it.
+        # Without NONBLOCK, opening a pipe waits for its other end. Regular files ignore the flag.
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
-            reason = "it is a link, which is not written through; remove it"
+            reason = "it is a link, and files are not written through links; remove it"
             raise OSError(errno.ELOOP, reason, path) from None
         if error.errno != errno.ENXIO:
             raise

@@ -1,4 +1,4 @@
-"""JSON from files that others wrote."""
+"""JSON from files that come from elsewhere."""
 
 import json
 import os
@@ -10,10 +10,10 @@ _MOST_BYTES = 2**28  # vocabularies and indexes have some 10 MB
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
-    Raises ValueError, without the file's name, if it holds anything else, nested too deeply or
-    more than 256 MiB; OSError if it cannot be opened.
+    Raises ValueError, without the file's name, if the file holds anything else, is nested too
+    deeply or is larger than 256 MiB; OSError if it cannot be opened.
     """
     if (size := os.path.getsize(path)) > _MOST_BYTES:
         raise ValueError(f"it has {size} bytes, and at most {_MOST_BYTES} are read")

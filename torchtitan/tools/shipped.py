@@ -1,4 +1,4 @@
-"""The small tokenizer and data that the default job uses, wherever it is started."""
+"""The small tokenizer and dataset of the default job, found from any working folder."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def find_shipped(path: str) -> str:
-    """Return `path`, or the package's copy of tests/assets/NAME if there is no such folder here."""
+    """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing."""
     given = Path(path)
     copy = _ASSETS / given.name
     is_default = given.parent == Path("tests/assets") and copy.is_dir()
