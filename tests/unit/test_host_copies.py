@@ -1,4 +1,4 @@
-"""Copies of states in host memory that is kept."""
+"""Copies of states in reused host memory."""
 
 import torch
 

@@ -64,7 +64,7 @@ def test_file_that_holds_no_losses_is_refused(tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replaces training; returns the list of (ngpus, flags) of each run."""
+    """Replace training; returns the list of (ngpus, flags) of each run."""
     runs = []
 
     def train(scenario, flags, ngpus, log):
