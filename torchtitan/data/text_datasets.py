@@ -24,8 +24,8 @@ from torchtitan.data.local_files import (
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
-from torchtitan.tools.shipped import find_shipped
 
 # After this many documents in a row without a token, the dataset is reported as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000

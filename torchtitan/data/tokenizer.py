@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
+from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
-from torchtitan.tools.shipped import find_shipped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

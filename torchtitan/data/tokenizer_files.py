@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import read_json_object
 
 
 def load_backend(folder: Path) -> Tokenizer:

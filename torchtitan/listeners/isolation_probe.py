@@ -29,6 +29,7 @@ from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
 
 
+@dataclasses.dataclass
 class IsolationProbe:
     """Exchanges a token of a batch and finds the logits that change.
 
@@ -41,30 +42,22 @@ class IsolationProbe:
     pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[PackedBatch], Tensor | None],
-        models: Sequence[nn.Module],
-        packing: PackingPolicy,
-        vocab_size: int,
-        seed: int,
-        device: torch.device,
-        pipeline_group: torch.distributed.ProcessGroup | None = None,
-    ):
-        self.forward = forward
-        self.models = models
-        self.packing = packing
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.device = device
-        self.pipeline_group = pipeline_group
-        if not packing.separates_documents:
+    forward: Callable[[PackedBatch], Tensor | None]
+    models: Sequence[nn.Module]
+    packing: PackingPolicy
+    vocab_size: int
+    seed: int
+    device: torch.device
+    pipeline_group: torch.distributed.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not self.packing.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r), so documents of a row see "
                 "each other: the isolation probe checks only that other rows and later tokens are not "
                 "seen",
-                packing.attn_type,
-                packing.attn_mask_type,
+                self.packing.attn_type,
+                self.packing.attn_mask_type,
             )
 
     def check(self, step: int, batch: Batch | PackedBatch) -> None:
@@ -218,7 +211,7 @@ class IsolationProbe:
         return (
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
             f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
-            f"{describe(*seen_at)}; {first_layer}. {by_rounding}Look at this layer's mask "
+            f"{describe(*seen_at)}; {first_layer}. {by_rounding}Look at the layers' mask "
             f"(attn_type {self.packing.attn_type!r}, attn_mask_type "
             f"{self.packing.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"

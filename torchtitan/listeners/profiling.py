@@ -5,6 +5,7 @@ import pickle
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,20 +107,18 @@ def maybe_enable_memory_snapshot(
         memory._record_memory_history(enabled=None)
 
 
+@dataclass
 class MemorySnapshot:
     """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
 
     memory: a device's memory module, such as torch.cuda.memory.
     """
 
-    def __init__(
-        self, memory: Any, folder: str, leaf_folder: str, freq: int, step_num: int
-    ) -> None:
-        self.memory = memory
-        self.folder = folder
-        self.leaf_folder = leaf_folder
-        self.freq = freq
-        self.step_num = step_num
+    memory: Any
+    folder: str
+    leaf_folder: str
+    freq: int
+    step_num: int
 
     def step(self, exit_ctx: bool = False) -> None:
         """Count one step, and write a snapshot if it is due; `exit_ctx` only writes, at once."""

@@ -1,4 +1,4 @@
-"""Settings of the process that engines live in: changed while there is an engine, then restored.
+"""The process that engines live in: settings that are changed for them, its peers, age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
 setting goes back to its earlier value, unless other code has changed it since. Changes that are made
@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+# ---- settings ----
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
 # Run when the last engine is closed, latest entry first; the calls come before the changes.
@@ -84,6 +86,9 @@ def change_environment(name: str, value: str) -> None:
             os.environ[name] = value
 
     change(value, write, lambda: os.environ.get(name))
+
+
+# ---- the process and its machine ----
 
 
 def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:

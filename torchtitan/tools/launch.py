@@ -48,8 +48,12 @@ def main(arguments: list[str]) -> None:
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sentence = _interruption(failure)
-        if sentence is None:
+        for number in _passed_on:
+            if failure.exitcode in (-number, 128 + number):
+                name = signal.Signals(number).name
+                sentence = f"interrupted by {name}; what was not saved is lost"
+                break
+        else:
             print(error, file=sys.stderr)
             sentence = _sentence(rank, failure)
         print(sentence, file=sys.stderr, flush=True)
@@ -67,14 +71,6 @@ def _pass_on(number: int, _frame: Any) -> None:
     for pid in _running[0].pids().values():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _interruption(failure: "ProcessFailure") -> str | None:
-    """Return a message if a signal that this launcher passed on ended the rank, else None."""
-    for number in _passed_on:
-        if failure.exitcode in (-number, 128 + number):
-            return f"interrupted by {signal.Signals(number).name}; what was not saved is lost"
-    return None
 
 
 def _sentence(rank: int, failure: "ProcessFailure") -> str:

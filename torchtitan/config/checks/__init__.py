@@ -39,7 +39,9 @@ def check_job_config(
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),
         files.checkpoint_folders(job_config),
-        files.places(job_config, builds_data),
+        files.output_paths(job_config),
+        files.writable_folders(job_config, builds_data),
+        files.dataset_paths(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.tools.shipped import find_shipped
+from torchtitan.tools.files import find_shipped
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -54,8 +54,7 @@ def checkpoint_of_one_rank(job_config: JobConfig, world_size: int) -> Iterator[s
         )
 
 
-def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for a bare engine, which reads no data and writes less."""
+def output_paths(job_config: JobConfig) -> Iterator[str]:
     # A relative path must not leave the dump folder, where it could reach another job's files. An
     # absolute path is a deliberate choice.
     for key in (
@@ -67,27 +66,29 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         "profiling.save_memory_snapshot_folder",
         "comm.save_traces_folder",
     ):
-        place = value_of(job_config, key) or ""
-        if ".." in place.split(os.sep):
+        path = value_of(job_config, key) or ""
+        if ".." in path.split(os.sep):
             yield (
-                f"{key} is a path inside job.dump_folder, so it must not contain '..', got {place!r}; "
+                f"{key} is a path inside job.dump_folder, so it must not contain '..', got {path!r}; "
                 "correct it, change job.dump_folder, or give an absolute path"
             )
-    checkpoint, job = job_config.checkpoint, job_config.job
-    for key, name in (
-        ("job.save_config_file", job.save_config_file),
-        (
-            "metrics.save_jsonl_file",
-            job_config.metrics.save_jsonl_file if job_config.metrics.enable_jsonl else None,
-        ),
-    ):
+    files = {"job.save_config_file": job_config.job.save_config_file}
+    if job_config.metrics.enable_jsonl:
+        files["metrics.save_jsonl_file"] = job_config.metrics.save_jsonl_file
+    for key, name in files.items():
         if name is None:
             continue
-        if not os.path.basename(name) or os.path.isdir(os.path.join(job.dump_folder, name)):
+        path = os.path.join(job_config.job.dump_folder, name)
+        if not os.path.basename(name) or os.path.isdir(path):
             yield (
                 f"{key} must name a file under job.dump_folder, got {name!r}, which is a folder; "
                 "give a name"
             )
+
+
+def writable_folders(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    """builds_data: False for a bare engine, which may write nothing."""
+    checkpoint, job = job_config.checkpoint, job_config.job
     draws_pareto = job_config.activation_checkpoint.visualize_memory_budget_pareto
     if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
         if not job.dump_folder:
@@ -97,7 +98,10 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield from _unwritable("job.dump_folder", job.dump_folder, unfinished)
         if checkpoint.enable and not checkpoint.load_only:
             yield from _unwritable("checkpoint.folder", steps, unfinished)
-    for name, section in data_sections(job_config).items() if builds_data else ():
+
+
+def dataset_paths(job_config: JobConfig) -> Iterator[str]:
+    for name, section in data_sections(job_config).items():
         path = section.dataset_path
         is_there = bool(path) and os.path.exists(path)
         if is_there and not os.path.isfile(path) and not os.path.isdir(path):

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torchtitan.rl.client import LocalSamplingClient, LocalTrainingClient
 from torchtitan.rl.client_types import ModelInput, SamplingParams
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.tools.errors import LostConnectionError
-from torchtitan.tools.failures import as_run_error
+from torchtitan.tools.errors import LostConnectionError, as_run_error
 from torchtitan.tools.logging import logger
 
 BASE = "base"
