@@ -1,15 +1,6 @@
 import torch
 
-from torchtitan.tools.lazy_names import load_on_access
-
-# Stands before the imports below: other modules import it while this package is loading.
-TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
-
-from torchtitan.config.job_config import (  # noqa: E402
+from torchtitan.config.job_config import (
     ActivationCheckpoint,
     Checkpoint,
     Comm,
@@ -27,6 +18,13 @@ from torchtitan.config.job_config import (  # noqa: E402
     Training,
     Validation,
 )
+from torchtitan.tools.lazy_names import load_on_access
+
+TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 # `import *` finds the lazy name ConfigManager here.
 __all__ = [

@@ -239,37 +239,34 @@ class ConfigManager:
         a TOML inline table, `--model.args "dim=64, n_layers=2"`.
         """
 
-        @registry.primitive_rule
-        def comma_separated(
-            type_info: tyro.constructors.PrimitiveTypeInfo,
-        ) -> tyro.constructors.PrimitiveConstructorSpec | None:
-            if type_info.type != list[str]:
-                return None
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="A,B,C,...",
-                instance_from_str=lambda arguments: arguments[0].split(","),
-                is_instance=lambda value: (
-                    isinstance(value, list) and all(isinstance(item, str) for item in value)
-                ),
-                str_from_instance=lambda value: [",".join(value)],
-            )
+        def read_table(arguments: list[str]) -> dict[str, Any]:
+            text = arguments[0] if arguments[0].startswith("{") else f"{{{arguments[0]}}}"
+            return tomli.loads(f"table = {text}")["table"]
+
+        comma_separated = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="A,B,C,...",
+            instance_from_str=lambda arguments: arguments[0].split(","),
+            is_instance=lambda value: (
+                isinstance(value, list) and all(isinstance(item, str) for item in value)
+            ),
+            str_from_instance=lambda value: [",".join(value)],
+        )
+        inline_table = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KEY=VALUE,...",
+            instance_from_str=read_table,
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
 
         @registry.primitive_rule
-        def inline_table(
+        def rule(
             type_info: tyro.constructors.PrimitiveTypeInfo,
         ) -> tyro.constructors.PrimitiveConstructorSpec | None:
-            if type_info.type != dict[str, Any]:
-                return None
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="KEY=VALUE,...",
-                instance_from_str=lambda arguments: tomli.loads(
-                    f"table = {arguments[0] if arguments[0][:1] == '{' else f'{{{arguments[0]}}}'}"
-                )["table"],
-                is_instance=lambda value: isinstance(value, dict),
-                str_from_instance=lambda value: [json.dumps(value)],
-            )
+            if type_info.type == list[str]:
+                return comma_separated
+            return inline_table if type_info.type == dict[str, Any] else None
 
 
 def _as_utf8(argument: str) -> str:

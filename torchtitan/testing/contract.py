@@ -64,7 +64,7 @@ class Check(NamedTuple):
 
     @property
     def holds(self) -> str:
-        """What it checks, in a sentence: the function's docstring, its braces filled by the case."""
+        """The sentence that it checks: the function's docstring, its braces filled by the case."""
         sentence = self.function.__doc__.split("\n")[0]
         return sentence.format(*self.case) if self.case else sentence
 

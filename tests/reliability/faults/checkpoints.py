@@ -390,8 +390,8 @@ FAULTS = [
     ),
     Fault(
         name="checkpoint folder outside the dump folder",
-        message="config error: checkpoint.folder is a path inside job.dump_folder, so it must not contain '..', "
-        "got '../elsewhere'",
+        message="config error: checkpoint.folder is a path inside job.dump_folder, so it must not "
+        "contain '..', got '../elsewhere'",
         cause="Two jobs with dump folders of their own could meet there.",
         remedy="Change job.dump_folder.",
         arrange=flags("--checkpoint.folder=../elsewhere"),

@@ -247,7 +247,8 @@ FAULTS = [
     ),
     Fault(
         name="out of memory",
-        message="error: out of memory, 2.00 GiB more were requested, with training.local_batch_size = "
+        message="error: out of memory, 2.00 GiB more were requested, with "
+        "training.local_batch_size = "
         "1, training.seq_len = 32, activation_checkpoint.mode = 'none'; lower local_batch_size…",
         cause="Activations, states and temporary tensors do not fit on the device.",
         remedy="Lower local_batch_size, recompute activations, or shard over more ranks.",
