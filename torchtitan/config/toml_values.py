@@ -42,14 +42,9 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
         if dataclasses.is_dataclass(hints[name]):
             key = f"{section}.{name}" if section else name
             values[name] = section_from_table(hints[name], value, key)
-            continue
-        try:
-            values[name] = convert(value, hints[name])
-        except TypeError as error:
-            default = fields[name].default
-            remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
+        else:
             where = f"[{section}] {name}" if section else name
-            raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
+            values[name] = _checked(value, hints[name], where, fields[name].default)
     try:
         return cls(**values)
     except (AssertionError, TypeError, ValueError) as error:
@@ -77,14 +72,19 @@ def with_values(instance: Any, table: Any, section: str) -> Any:
         if kinds:
             current = getattr(instance, name)
             values[name] = with_values(current or kinds[0](), value, f"{section}.{name}")
-            continue
-        try:
-            values[name] = convert(value, hints[name])
-        except TypeError as error:
-            raise ConfigError(
-                f"{section}.{name} = {value!r}: {error}; the default is {getattr(instance, name)!r}"
-            ) from None
+        else:
+            where, default = f"{section}.{name}", getattr(instance, name)
+            values[name] = _checked(value, hints[name], where, default)
     return dataclasses.replace(instance, **values)
+
+
+def _checked(value: Any, annotation: Any, where: str, default: Any) -> Any:
+    """Return `convert(value, annotation)`; a ConfigError names the key, `where`, and its default."""
+    try:
+        return convert(value, annotation)
+    except TypeError as error:
+        remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
+        raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
 
 
 def convert(value: Any, annotation: Any) -> Any:
