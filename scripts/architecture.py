@@ -1,10 +1,10 @@
-"""Draw which part of the package imports which, from the code: docs/architecture.svg.
+"""Draw docs/architecture.svg, the imports between the parts of the package, from the code.
 
     python -m scripts.architecture [--check]
 
 A part is a folder or a file directly under torchtitan/. Imports inside functions and for
-annotations count. Arrows that longer paths imply are left out of the picture.
-tests/unit/test_imports.py fails for an import that points up, and for a picture out of date.
+annotations are included. Arrows that longer paths imply are left out of the picture.
+tests/unit/test_imports.py fails if an import points up, or if the picture is out of date.
 """
 
 import argparse
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchtitan"
 PICTURE = ROOT / "docs/architecture.svg"
 
-# From the bottom up. A part imports only parts of the rows under its own.
+# From the bottom up. A part may import only parts of lower rows.
 LAYERS = (
     ("tools",),
     ("numerics",),
@@ -49,12 +49,14 @@ REFERENCE_PATHS = (
     "rl/client.py",
     "experiments/rl/",
 )
+# Old paths of modules, for other programs: the package itself does not import them.
+REFERENCE_PATHS = ("components/", "hf_datasets/", "tools/profiling.py", "experiments/rl/")
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y, _BEND_SPACE = 116, 30, 24, 34, 30
 
 
 def imported_modules(path: Path) -> set[str]:
-    """What a file imports of the package, at its top or inside functions: "a.b" and "a.b.name"."""
+    """Return a file's imports from the package, including those in functions: "a.b", "a.b.name"."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,7 +67,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def arrows() -> dict[str, dict[str, list[str]]]:
-    """part -> part that it imports -> the files that do."""
+    """Return part -> imported part -> the files with such imports."""
     found: dict[str, dict[str, list[str]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
@@ -80,7 +82,7 @@ def arrows() -> dict[str, dict[str, list[str]]]:
 
 
 def _without_implied(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows that longer paths imply."""
+    """Return the graph without arrows that longer paths imply."""
 
     def reached_from(part: str) -> set[str]:
         return set().union(*({end} | reached_from(end) for end in graph[part]))
@@ -93,9 +95,9 @@ def _without_implied(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def _columns(rows: list[list[str]], lines: list[list[str]]) -> dict[str, float]:
-    """x of the middle of each box and bend, near to what it is connected with, without overlaps.
+    """Return the x of the middle of each box and bend: close to its neighbours, without overlaps.
 
-    rows: what stands in each, in any order. lines: each arrow's box, bends and box.
+    rows: the boxes and bends of each row, in any order. lines: each arrow's box, bends and box.
     """
     neighbours: dict[str, list[str]] = {name: [] for row in rows for name in row}
     for line in lines:
@@ -110,7 +112,8 @@ def _columns(rows: list[list[str]], lines: list[list[str]]) -> dict[str, float]:
                 name: statistics.fmean(x[other] for other in neighbours[name]) for name in row
             }
             row.sort(key=wanted.__getitem__)
-            # Where wishes overlap, the neighbours share the error: runs of (sum of wishes, length).
+            # Boxes that would overlap form a run, which is placed at their mean: (sum of the wanted
+            # places less the boxes' offsets, number of boxes).
             offsets = list(
                 itertools.accumulate(
                     ((space[a] + space[b]) / 2 for a, b in itertools.pairwise(row)), initial=0.0
@@ -129,7 +132,7 @@ def _columns(rows: list[list[str]], lines: list[list[str]]) -> dict[str, float]:
 
 
 def svg() -> str:
-    """The picture, with imports pointing down; a long arrow has a bend in each row that it passes."""
+    """Return the picture. Imports point down; a long arrow has a bend in each row that it passes."""
     rank = {part: n for n, row in enumerate(LAYERS) for part in row}
     rows = [list(row) for row in LAYERS]
     lines = []
@@ -154,7 +157,7 @@ def svg() -> str:
     for line in lines:
         path = f"M{x[line[0]]:.0f} {top[line[0]] + _BOX_HEIGHT}"
         for upper, lower in itertools.pairwise(line):
-            # Straight down past the boxes of a row, then a curve between two rows.
+            # A straight line past the boxes of a row, then a curve between two rows.
             y1, y2 = top[upper] + _BOX_HEIGHT, top[lower]
             middle = (y1 + y2) // 2
             path += f" V{y1} C{x[upper]:.0f} {middle} {x[lower]:.0f} {middle} {x[lower]:.0f} {y2}"

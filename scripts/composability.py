@@ -1,10 +1,10 @@
-"""Ask the config's rules which features combine, and write the table of docs/composability.md.
+"""Write the table of docs/composability.md: the pairs of features that the config's rules allow.
 
     python -m scripts.composability [--check]
 
-Each pair of features is one config, which goes through `torchtitan.config.checks` as at a start,
-and through the rules for the CPU and for CUDA. Nothing is built.
-tests/unit/test_docs.py fails for a table that is out of date.
+Each pair of features is a config, which goes through `torchtitan.config.checks` as at a start, and
+through the rules for the CPU and for CUDA. Nothing is built.
+tests/unit/test_docs.py fails if the table is out of date.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/composability.md"
 
-# Each is a set of keys; "experts" takes a flavor with experts. Without a feature a job is
-# llama3's debug model with flex attention.
+# Feature -> the keys that it sets. Other keys are those of llama3's debug model with flex attention;
+# "experts" takes a flavor with experts.
 _EXPERTS = {"model.name": "qwen3", "model.flavor": "debugmodel_moe_small"}
 FEATURES: dict[str, dict[str, Any]] = {
     "FSDP 2": {"parallelism.data_parallel_shard_degree": 2},
@@ -71,7 +71,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "training.enable_cpu_offload": True,
     },
 }
-# Two features that set one of these are no pair.
+# Two features that set the same one of these keys cannot be combined.
 _EXCLUSIVE = {
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
@@ -82,7 +82,7 @@ _EXCLUSIVE = {
 
 
 class _Refused(Exception):
-    """A rule's message and name."""
+    """Arguments: a rule's message and its name."""
 
 
 def _refuse(*problems: Iterable[str]) -> None:
@@ -93,7 +93,7 @@ def _refuse(*problems: Iterable[str]) -> None:
 
 
 def refusal(*features: str) -> tuple[str, str] | None:
-    """(message, rule) of the first rule that the features break together; None if there is none."""
+    """Return (message, rule) of the first rule that the features break together, else None."""
     config = JobConfig()
     keys: dict[str, Any] = {"model.attn_type": "flex", "parallelism.data_parallel_shard_degree": 1}
     for name in features:
@@ -127,7 +127,7 @@ def refusal(*features: str) -> tuple[str, str] | None:
 
 
 def table() -> str:
-    """The triangle of pairs, and the rules that it names by number."""
+    """Return the triangle of pairs, and the list of rules, which it refers to by number."""
     alone = [name for name in FEATURES if refusal(name)]
     assert not alone, f"refused by themselves: {alone}"
     names = list(FEATURES)
@@ -147,7 +147,7 @@ def table() -> str:
             if found is None:
                 cells.append("·")
                 continue
-            # One rule may refuse several keys: the message up to what it got tells them apart.
+            # A rule may refuse several keys; its message up to "got" distinguishes them.
             message = re.split(r",? got |; ", found[0])[0]
             cells.append(str(rules.setdefault((found[1], message), len(rules) + 1)))
         cells += [""] * (len(names) - 1 - len(cells))
@@ -161,7 +161,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page with today's table between its two marks."""
+    """Return the page with the current table between its two marks."""
     return re.sub(
         r"(?<=<!-- pairs -->\n\n).*?(?=\n\n<!-- end of pairs -->)",
         lambda _: table(),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 INDEX_PATTERN = "*model.safetensors.index.json"
 
-# Patterns of file names, without the folders they lie in.
+# Patterns of file names, without their folders.
 ASSET_PATTERNS: dict[str, tuple[str, ...]] = {
     "tokenizer": (
         "tokenizer.json",
@@ -41,12 +41,12 @@ def download_hf_assets(
 ) -> None:
     """Download files of the hub repository `repo_id` into `<local_dir>/<last part of repo_id>`.
 
-    asset_types: which kinds of files, keys of ASSET_PATTERNS. additional_patterns: more file
-    names, * and ? allowed. Upper and lower case are the same in both, and every file comes once.
-    download_all: every file of the repository.
-    A file the repository lists but does not have is skipped with a message.
-    Raises ValueError for a malformed repo_id or an unknown asset type, before anything is asked
-    of the hub, and the hub's or requests' HTTP error for what the hub refuses.
+    asset_types: kinds of files, keys of ASSET_PATTERNS. additional_patterns: more file names, in
+        which * and ? are wildcards. Both ignore case.
+    download_all: fetch every file of the repository.
+    A file that the repository lists but does not have is skipped with a message.
+    Raises ValueError for a malformed repo_id or an unknown asset type, before the hub is contacted,
+    and the hub's or requests' HTTP error if the hub refuses a request.
     """
     from huggingface_hub import hf_hub_download, list_repo_files
     from huggingface_hub.utils import HfHubHTTPError
@@ -59,7 +59,7 @@ def download_hf_assets(
             f"add its owner, as in meta-llama/Llama-3.1-8B"
         )
     wanted = _patterns_by_type(asset_types, additional_patterns)
-    # The hub's own error is one of requests' only before huggingface_hub 1.0.
+    # Since huggingface_hub 1.0 the hub's own error is no longer a subclass of requests' error.
     http_errors = (HTTPError, HfHubHTTPError)
     try:
         listed = list_repo_files(repo_id=repo_id, token=hf_token)
@@ -105,7 +105,7 @@ def _patterns_by_type(
 def _matching_files(
     repo_id: str, listed: Iterable[str], wanted: dict[str, Iterable[str]]
 ) -> list[str]:
-    """The files any pattern matches, in the order of the listing, each once."""
+    """Return the files that a pattern matches, in the order of the listing."""
     listed = list(listed)
     chosen = set()
     for asset_type, patterns in wanted.items():
@@ -122,7 +122,7 @@ def _matches(repo_file: str, patterns: Iterable[str]) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    # A response with an error status is falsy, so ask for None and not for its truth.
+    # Compared with None, because a response with an error status is falsy.
     response = getattr(error, "response", None)
     return None if response is None else response.status_code
 
@@ -134,10 +134,10 @@ def main() -> None:
     parser.add_argument("--repo_id", required=True, help="owner/name, as on the hub")
     parser.add_argument("--hf_token", help="access token, for repositories that ask for one")
     parser.add_argument(
-        "--local_dir", default="assets/hf/", help="the files go to a folder in here"
+        "--local_dir", default="assets/hf/", help="folder for a new folder with the files"
     )
     parser.add_argument(
-        "--assets", nargs="+", default=[], help=f"what to fetch: {', '.join(ASSET_PATTERNS)}"
+        "--assets", nargs="+", default=[], help=f"kinds of files: {', '.join(ASSET_PATTERNS)}"
     )
     parser.add_argument(
         "--additional_patterns", nargs="+", default=[], help="more file names, * and ? allowed"

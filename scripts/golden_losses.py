@@ -1,16 +1,16 @@
-"""Compare the first losses of each family's debug model with those kept in the repository.
+"""Compare the first losses of each family's debug model with the losses in the repository.
 
     python -m scripts.golden_losses                  # all families
-    python -m scripts.golden_losses qwen3 gpt_oss    # some
-    python -m scripts.golden_losses --update         # keep today's; say why in the commit
+    python -m scripts.golden_losses qwen3 gpt_oss    # some families
+    python -m scripts.golden_losses --update         # store the new losses; say why in the commit
 
-Ten steps in fp32 on the shipped data, in one process. Exit code 1 if a loss is another one.
+Ten steps in fp32 on the shipped data, in one process. Exit code 1 if a loss differs.
 
-The same program does not give the same bits everywhere: the order of a sum depends on the CPU's
-vector width. SSE kernels in place of AVX2 change these losses by at most 4.3e-7, relative; leaving
-out weight decay changes them by 1.4e-4, a learning rate 1 % higher by more. TOLERANCE is between
-the two, nearer to the second: on some machine a token may have two experts whose scores differ in
-the last bit only, and go to the other one.
+The bits of a loss depend on the machine, because the CPU's vector width changes the order of sums.
+SSE kernels in place of AVX2 change these losses by at most 4.3e-7, relative; leaving out weight decay
+changes them by 1.4e-4, a learning rate 1 % higher by more. TOLERANCE is between the two, and nearer
+to the second, because a token with two experts whose scores differ only in the last bit may go to
+the other expert on some machine.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LOSS = "loss_metrics/global_avg_loss"
 
 
 def losses_of(family: str, *overrides: str) -> list[float]:
-    """The losses of ten steps. overrides: further flags of the command line."""
+    """Return the losses of ten steps. overrides: further flags of the command line."""
     name, flavor = FLAVORS[family]
     with tempfile.TemporaryDirectory() as folder:
         config = ConfigManager().parse_args(
@@ -66,7 +66,7 @@ def losses_of(family: str, *overrides: str) -> list[float]:
             ]
         )
         num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums have one order, whatever the number of cores
+        torch.set_num_threads(1)  # so that the order of sums does not depend on the cores
         try:
             with Trainer(config) as trainer:
                 trainer.train()
@@ -77,7 +77,7 @@ def losses_of(family: str, *overrides: str) -> list[float]:
 
 
 def difference(losses: list[float], golden: list[float]) -> float:
-    """The largest relative difference; infinite if they cannot be compared."""
+    """Return the largest relative difference; infinite if the lists cannot be compared."""
     if len(losses) != len(golden) or not all(map(math.isfinite, losses)):
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(losses, golden, strict=True))

@@ -1,18 +1,18 @@
-"""Train twice and compare the losses, step by step: two commits, configs, options or layouts.
+"""Train twice and compare the losses step by step, for two commits, configs, options or layouts.
 
     # this tree against main
     python scripts/loss_compare.py main . --steps 20
     # FSDP against DDP, on two processes
     python scripts/loss_compare.py . . --baseline-ngpus 2 --test-options \\
         "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1"
-    # this tree against losses kept from another day
+    # this tree against stored losses
     python scripts/loss_compare.py . . --export-result losses.txt
     python scripts/loss_compare.py . . --import-result losses.txt --assert-equal
 
 Both runs are deterministic, have seed 42 and start from the same weights, those of a seed
-checkpoint that the baseline makes on one process. Each data-parallel rank reads documents of its
-own, so losses are comparable for one number of these. What the test's options leave out is as in the
-baseline. A commit other than "." (this tree as it is) is checked out beside it for the time.
+checkpoint that the baseline makes on one process. Each data-parallel rank reads its own documents,
+so both runs need the same number of these ranks. The test's options default to the baseline's. A
+commit other than "." (this tree as it is) is checked out into a temporary folder.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Losses = dict[int, float]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What one of the two runs trains. commit: "." is this tree as it is."""
+    """One of the two runs. commit: "." is this tree as it is."""
 
     commit: str
     config: str
@@ -53,7 +53,7 @@ class ComparisonError(Exception):
 
 @contextlib.contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
-    """Yield a folder with the files of that commit."""
+    """Yield a folder with the files of a commit."""
     if commit == ".":
         yield ROOT
         return
@@ -72,12 +72,12 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def train(scenario: Scenario, flags: list[str], ngpus: int, log: Path) -> None:
-    """Run a training job to its end, its output into `log`; ComparisonError if it fails."""
+    """Run a training job and append its output to `log`; ComparisonError if it fails."""
     command = [sys.executable, "-m"]
     if ngpus > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ngpus}", "-m"]
     command += [scenario.train_file, f"--job.config_file={scenario.config}"]
-    # Flags come last, and so win over options.
+    # The last flag wins, so `flags` come behind the options.
     command += [*shlex.split(scenario.options), *flags]
     print(f"$ {shlex.join(command[1:])}", flush=True)
     with tree_of(scenario.commit) as tree, log.open("a") as output:
@@ -87,7 +87,7 @@ def train(scenario: Scenario, flags: list[str], ngpus: int, log: Path) -> None:
         )
     if done.returncode != 0:
         end = log.read_text().strip().splitlines()[-5:]
-        raise ComparisonError("\n".join([f"training failed; all of {log}, which ends:", *end]))
+        raise ComparisonError("\n".join([f"training failed; the end of {log}:", *end]))
 
 
 def make_seed_checkpoint(baseline: Scenario, folder: Path) -> Path:
@@ -125,29 +125,29 @@ def losses_of(scenario: Scenario, name: str, folder: Path, steps: int, seed: Pat
 
 
 def read_losses(path: str) -> Losses:
-    """The losses in a file of lines `step loss`."""
+    """Return the losses in a file of lines `step loss`."""
     rows = [line.split() for line in Path(path).read_text().splitlines() if line.strip()]
     try:
         return {int(step): float(loss) for step, loss in rows}
     except ValueError as error:
         raise ComparisonError(
-            f"--import-result takes lines `step loss`, and {path} has others"
+            f"--import-result takes a file of lines `step loss`, and {path} has another line"
         ) from error
 
 
 def compare(baseline: Losses, test: Losses) -> tuple[str, bool]:
-    """Return a report, and whether the two have the same steps and losses to the last bit."""
+    """Return (report, whether both have the same steps, and the same losses to the last bit)."""
     common = sorted(baseline.keys() & test.keys())
     lines = [f"{'step':>6} {'baseline':>12} {'test':>12} {'difference':>11}"]
     lines += [
         f"{step:6} {baseline[step]:12.6f} {test[step]:12.6f} {test[step] - baseline[step]:11.2e}"
         for step in common
     ]
-    # nan is unlike anything, itself included.
+    # `not ==` because nan differs from everything, even from nan.
     differing = [step for step in common if not baseline[step] == test[step]]
     alone = sorted(baseline.keys() ^ test.keys())
     if alone:
-        lines.append(f"steps that only one of the two has: {', '.join(map(str, alone))}")
+        lines.append(f"steps of only one of the two runs: {', '.join(map(str, alone))}")
     if differing:
         largest = max(abs(test[step] - baseline[step]) for step in differing)
         lines.append(
@@ -202,8 +202,8 @@ def _check(args: argparse.Namespace) -> None:
         args.export_result or args.import_result or args.assert_equal
     ):
         raise ComparisonError(
-            "baseline and test are the same in everything; change one, or ask with --assert-equal "
-            "whether a run repeats itself"
+            "baseline and test are the same run; change one, or use --assert-equal to check that a run "
+            "repeats itself"
         )
 
 

@@ -9,8 +9,8 @@ Writes
       2,000 documents of about 2,000 characters, one JSON object with the key "text" per line,
       put together from the word lists and sentence patterns below
 
-The same Python and tokenizers version give the same files. Another Python has other
-documentation, hence another tokenizer; the committed one was made with CPython 3.11.
+The files depend on the versions of Python and tokenizers, because the documentation of another
+Python gives another tokenizer. The committed files were made with CPython 3.11.
 """
 
 import argparse
@@ -110,16 +110,14 @@ def write_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """Words that belong together, so that the start of a document tells what may follow."""
+    """Words that belong together, so that the start of a document predicts its rest."""
 
     place: tuple[str, ...]
     person: tuple[str, ...]
     thing: tuple[str, ...]
     quality: tuple[str, ...]
-    # Past tense; each takes a thing as its object.
-    action: tuple[str, ...]
-    # How a thing may end up, after "was" or "became".
-    outcome: tuple[str, ...]
+    action: tuple[str, ...]  # in the past tense, with a thing as the object
+    outcome: tuple[str, ...]  # follows "was" or "became"
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -281,7 +279,7 @@ def documents() -> Iterator[str]:
 
 
 def _document(rng: random.Random, number: int, length: int) -> str:
-    """A title, then paragraphs about one subject with a cast of three, then an ending."""
+    """Return a title, paragraphs about one subject with a cast of three, and an ending."""
     subject = rng.choice(SUBJECTS)
     cast = rng.sample(NAMES, 3)
     heading = f"The {rng.choice(subject.quality)} {rng.choice(subject.thing)}"
@@ -320,7 +318,7 @@ def _sentence(rng: random.Random, pattern: str, subject: Subject, cast: list[str
 
 
 def _with_articles(sentence: str) -> str:
-    """'a old axe' -> 'an old axe'."""
+    """Return the sentence with 'an' for 'a' before vowels: 'a old axe' -> 'an old axe'."""
     words = sentence.split(" ")
     for index, following in enumerate(words[1:]):
         if words[index] in ("a", "A") and following[0].lower() in "aeio":

@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Do the nearest tests fail when one line is wrong?
+"""Change one line of the package at a time, and check that the nearest tests fail.
 
     scripts/mutate.py                     every mutation of scripts/mutations.toml
-    scripts/mutate.py step rl/losses.py   those of files whose path contains one of these
-    scripts/mutate.py 12 40-60            by their numbers
-    scripts/mutate.py --check             only look whether every old text occurs once in its file
-    scripts/mutate.py --results FILE      append outcomes to FILE, and skip those that it has;
-                                          with --again run what survived or took too long again
+    scripts/mutate.py step rl/losses.py   mutations of files whose path contains one of these
+    scripts/mutate.py 12 40-60            mutations by number
+    scripts/mutate.py --check             only check that every old text occurs once in its file
+    scripts/mutate.py --results FILE      append outcomes to FILE, and skip mutations that are in it;
+                                          with --again repeat those that survived or timed out
 
 Each mutation is made in a copy of the tree, where `pytest -x -m "not slow"` runs its tests. It is
-killed if a test fails. It has survived if all pass, and a test is missing then, unless the new text
-means the same. The limit of a mutation's time is three times that of its tests without it.
+killed if a test fails. If all tests pass, it has survived, and a test is missing, unless the new text
+means the same. A mutation may take three times as long as its tests take without it.
 
-Processes are forked from this one, which has torch and other libraries loaded (but not torchtitan),
-as are the ranks of distributed tests. Needs Linux.
+The test processes, and the ranks of distributed tests, are forked from this process, which has torch
+and other libraries loaded (but not torchtitan). Needs Linux.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Mutation(NamedTuple):
 
 
 def read_list(path: Path = LIST) -> list[Mutation]:
-    """Raises ValueError, naming all of them, if old texts do not occur exactly once."""
+    """Return the mutations; raises ValueError with all whose old text does not occur exactly once."""
     mutations, problems = [], []
     for file, section in tomllib.loads(path.read_text()).items():
         text = (ROOT / "torchtitan" / file).read_text()
@@ -93,7 +93,7 @@ def read_list(path: Path = LIST) -> list[Mutation]:
 
 
 def choose(mutations: list[Mutation], wanted: list[str]) -> list[Mutation]:
-    """Those whose number or path is wanted; all if nothing is named."""
+    """Return the mutations whose number or path is wanted; all if `wanted` is empty."""
     numbers, paths = set(), []
     for word in wanted:
         first, _, last = word.partition("-")
@@ -127,7 +127,7 @@ class Tree:
         path = self.root / "torchtitan" / mutation.file
         text, status = path.read_text(), path.stat()
         path.write_text(text.replace(mutation.old, mutation.new))
-        # Python takes compiled code from before if the file's size and second of change fit it.
+        # Python would use the old compiled code if the file's size and its second of change fit.
         os.utime(path, (status.st_atime, status.st_mtime + 10))
         try:
             yield
@@ -136,9 +136,9 @@ class Tree:
             os.utime(path, (status.st_atime, status.st_mtime))
 
     def run(self, tests: str, log: Path, limit_seconds: float) -> tuple[int | None, float]:
-        """pytest's exit code, None if it took too long; and how many seconds it took."""
+        """Return (pytest's exit code, or None after a time-out; seconds)."""
         started = time.monotonic()
-        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples of other runs
+        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples of earlier runs
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
@@ -156,7 +156,7 @@ class Tree:
                 os.killpg(process, signal.SIGKILL)
             if code is None:
                 os.waitpid(process, 0)
-            # Ranks that outlive the test are children of the server.
+            # Ranks that outlive the test are children of the fork server.
             server = forkserver._forkserver._forkserver_pid
             for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
                 with contextlib.suppress(ProcessLookupError):
@@ -164,7 +164,7 @@ class Tree:
         return code, time.monotonic() - started
 
     def _run_pytest(self, tests: str, log: Path) -> NoReturn:
-        """In a process of its own, which ends here."""
+        """Run pytest in this forked process, and end the process."""
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -172,11 +172,10 @@ class Tree:
             os.dup2(output, stream)
         os.chdir(self.root)
         sys.path[0] = os.environ["PYTHONPATH"] = str(self.root)
-        # The server runs, but as a child of this process's parent, which is all that this asks.
+        # The fork server runs already, but this would look for it among this process's children.
         forkserver._forkserver.ensure_running = lambda: None
-        sys.modules["__main__"] = types.ModuleType(
-            "__main__"
-        )  # new processes import the main module
+        # New processes import the main module.
+        sys.modules["__main__"] = types.ModuleType("__main__")
         import pytest
 
         options = ["-x", "-q", "--assert=plain", "-m", "not slow"]
@@ -194,12 +193,12 @@ def preload() -> None:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONDONTWRITEBYTECODE": "1",  # a mutation's must not stay
+        "PYTHONDONTWRITEBYTECODE": "1",  # or a mutation's code would be used later
     }
     sys.dont_write_bytecode = True
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     streams = [os.dup(stream) for stream in (1, 2)]
-    with open(os.devnull, "wb") as nowhere:  # for what ranks print
+    with open(os.devnull, "wb") as nowhere:  # the output of ranks
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
     forkserver.ensure_running()
@@ -214,8 +213,8 @@ def preload() -> None:
 
 
 def run_all(mutations: list[Mutation], results: Path | None, tree: Tree, log: Path) -> None:
-    seconds_of: dict[str, float] = {}  # of tests without a mutation
-    # What needs several processes comes last.
+    seconds_of: dict[str, float] = {}  # tests -> their time without a mutation
+    # Tests of several processes come last.
     for mutation in sorted(mutations, key=lambda m: (m.tests.startswith("tests/d"), m.tests)):
         tests = mutation.tests
         if tests not in seconds_of:
@@ -226,7 +225,7 @@ def run_all(mutations: list[Mutation], results: Path | None, tree: Tree, log: Pa
             print(
                 f"{'' if code == 0 else 'fails':8} {seconds_of[tests]:5.1f} s  {tests}", flush=True
             )
-        if math.isnan(seconds_of[tests]):  # tells nothing of this mutation
+        if math.isnan(seconds_of[tests]):  # the tests fail without a mutation
             continue
         with tree.mutated(mutation):
             limit_seconds = _SECONDS_BESIDES + 3 * seconds_of[tests]
@@ -243,13 +242,13 @@ def run_all(mutations: list[Mutation], results: Path | None, tree: Tree, log: Pa
 
 
 def read_results(path: Path) -> dict[tuple[str, ...], str]:
-    """(file, old, new) -> the last outcome."""
+    """Return (file, old, new) -> the last outcome."""
     rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     return {tuple(row["key"]): row["outcome"] for row in rows}
 
 
 def table(mutations: list[Mutation], outcomes: dict[tuple[str, ...], str]) -> str:
-    """Outcomes by folder, then what was not killed."""
+    """Return the outcomes by folder, followed by the mutations that were not killed."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     known = [m for m in mutations if m.key in outcomes]
     for mutation in known:
@@ -272,7 +271,9 @@ def main() -> None:
     parser.add_argument("wanted", nargs="*", help="numbers, ranges of numbers, parts of paths")
     parser.add_argument("--check", action="store_true", help="run nothing")
     parser.add_argument("--results", type=Path, help="a file of JSON lines")
-    parser.add_argument("--again", action="store_true", help="run again what was not killed")
+    parser.add_argument(
+        "--again", action="store_true", help="repeat mutations that were not killed"
+    )
     arguments = parser.parse_args()
     try:
         chosen = choose(read_list(), arguments.wanted)

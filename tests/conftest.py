@@ -1,4 +1,4 @@
-"""What every test file shares."""
+"""Fixtures and settings of every test file."""
 
 import gc
 import os
@@ -11,24 +11,24 @@ from torchtitan.testing import gloo
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger
 
-# A busy machine is no failure.
+# An example that takes long on a busy machine is not a failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# For ranks and jobs: what many of them need.
+# Modules that many ranks and jobs need.
 gloo.PRELOADED_MODULES += [
-    "pytest",  # of the file that a rank's function stands in
+    "pytest",  # the test file with a rank's function imports it
     "torch.distributed.pipelining",
     "torch.utils.tensorboard",
     "torchtitan.rl.controller",
 ]
 
 if torch.cuda.is_available():
-    # cuBLAS reads it once, at the first matrix product; deterministic kernels need it.
+    # Deterministic kernels need it; cuBLAS reads it once, at the first matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# On a machine with an accelerator these tests run on it. All others compute on the CPU there too:
-# they state the numbers of our CPU kernels, or hand tensors and models of the host to components.
+# On a machine with an accelerator these tests run on it. All other tests run on the CPU there too:
+# they contain numbers of our CPU kernels, or pass host tensors and models to components.
 ON_THE_DEVICE = (
     "tests/gpu/",
     "tests/compat/",
@@ -43,8 +43,8 @@ ON_THE_DEVICE = (
     "tests/unit/test_offload.py",
     "tests/unit/test_tools.py",
 )
-# Of tests/unit, what starts processes, compiles or trains for more than a few seconds. The others are
-# marked "quick": all of them take two minutes on two cores.
+# Files of tests/unit that start processes, compile or train for more than a few seconds. The rest is
+# marked "quick": together two minutes on two cores.
 LONGER = (
     "rl/test_client.py",
     "rl/test_controller.py",
@@ -87,14 +87,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays: each collection would look at it again."""
+    """Exclude the objects that exist before the first test from every later garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def device_of_module(request):
-    """The project's device in this file's tests, and in processes that they start."""
+    """Set the device of this file's tests, and of processes that they start."""
     root = request.config.rootpath
     path = request.path.relative_to(root).as_posix()
     if path.startswith(ON_THE_DEVICE) or utils.get_device_type() == "cpu":
@@ -112,7 +112,7 @@ def device_of_module(request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
-    """A job that an accelerator's kernels cannot run, "varlen" in fp32, is skipped with that."""
+    """Skip a test whose job an accelerator's kernels cannot run ("varlen" in fp32)."""
     try:
         return (yield)
     except ValueError as error:
@@ -123,7 +123,7 @@ def pytest_runtest_call():
 
 @pytest.fixture(autouse=True)
 def logger_as_it_was():
-    """`main()` puts a handler on our logger and stops propagation; later tests read caplog."""
+    """Undo `main()`, which adds a handler and stops propagation, because later tests read caplog."""
     before = logger.handlers, logger.level, logger.propagate
     yield
     logger.handlers, logger.level, logger.propagate = before
@@ -131,7 +131,7 @@ def logger_as_it_was():
 
 @pytest.fixture(autouse=True, scope="module")
 def engines_left_open_end_with_their_file():
-    """What they have changed in the process would else be there in later files."""
+    """Otherwise their changes to the process would affect later files."""
     yield
     for engine in host.engines():
         host.move_out(engine)
@@ -146,11 +146,11 @@ def destroy_what_begins_here():
 
 @pytest.fixture(autouse=True, scope="module")
 def process_group_of_module_as_it_was():
-    """As below, for engines that fixtures of a whole file build before its first test."""
+    """Do the same as below for engines that a file's fixtures build before its first test."""
     yield from destroy_what_begins_here()
 
 
 @pytest.fixture(autouse=True)
 def process_group_as_it_was():
-    """An engine makes a process group of one rank where there is none, and keeps it."""
+    """Destroy the process group that an engine makes if there is none, and that it leaves."""
     yield from destroy_what_begins_here()

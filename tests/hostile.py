@@ -1,7 +1,7 @@
 """Files that try to execute something when they are read.
 
-Each creates a file, the canary, if it succeeds: read by torch or pickle without precautions, it
-does. For tests that assert that reading them here does not.
+Each creates a folder, the canary, if its code is executed, as by torch or pickle without
+precautions. Tests assert that reading them here does not create it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 
 class Creates:
-    """Creates a file when it is unpickled."""
+    """Creates the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = str(canary)
@@ -36,7 +36,7 @@ class _CreatesByEval(Creates):
 
 
 class _CreatesByTensor(Creates):
-    """A tensor's storage is bytes that torch unpickles by itself."""
+    """Hides in a tensor's storage, bytes that torch unpickles separately."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.storage._load_from_bytes, (entry_that_creates(Path(self.canary)),)
@@ -47,7 +47,7 @@ def pickle_that_creates(canary: Path) -> bytes:
 
 
 def _pickle_by_names(canary: Path) -> bytes:
-    """An old protocol, and the function by an innocent module's attribute."""
+    """Return an old protocol's pickle, which reaches the function as an attribute of a harmless module."""
     return f"cshutil\nos.mkdir\n(V{canary}\ntR.".encode()
 
 
@@ -60,24 +60,24 @@ PICKLES = {
 
 
 def entry_that_creates(canary: Path) -> bytes:
-    """What torch.save writes for one entry of a checkpoint."""
+    """Return the bytes that torch.save writes for a malicious entry of a checkpoint."""
     buffer = io.BytesIO()
     torch.save(Creates(canary), buffer)
     return buffer.getvalue()
 
 
-# Checkpoints: each changes the step folder and takes its hashes away, as if it came from elsewhere.
+# Checkpoints: each function changes a step folder and removes its hashes, as if it were downloaded.
 
 
 def plant_in_metadata(step: Path, canary: Path) -> None:
-    """`.metadata` is as it was, and more."""
+    """Add an object that executes code to `.metadata`."""
     metadata = dcp.FileSystemReader(step).read_metadata()
     metadata.planner_data = Creates(canary)
     write_metadata(step, metadata)
 
 
 def plant_in_entry(step: Path, canary: Path, name: str) -> None:
-    """The entry `name`, a number, say, becomes an object of another kind."""
+    """Replace the entry `name`, such as a number, by an object that executes code."""
     replace_entry(step, name, entry_that_creates(canary))
 
 
@@ -98,7 +98,7 @@ def replace_entry(step: Path, name: str, content: bytes) -> None:
 
 
 def redirect_files(step: Path, name: str) -> None:
-    """All tensors are said to lie in the file `name`."""
+    """Make `.metadata` say that all tensors are in the file `name`."""
     metadata = dcp.FileSystemReader(step).read_metadata()
     for info in metadata.storage_data.values():
         info.relative_path = name
@@ -106,7 +106,7 @@ def redirect_files(step: Path, name: str) -> None:
 
 
 def change_chunks(step: Path, name: str, *boxes: tuple[list[int], list[int]]) -> None:
-    """The tensor is said to have been saved in these (offsets, sizes), each with its numbers."""
+    """Make `.metadata` say that the tensor was saved in chunks of these (offsets, sizes)."""
     metadata = dcp.FileSystemReader(step).read_metadata()
     for index in [index for index in metadata.storage_data if index.fqn == name]:
         info = metadata.storage_data.pop(index)
@@ -119,7 +119,7 @@ def change_chunks(step: Path, name: str, *boxes: tuple[list[int], list[int]]) ->
 
 
 def deflated(content: bytes) -> bytes:
-    """What torch.save wrote, as an archive that is compressed."""
+    """Return an archive of torch.save compressed."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as plain:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -144,7 +144,7 @@ def remake_hashes(step: Path) -> None:
 
 
 def keep_only(step: Path) -> None:
-    """No other step is there to fall back to."""
+    """Remove all other steps, so that there is none to fall back to."""
     for other in step.parent.glob("step-*"):
         if other != step:
             shutil.rmtree(other)

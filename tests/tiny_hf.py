@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_hf_config(family: str = "qwen3", **changes: Any) -> Any:
-    """A config of a family in `FAMILIES`. changes: of its fields."""
+    """Return a config of a family in `FAMILIES`. changes: of its fields."""
     import transformers
 
     name, more = FAMILIES[family]
@@ -39,7 +39,7 @@ def tiny_hf_config(family: str = "qwen3", **changes: Any) -> Any:
 def tiny_hf_model(
     family: str = "qwen3", *, is_critic: bool = False, seed: int = 0, **changes: Any
 ) -> Any:
-    """A model in fp32 with random weights, away from ones and zeros, that tell tokens apart.
+    """Return an fp32 model with random weights that differ from 0 and 1 and distinguish tokens.
 
     is_critic: one value per token in place of logits. changes: of its config.
     """

@@ -33,8 +33,13 @@ from torchtitan.distributed.processes.peers import SECONDS_TO_REPORT, PeerError,
 from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.job import resolve_job
 from torchtitan.tools import events
-from torchtitan.tools.errors import ConfigError, LostConnectionError, RunError
-from torchtitan.tools.failures import allow_open_files, as_run_error
+from torchtitan.tools.errors import (
+    ConfigError,
+    LostConnectionError,
+    RunError,
+    allow_open_files,
+    as_run_error,
+)
 from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger

@@ -1,7 +1,7 @@
 """The contract with programs that embed the engine, beyond `torchtitan.testing.contract`.
 
-Each check is a function of a `ClientKit` that raises if the contract is broken. All ranks run all
-checks in the same order, one after the other in the same processes.
+Every function here with a parameter `kit` is a check, which raises if the contract is broken. All
+ranks run all checks in the order of this file, one after the other in the same processes.
 
 B rows, T tokens per row, V vocabulary entries.
 """
@@ -10,19 +10,29 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import and_masks
 from torch.testing import assert_close
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.distributed.utils import dist_sum
+from torchtitan.checkpoint.stream import digest_of
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
+from torchtitan.loss.logprobs import TokenLogProbs
+from torchtitan.models.attention import VarlenMetadata, create_attention_mask, get_causal_mask_mod
+from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.contract import (
     Check,
@@ -30,6 +40,7 @@ from torchtitan.testing.contract import (
     assert_same_weights,
     assert_steps_of_plain_loop,
     global_state,
+    scores,
 )
 from torchtitan.testing.tiny_jobs import (
     FAMILY,
@@ -44,6 +55,12 @@ from torchtitan.testing.tiny_jobs import (
     run_step,
     whole_weights,
 )
+from torchtitan.train import Trainer
+
+FAMILIES = ("qwen3", "llama3", "llama4", "deepseek_v3", "gpt_oss")
+# fp32, with sums in another order: losses and norms of about 4, and log-probabilities of about -4.
+SAME_STEP = dict(rtol=1e-5, atol=0)
+SAME_LOGPROBS = dict(rtol=0, atol=5e-6)
 
 
 class ClientKit(Kit):
@@ -55,17 +72,15 @@ class ClientKit(Kit):
         self.state_without_engines = global_state()
 
     def engine(self, layout: str = "fsdp", **options: Any) -> TrainingEngine:
-        """One engine for all checks that leave its weights alone."""
+        """Return an engine that all checks share, so they must not change its weights."""
         key = repr((layout, sorted(options.items())))
         if key not in self._engines:
             self._engines[key] = self.build(layout, **options)
         return self._engines[key]
 
     @contextlib.contextmanager
-    def client_trainer(self, layout: str = "fsdp", **options: Any) -> Iterator[Any]:
-        """A `Trainer` as a client builds it: `get_train_spec` replaced, no dataloader."""
-        from torchtitan.train import Trainer
-
+    def client_trainer(self, layout: str = "fsdp", **options: Any) -> Iterator[Trainer]:
+        """Yield a `Trainer` as a client builds it: `get_train_spec` replaced, no dataloader."""
         with client_train_spec():
             trainer = Trainer(self.job(layout, **options))
         try:
@@ -79,50 +94,30 @@ class ClientKit(Kit):
             self._engines.popitem()[1].close()
 
 
-CHECKS: dict[str, Check] = {}
-
-
-def check(
-    min_ranks: int = 1, cases: Sequence[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a check, or as one for each case, its argument behind the kit."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        for case in [(one,) for one in cases] or [()]:
-            one = Check(function, min_ranks, case)
-            assert one.name not in CHECKS, one.name
-            CHECKS[one.name] = one
-        return function
-
-    return register
-
-
 def run_checks_on_rank(checks: list[Check], folder: str) -> None:
-    """Runs checks until one fails, whose name stands in the error then."""
+    """Run checks until one fails, which the error names."""
     kit = ClientKit(folder)
-    for one in checks:
+    for check in checks:
         try:
-            one.function(kit, *one.case)
+            check.function(kit, *check.case)
         except BaseException as error:
-            raise AssertionError(f"{one.name} does not hold: {one.holds}") from error
-        dist.barrier()  # a rank that is ahead would fail or hang in a check that is not to blame
+            raise AssertionError(f"{check.name} does not hold: {check.holds}") from error
+        dist.barrier()  # or a rank that is ahead would fail, or hang, in the next check
     kit.close()
 
 
-# ---- the train spec ----
+# ---- a client's own code ----
 
 
 @contextlib.contextmanager
-def client_train_spec(**changes: Any) -> Iterator[None]:
-    """Replace `get_train_spec` as clients do; `build_tokenizer_fn` too, as there are no assets."""
+def client_train_spec() -> Iterator[None]:
+    """Replace `get_train_spec` by specs without a dataloader and, as there are no files, a tokenizer."""
     original = train_spec_module.get_train_spec
 
     def without_data(name: str) -> Any:
         spec = original(name)
         spec.build_dataloader_fn = None
         spec.build_tokenizer_fn = None
-        for key, value in changes.items():
-            setattr(spec, key, value)
         return spec
 
     train_spec_module.get_train_spec = without_data
@@ -132,121 +127,8 @@ def client_train_spec(**changes: Any) -> Iterator[None]:
         train_spec_module.get_train_spec = original
 
 
-FAMILIES = ("qwen3", "llama3", "llama4", "deepseek_v3", "gpt_oss")
-
-
-@check()
-def train_spec_names(kit: ClientKit) -> None:
-    """get_train_spec knows qwen3, llama3, llama4, deepseek_v3 and gpt_oss."""
-    for name in FAMILIES:
-        assert train_spec_module.get_train_spec(name).model_args
-
-
-@check()
-def train_spec_replaced(kit: ClientKit) -> None:
-    """A get_train_spec put into its module is the one that Trainer asks; wrappers may nest."""
-    with client_train_spec(), kit.client_trainer() as trainer:
-        assert trainer.dataloader is None and trainer.train_spec.build_dataloader_fn is None
-
-
-def _has_experts(args: Any) -> bool:
-    return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
-
-
-@check()
-def train_spec_flavors(kit: ClientKit) -> None:
-    """model_args is a mapping; the first flavor of a dim, depth and vocabulary is the dense one."""
-    flavors = train_spec_module.get_train_spec(FAMILY).model_args
-    sizes = (32, 2, VOCAB)
-    found = [n for n, a in flavors.items() if (a.dim, a.n_layers, a.vocab_size) == sizes]
-    assert found[0] == "tiny" and set(found) <= set(flavors.keys())
-    assert flavors.get("tiny") is flavors["tiny"] and flavors.get("no such flavor") is None
-    for family in FAMILIES:
-        first: dict[tuple[int, ...], Any] = {}
-        for name, args in train_spec_module.get_train_spec(family).model_args.items():
-            found_args = first.setdefault((args.dim, args.n_layers, args.vocab_size), args)
-            assert _has_experts(args) or not _has_experts(found_args), f"{family} {name}"
-            if family == "qwen3" and not name.startswith(("debugmodel", "tiny")):
-                assert found_args is args, f"{name} is not the first of its sizes"
-
-
-@check()
-def train_spec_attn_type_in_place(kit: ClientKit) -> None:
-    """attn_type set on the registry's own args before Trainer() is what the trainer runs."""
-    args = train_spec_module.get_train_spec(FAMILY).model_args["tiny"]
-    before = args.attn_type
-    try:
-        for attn_type in ("flex", "varlen"):
-            args.attn_type = attn_type
-            with kit.client_trainer(attn_type=None, attn_mask_type=None) as trainer:
-                assert trainer.model_args.attn_type == attn_type
-    finally:
-        args.attn_type = before
-
-
-# ---- the trainer ----
-
-
-@check()
-def trainer_reuses_process_group(kit: ClientKit) -> None:
-    """Trainer() goes on with the process group that exists, and leaves it there."""
-    group = dist.group.WORLD
-    with kit.client_trainer() as trainer:
-        assert trainer.parallel_dims.world_size == kit.world_size
-    assert dist.is_initialized() and dist.group.WORLD is group
-
-
-@check()
-def trainer_model_parts(kit: ClientKit) -> None:
-    """model_parts is a list of one module, with train, eval, parameters and modules."""
-    (model,) = kit.engine().model_parts
-    model.eval()
-    assert not any(module.training for module in model.modules())
-    model.train()
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@check()
-def trainer_fsdp_modules(kit: ClientKit) -> None:
-    """Without a dataloader the model is an FSDPModule on any number of ranks, one included."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for layout in {1: ("fsdp",), 2: ("fsdp", "ddp", "tp"), 4: ("ddp", "tp")}[kit.world_size]:
-        with kit.client_trainer(layout) as trainer:
-            (model,) = trainer.model_parts
-            assert isinstance(model, FSDPModule), layout
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-            _client_loss(trainer, model).backward()
-            model.reshard()
-
-
-@check(min_ranks=2)
-def replicas_of_a_client(kit: ClientKit) -> None:
-    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
-    documents = make_documents(47)
-    with kit.client_trainer("ddp", training={"max_norm": 1e9}) as trainer:
-        (model,) = trainer.model_parts
-        plain = PlainLoop(trainer)
-        _, expected = plain.run_step(documents)
-        _client_loss(trainer, model, seed=47).backward()  # the same documents on all ranks
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-        trainer.optimizers.zero_grad()
-        norms = [norm, run_step(trainer, documents)[1]]
-        assert_close(norms, [expected] * 2, rtol=1e-5, atol=0)
-
-
 def client_masks(attn_type: str, positions: Tensor) -> Any:
-    """The mask of documents told apart by positions [B, T], as a client writes it itself."""
-    from torch.nn.attention.flex_attention import and_masks
-
-    from torchtitan.models.attention import (
-        VarlenMetadata,
-        create_attention_mask,
-        get_causal_mask_mod,
-    )
-
+    """Return a mask of documents, whose positions [B, T] count up by 1, as a client writes it."""
     n_rows, seq_len = positions.shape
     is_start = torch.ones_like(positions, dtype=torch.bool)
     is_start[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
@@ -264,295 +146,83 @@ def client_masks(attn_type: str, positions: Tensor) -> Any:
     return create_attention_mask(mask_mod, n_rows, None, seq_len, seq_len)
 
 
-def _client_logits(trainer: Any, model: torch.nn.Module, batch: Batch) -> Tensor:
+def client_logits(trainer: TrainingEngine, batch: Batch) -> Tensor:
+    """Return the logits [B, T, V] of a client's own forward, as a plain tensor."""
     masks = client_masks(trainer.model_args.attn_type, batch["positions"])
     with trainer.train_context(), trainer.maybe_enable_amp:
-        logits = model(batch["input"], positions=batch["positions"], attention_masks=masks)
-    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        logits = trainer.model_parts[0](
+            batch["input"], positions=batch["positions"], attention_masks=masks
+        )
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
-def _client_loss(trainer: Any, model: torch.nn.Module, seed: int = 0) -> Tensor:
+def client_loss(trainer: TrainingEngine, seed: int = 0) -> Tensor:
+    """Return the mean loss of documents, the same ones on every rank, by a client's own forward."""
     batch, labels = pack(make_documents(seed))
-    logits = _client_logits(trainer, model, batch)
+    logits = client_logits(trainer, batch)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
-@check(cases=("flex", "varlen"))
-def forward_packed(kit: ClientKit, attn_type: str) -> None:
-    """model(tokens [1, T], positions=, attention_masks=) with the client's own {} mask."""
-    engine = kit.engine(attn_type=attn_type)
+def plain_logprobs(engine: TrainingEngine, documents: list[Tensor]) -> Tensor:
+    """Return the log-probabilities of all documents' tokens but the first, by a plain loop."""
     plain = PlainLoop(engine)
-    documents = make_documents(1, (7, 1, 12, 30, 3))
-    batch, labels = pack(documents)
     with torch.no_grad():
-        ours = logprobs_of(_client_logits(engine, engine.model_parts[0], batch), labels)
-        theirs = torch.cat([plain.logprobs(d) for d in documents])
-    assert_close(ours[labels != IGNORE_INDEX], theirs, rtol=0, atol=5e-6)
+        return torch.cat([plain.logprobs(document) for document in documents])
 
 
-@check(cases=("sdpa", "flex", "varlen"))
-def forward_padded(kit: ClientKit, attn_type: str) -> None:
-    """attention_masks may be a padding mask int32 [B, T] under {}."""
-    engine = kit.engine(attn_type=attn_type, attn_mask_type="causal")
+def assert_step_of_plain_loop(
+    engine: TrainingEngine, documents: list[Tensor], **options: Any
+) -> None:
+    """Check loss and gradient norm of a step. options: of `run_step`."""
     plain = PlainLoop(engine)
-    documents = make_documents(2, (9, 4, 12))
-    tokens = torch.stack([F.pad(d, (0, 12 - len(d))) for d in documents])
-    mask = torch.stack([F.pad(torch.ones_like(d), (0, 12 - len(d))) for d in documents])
-    with torch.no_grad():
-        logits = engine.model_parts[0](tokens, attention_masks=mask.to(torch.int32))
-        for row, document in enumerate(documents):
-            labels = document[None, 1:]
-            ours = logprobs_of(logits[row : row + 1, : len(document) - 1], labels)
-            assert_close(ours[0], plain.logprobs(document), rtol=0, atol=5e-6)
+    ours = run_step(engine, documents, **options)
+    assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-@check(min_ranks=2)
-def forward_logits_of_tensor_parallel(kit: ClientKit) -> None:
-    """pred.full_tensor() is the whole vocabulary on every TP rank, for odd lengths, with gradient."""
-    with kit.build("tp") as engine:
-        (model,) = engine.model_parts
-        plain = PlainLoop(engine)
-        documents = make_documents(3, (5, 8))
-        batch, labels = pack(documents)
-        masks = client_masks(engine.model_args.attn_type, batch["positions"])
-        with engine.train_context(), engine.maybe_enable_amp:
-            pred = model(batch["input"], positions=batch["positions"], attention_masks=masks)
-        assert isinstance(pred, DTensor)
-        logits = pred.full_tensor()
-        assert logits.shape == pred.shape == (1, 13, VOCAB)
-        loss = -logprobs_of(logits, labels).sum()
-        assert_close(loss, -sum(plain.logprobs(d).sum() for d in documents), rtol=1e-5, atol=0)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
+# ---- the train spec ----
 
 
-@check()
-def rope_grows(kit: ClientKit) -> None:
-    """A document longer than training.seq_len goes through the model, with the right positions."""
-    with kit.build(training={"seq_len": 16}) as engine:
-        plain = PlainLoop(engine)
-        (document,) = make_documents(4, (41,))
-        batch, labels = pack([document])
-        with torch.no_grad():
-            logits = _client_logits(engine, engine.model_parts[0], batch)
-            ours = logprobs_of(logits, labels)[labels != IGNORE_INDEX]
-            assert_close(ours, plain.logprobs(document), rtol=0, atol=5e-6)
+def train_spec_replaced(kit: ClientKit) -> None:
+    """A get_train_spec put into its module is the one that Trainer calls; wrappers may nest."""
+    with client_train_spec(), kit.client_trainer() as trainer:
+        assert trainer.dataloader is None and trainer.train_spec.build_dataloader_fn is None
 
 
-@check()
-def checkpointer_loads_what_it_saved(kit: ClientKit) -> None:
-    """save(curr_step=N) and load(step=N), load(step=-1), load(); weights and optimizer come back."""
-    folder = "checkpointer_loads"
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder=folder) as engine:
-        run_step(engine, make_documents(5))
-        saved = whole_weights(engine)
-        engine.checkpointer.save(curr_step=3)
-        first = run_step(engine, make_documents(6))
-        for load in (lambda c: c.load(step=3), lambda c: c.load(step=-1), lambda c: c.load()):
-            assert load(engine.checkpointer) is True
-            assert_same_weights(engine, saved)
-        assert run_step(engine, make_documents(6)) == first
+def train_spec_flavors(kit: ClientKit) -> None:
+    """model_args of each family is a mapping; the first flavor of its sizes is the dense one."""
+    flavors = train_spec_module.get_train_spec(FAMILY).model_args
+    sizes = (32, 2, VOCAB)
+    found = [n for n, a in flavors.items() if (a.dim, a.n_layers, a.vocab_size) == sizes]
+    assert found[0] == "tiny" and set(found) <= set(flavors.keys())
+    assert flavors.get("tiny") is flavors["tiny"] and flavors.get("no such flavor") is None
+
+    def has_experts(args: Any) -> bool:
+        return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
+
+    for family in FAMILIES:
+        flavors = train_spec_module.get_train_spec(family).model_args
+        assert flavors, family
+        first_of_sizes: dict[tuple[int, ...], Any] = {}
+        for name, args in flavors.items():
+            first = first_of_sizes.setdefault((args.dim, args.n_layers, args.vocab_size), args)
+            assert has_experts(args) or not has_experts(first), f"{family} {name}"
+            if family == "qwen3" and not name.startswith(("debugmodel", "tiny")):
+                assert first is args, f"{name} is not the first of its sizes"
 
 
-@check()
-def checkpointer_folder_is_writable(kit: ClientKit) -> None:
-    """checkpointer.folder and keep_latest_k may be set at run time."""
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="one") as engine:
-        engine.checkpointer.folder = str(kit.folder / "another")
-        engine.checkpointer.keep_latest_k = 2
-        engine.checkpointer.save(curr_step=1)
-        assert os.path.exists(str(kit.folder / "another/step-1/.metadata"))
+def train_spec_attn_type_in_place(kit: ClientKit) -> None:
+    """A trainer runs the attn_type that was set on the registry's own args before Trainer()."""
+    args = train_spec_module.get_train_spec(FAMILY).model_args["tiny"]
+    before = args.attn_type
+    try:
+        for attn_type in ("flex", "varlen"):
+            args.attn_type = attn_type
+            with kit.client_trainer(attn_type=None, attn_mask_type=None) as trainer:
+                assert trainer.model_args.attn_type == attn_type
+    finally:
+        args.attn_type = before
 
 
-@check()
-def optimizers_state_is_live(kit: ClientKit) -> None:
-    """optimizers.state and param_groups are those of the optimizers inside, so offloaders see them."""
-    with kit.build() as engine:
-        assert len(engine.optimizers.state) == 0
-        run_step(engine, make_documents(7))
-        params = [p for group in engine.optimizers.param_groups for p in group["params"]]
-        assert params and all("exp_avg" in engine.optimizers.state[p] for p in params)
-        for state in engine.optimizers.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to("cpu", non_blocking=True)
-        run_step(engine, make_documents(8))
-
-
-@check()
-def optimizers_step_and_zero_grad(kit: ClientKit) -> None:
-    """A client's own step: backward outside the contexts, clip, step, schedule, zero_grad."""
-    from torchtitan.distributed import utils as dist_utils
-
-    with kit.client_trainer() as trainer:
-        (model,) = trainer.model_parts
-        before = whole_weights(trainer)
-        _client_loss(trainer, model).backward()
-        norm = dist_utils.clip_grad_norm_(
-            list(model.parameters()),
-            trainer.job_config.training.max_norm,
-            foreach=True,
-            pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=trainer.parallel_dims.ep_enabled,
-        )
-        assert type(norm) is Tensor and torch.isfinite(norm) and norm.item() > 0
-        trainer.optimizers.step()
-        trainer.lr_schedulers.step()
-        trainer.optimizers.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        after = whole_weights(trainer)
-        assert any(not torch.equal(after[name], before[name]) for name in before)
-
-
-@check()
-def lr_schedulers_tell_the_rate(kit: ClientKit) -> None:
-    """lr_schedulers.schedulers[0].get_last_lr()[0] is the rate of the next step."""
-    with kit.build(lr_scheduler={"warmup_steps": 4}, optimizer={"lr": 0.4}) as engine:
-        rates = []
-        for _ in range(3):
-            rates.append(engine.lr_schedulers.schedulers[0].get_last_lr()[0])
-            engine.lr_schedulers.step()
-        assert_close(rates, [0.1, 0.2, 0.3])
-
-
-@check()
-def train_context_around_forward_only(kit: ClientKit) -> None:
-    """Backward may run outside train_context, whose calls give a fresh context each."""
-    layout = "tp" if kit.world_size > 1 else "fsdp"
-    with kit.build(layout) as engine:
-        (model,) = engine.model_parts
-        for seed in (1, 2):
-            _client_loss(engine, model, seed).backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
-@check()
-def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
-    """One maybe_enable_amp object can be entered for every microbatch; products are in bf16 then."""
-    batch, _ = pack(make_documents(11))
-    positions = batch["positions"]
-    for parallelism in ({}, {"always_fsdp": True}):
-        engine = kit.engine(parallelism=parallelism, training={"mixed_precision_param": "bfloat16"})
-        (model,), amp, logits = engine.model_parts, engine.maybe_enable_amp, []
-        for _ in range(2):
-            with torch.no_grad(), amp:
-                masks = client_masks("varlen", positions)
-                logits.append(model(batch["input"], positions=positions, attention_masks=masks))
-        assert logits[0].dtype == torch.bfloat16
-        assert torch.equal(logits[0], logits[1])
-
-
-@check()
-def forward_under_autocast(kit: ClientKit) -> None:
-    """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
-    batch, labels = pack(make_documents(46))
-    for layout, attn_type in (("fsdp", "flex"), ("tp", "varlen")):  # of one rank, the same
-        training = {"mixed_precision_param": "bfloat16"}
-        with kit.client_trainer(layout, attn_type=attn_type, training=training) as trainer:
-            (model,) = trainer.model_parts
-            with torch.no_grad():
-                plain = PlainLoop(trainer)
-                expected = torch.cat([plain.logprobs(d) for d in make_documents(46)])
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = _client_logits(trainer, model, batch)
-            assert logits.dtype == torch.bfloat16
-            logprobs = logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
-            assert_close(logprobs, expected, rtol=0, atol=5e-2)
-            (-logprobs.sum()).backward()
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
-@check()
-def model_args_are_read_back(kit: ClientKit) -> None:
-    """trainer.model_args.attn_type, device and the load balancer can be read."""
-    engine = kit.engine(attn_type="flex")
-    assert engine.model_args.attn_type == "flex"
-    assert engine.device.type == "cpu"
-    assert engine.job_config.parallelism.context_parallel_load_balancer == "headtail"
-
-
-@check()
-def second_parallel_dims(kit: ClientKit) -> None:
-    """A client may build its own ParallelDims beside the engine's, and use its meshes."""
-    from torchtitan.distributed.parallel_dims import ParallelDims
-
-    kit.engine()
-    dims = ParallelDims(
-        dp_shard=kit.world_size,
-        dp_replicate=1,
-        cp=1,
-        tp=1,
-        pp=1,
-        ep=1,
-        etp=1,
-        world_size=kit.world_size,
-    )
-    dims.build_mesh()
-    for names in ("tp", "pp", "cp", "dp_replicate", ["dp_replicate", "fsdp"]):
-        assert dims.get_optional_mesh(names) is None, names
-    assert (dims.tp, dims.pp, dims.cp) == (1, 1, 1)
-    assert not (dims.pp_enabled or dims.cp_enabled or dims.ep_enabled)
-    mesh = dims.get_optional_mesh("fsdp")
-    if kit.world_size == 1:
-        assert mesh is None
-    else:
-        assert mesh.get_local_rank() == kit.rank
-        assert dist.get_world_size(mesh.get_group()) == kit.world_size
-
-
-@check(min_ranks=2, cases=("flex", "varlen"))
-def context_parallel_input(kit: ClientKit, attn_type: str) -> None:
-    """prepare_context_parallel_input with a client's {} mask; positions given besides."""
-    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
-
-    engine = kit.engine("cp", attn_type=attn_type)
-    (model,) = engine.model_parts
-    plain = PlainLoop(engine)
-    documents = make_documents(9, (5, 3, 20, 4))
-    batch, labels = pack(documents)
-    extra_inputs = {"positions": batch["positions"]}
-    inputs, labels, extra_kwargs = prepare_context_parallel_input(
-        batch["input"],
-        labels,
-        {"attention_masks": client_masks(attn_type, batch["positions"])},
-        engine.parallel_dims.get_mesh("cp"),
-        engine.device,
-        engine.job_config.parallelism.context_parallel_load_balancer,
-    )
-    with torch.no_grad(), engine.train_context(), engine.maybe_enable_amp:
-        logits = model(inputs, **extra_inputs, **extra_kwargs)
-        total = logprobs_of(logits, labels).sum()
-        dist.all_reduce(total, group=engine.parallel_dims.get_mesh("cp").get_group())
-        expected = sum(plain.logprobs(d).sum() for d in documents)
-    assert_close(total, expected, rtol=1e-5, atol=0)
-
-
-@check()
-def guest_leaves_global_state(kit: ClientKit) -> None:
-    """After close(), collector, dtype, autograd, logging handlers and environment are as before."""
-    kit.close()  # what engines changed comes back with the last of them
-    before = kit.state_without_engines
-    with kit.client_trainer() as trainer:
-        assert gc.isenabled() == before["garbage collection"]
-        run_step(trainer, make_documents(10))
-    after = global_state()
-    for name, was in before.items():
-        assert was == after[name], f"{name} changed: {was} -> {after[name]}"
-
-
-# ---- what spares a client work of its own ----
-
-
-@check()
-def engine_builds_no_data(kit: ClientKit) -> None:
-    """TrainingEngine(config) has no tokenizer, dataloader or validator and needs no files for them."""
-    engine = kit.engine()
-    assert engine.tokenizer is None and engine.dataloader is None
-    assert not hasattr(engine, "validator")
-
-
-@check()
 def attn_type_of_one_job(kit: ClientKit) -> None:
     """model.attn_type of a job changes its own copy of the args, not the registry's."""
     flavor = train_spec_module.get_train_spec(FAMILY).model_args["tiny"]
@@ -562,11 +232,8 @@ def attn_type_of_one_job(kit: ClientKit) -> None:
     assert flavor == before
 
 
-@check()
 def flavor_from_hf_config(kit: ClientKit) -> None:
     """from_hf_config compares all of a config.json, and makes args for sizes without a flavor."""
-    from torchtitan.models.hf_config import from_hf_config
-
     config = {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -587,31 +254,277 @@ def flavor_from_hf_config(kit: ClientKit) -> None:
     assert other.flavor is None and other.model_args.rope_theta == 5e5
 
 
-def _scores(engine: TrainingEngine, documents: list[Tensor], **options: Any) -> list[Tensor] | None:
-    """Log-probabilities by `forward_step`, one microbatch for each document; None off the last stage."""
-    packed = [pack([document]) for document in documents]
-    batches = [batch | {"labels": labels} for batch, labels in packed]
-    return engine.forward_step(
-        batches,
-        output_fn=lambda logits, batch: logprobs_of(logits.float(), batch["labels"]),
-        **options,
-    )
+# ---- the parts of an engine or trainer ----
 
 
-@check()
-def masks_from_positions(kit: ClientKit) -> None:
-    """The engine derives masks from positions; packing and order of documents change nothing."""
-    documents = make_documents(12)
+def bad_config_is_refused_early(kit: ClientKit) -> None:
+    """A config that cannot run is a ValueError that names the key, before any group is made."""
+    with pytest.raises(ValueError, match="tensor_parallel_degree"):
+        TrainingEngine(kit.job(parallelism={"tensor_parallel_degree": 3 * kit.world_size}))
+
+
+def engine_builds_no_data(kit: ClientKit) -> None:
+    """TrainingEngine(config) has no tokenizer, dataloader or validator and needs no files for them."""
+    engine = kit.engine()
+    assert engine.tokenizer is None and engine.dataloader is None
+    assert not hasattr(engine, "validator")
+
+
+def trainer_model_parts(kit: ClientKit) -> None:
+    """model_parts is a list of one module, with train, eval, parameters and modules."""
+    (model,) = kit.engine().model_parts
+    model.eval()
+    assert not any(module.training for module in model.modules())
+    model.train()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def training_and_evaluation_mode(kit: ClientKit) -> None:
+    """train_mode() and eval_mode() switch at once, and back at the end of a with block."""
+    engine = kit.engine()
+    (model,) = engine.model_parts
+    engine.train_mode()
+    assert model.training
+    with engine.eval_mode():
+        assert not model.training
+    assert model.training
+
+
+def trainer_fsdp_modules(kit: ClientKit) -> None:
+    """Without a dataloader the model is an FSDPModule on any number of ranks, even on one."""
+    for layout in {1: ("fsdp",), 2: ("fsdp", "ddp", "tp"), 4: ("ddp", "tp")}[kit.world_size]:
+        with kit.client_trainer(layout) as trainer:
+            (model,) = trainer.model_parts
+            assert isinstance(model, FSDPModule), layout
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            client_loss(trainer).backward()
+            model.reshard()
+
+
+def model_args_are_read_back(kit: ClientKit) -> None:
+    """trainer.model_args.attn_type, device and the load balancer can be read."""
+    engine = kit.engine(attn_type="flex")
+    assert engine.model_args.attn_type == "flex"
+    assert engine.device.type == "cpu"
+    assert engine.job_config.parallelism.context_parallel_load_balancer == "headtail"
+
+
+def accessors_of_ranks(kit: ClientKit) -> None:
+    """parallel_dims, dp_rank, dp_size and dp_group describe a rank's place."""
+    engine = kit.engine()
+    assert (engine.dp_rank, engine.dp_size) == (kit.rank, kit.world_size)
+    assert engine.parallel_dims.dp_shard == kit.world_size
+    if kit.world_size == 1:
+        assert engine.dp_group is None
+    else:
+        assert dist.get_world_size(engine.dp_group) == kit.world_size
+        assert kit.engine("tp").dp_size == kit.world_size // 2
+
+
+def second_parallel_dims(kit: ClientKit) -> None:
+    """A client may build its own ParallelDims beside the engine's, and use its meshes."""
+    kit.engine()
+    ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
+    dims = ParallelDims(dp_shard=kit.world_size, world_size=kit.world_size, **ones)
+    dims.build_mesh()
+    for names in ("tp", "pp", "cp", "dp_replicate", ["dp_replicate", "fsdp"]):
+        assert dims.get_optional_mesh(names) is None, names
+    assert (dims.tp, dims.pp, dims.cp) == (1, 1, 1)
+    assert not (dims.pp_enabled or dims.cp_enabled or dims.ep_enabled)
+    mesh = dims.get_optional_mesh("fsdp")
+    if kit.world_size == 1:
+        assert mesh is None
+    else:
+        assert mesh.get_local_rank() == kit.rank
+        assert dist.get_world_size(mesh.get_group()) == kit.world_size
+
+
+def guest_leaves_global_state(kit: ClientKit) -> None:
+    """A Trainer uses the caller's process group; close() leaves it, and process state, unchanged."""
+    kit.close()  # the last engine to close restores the state
+    group, before = dist.group.WORLD, kit.state_without_engines
+    with kit.client_trainer() as trainer:
+        assert trainer.parallel_dims.world_size == kit.world_size
+        assert gc.isenabled() == before["garbage collection"]
+        run_step(trainer, make_documents(10))
+    assert dist.is_initialized() and dist.group.WORLD is group
+    after = global_state()
+    for name, was in before.items():
+        assert was == after[name], f"{name} changed: {was} -> {after[name]}"
+
+
+def two_engines_share_nothing(kit: ClientKit) -> None:
+    """A second engine (a reference model) keeps its weights and length while another trains.
+
+    It keeps its checkpoints too, if it has a folder of its own.
+    """
+    options = {"checkpoint": {"enable": True}}
+    with (
+        kit.build(folder="actor", training={"seq_len": 48}, **options) as actor,
+        kit.build(folder="reference", training={"seq_len": 40}, seed=3, **options) as reference,
+    ):
+        before = whole_weights(reference)
+        reference.checkpointer.save(curr_step=1)
+        run_step(actor, make_documents(26))
+        actor.checkpointer.save(curr_step=1)
+        reference.checkpointer.load()
+        scores(reference, [[document] for document in make_documents(26)])
+        assert_same_weights(reference, before)
+        assert (actor.model_args.max_seq_len, reference.model_args.max_seq_len) == (48, 40)
+
+
+def offload_and_reload(kit: ClientKit) -> None:
+    """engine.to(device, model=, optimizer=, grad=) keeps parameters' objects and all numbers.
+
+    Without an accelerator nothing has to move; any other device is refused.
+    """
+    kinds = ("model", "optimizer", "grad")
+    batch, labels = pack(make_documents(20))
+    with kit.build() as engine, kit.build() as other:
+        for either in (engine, other):
+            run_step(either, make_documents(19))
+            either.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=99.0)
+        parameters = list(engine.model_parts[0].parameters())
+        weights = whole_weights(engine)
+        for target in (torch.device("cpu"), engine.device):
+            for moved in kinds:
+                engine.to(target, **{kind: kind == moved for kind in kinds})
+            for p in parameters:
+                for tensor in (p, p.grad, engine.optimizers.state[p]["exp_avg"]):
+                    assert tensor.device == target
+        for before, now in zip(parameters, engine.model_parts[0].parameters(), strict=True):
+            assert before is now
+        assert_same_weights(engine, weights)
+        assert engine.optim_step().grad_norm == other.optim_step().grad_norm
+        assert run_step(engine, make_documents(20)) == run_step(other, make_documents(20))
+        with pytest.raises(ValueError, match="meta"):
+            engine.to("meta")
+
+
+def cpu_offload_on_a_cpu(kit: ClientKit) -> None:
+    """training.enable_cpu_offload does no harm without an accelerator."""
+    with kit.client_trainer(training={"enable_cpu_offload": True}) as trainer:
+        assert scores(trainer, [[document] for document in make_documents(29)])
+
+
+# ---- a client's own forward, with its own masks ----
+
+
+def forward_packed(kit: ClientKit, attn_type: str) -> None:
+    """model(tokens [1, T], positions=, attention_masks=) with the client's own {} mask."""
+    engine = kit.engine(attn_type=attn_type)
+    documents = make_documents(1, (7, 1, 12, 30, 3))
     batch, labels = pack(documents)
-    for attn_type in ("flex", "varlen"):
-        engine = kit.engine(attn_type=attn_type)
-        (logits,) = engine.forward_step([batch])
-        packed = logprobs_of(logits, labels)[labels != IGNORE_INDEX]
-        alone = torch.cat([row[0, :-1] for row in _scores(engine, documents)])
-        assert_close(packed, alone, rtol=0, atol=5e-6)
+    with torch.no_grad():
+        ours = logprobs_of(client_logits(engine, batch), labels)[labels != IGNORE_INDEX]
+    assert_close(ours, plain_logprobs(engine, documents), **SAME_LOGPROBS)
 
 
-@check()
+def forward_padded(kit: ClientKit, attn_type: str) -> None:
+    """attention_masks may be a padding mask int32 [B, T] under {}."""
+    engine = kit.engine(attn_type=attn_type, attn_mask_type="causal")
+    documents = make_documents(2, (9, 4, 12))
+    tokens = torch.stack([F.pad(d, (0, 12 - len(d))) for d in documents])
+    mask = torch.stack([F.pad(torch.ones_like(d), (0, 12 - len(d))) for d in documents])
+    with torch.no_grad():
+        logits = engine.model_parts[0](tokens, attention_masks=mask.to(torch.int32))
+    for row, document in enumerate(documents):
+        ours = logprobs_of(logits[row : row + 1, : len(document) - 1], document[None, 1:])[0]
+        assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
+
+
+def forward_logits_of_tensor_parallel(kit: ClientKit) -> None:
+    """pred.full_tensor() is the whole vocabulary on every TP rank, for odd lengths, with gradient."""
+    with kit.build("tp") as engine:
+        (model,) = engine.model_parts
+        documents = make_documents(3, (5, 8))
+        batch, labels = pack(documents)
+        masks = client_masks(engine.model_args.attn_type, batch["positions"])
+        with engine.train_context(), engine.maybe_enable_amp:
+            pred = model(batch["input"], positions=batch["positions"], attention_masks=masks)
+        assert isinstance(pred, DTensor)
+        logits = pred.full_tensor()
+        assert logits.shape == pred.shape == (1, 13, VOCAB)
+        loss = -logprobs_of(logits, labels).sum()
+        assert_close(loss, -plain_logprobs(engine, documents).sum(), **SAME_STEP)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def rope_grows(kit: ClientKit) -> None:
+    """A document longer than training.seq_len goes through the model, with the right positions."""
+    with kit.build(training={"seq_len": 16}) as engine:
+        documents = make_documents(4, (41,))
+        batch, labels = pack(documents)
+        with torch.no_grad():
+            ours = logprobs_of(client_logits(engine, batch), labels)[labels != IGNORE_INDEX]
+        assert_close(ours, plain_logprobs(engine, documents), **SAME_LOGPROBS)
+
+
+def forward_under_autocast(kit: ClientKit) -> None:
+    """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
+    documents = make_documents(46)
+    batch, labels = pack(documents)
+    for layout, attn_type in (("fsdp", "flex"), ("tp", "varlen")):  # the same on one rank
+        training = {"mixed_precision_param": "bfloat16"}
+        with kit.client_trainer(layout, attn_type=attn_type, training=training) as trainer:
+            expected = plain_logprobs(trainer, documents)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = client_logits(trainer, batch)
+            assert logits.dtype == torch.bfloat16
+            logprobs = logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
+            assert_close(logprobs, expected, rtol=0, atol=5e-2)
+            (-logprobs.sum()).backward()
+            for name, parameter in trainer.model_parts[0].named_parameters():
+                assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
+    """maybe_enable_amp can be entered again for every microbatch; products are then in bf16."""
+    batch, _ = pack(make_documents(11))
+    positions = batch["positions"]
+    masks = client_masks("varlen", positions)
+    for parallelism in ({}, {"always_fsdp": True}):
+        engine = kit.engine(parallelism=parallelism, training={"mixed_precision_param": "bfloat16"})
+        (model,), amp, logits = engine.model_parts, engine.maybe_enable_amp, []
+        for _ in range(2):
+            with torch.no_grad(), amp:
+                logits.append(model(batch["input"], positions=positions, attention_masks=masks))
+        assert logits[0].dtype == torch.bfloat16
+        assert torch.equal(logits[0], logits[1])
+
+
+def train_context_around_forward_only(kit: ClientKit) -> None:
+    """Backward may run outside train_context, each call of which returns a new context."""
+    with kit.build("tp" if kit.world_size > 1 else "fsdp") as engine:
+        for seed in (1, 2):
+            client_loss(engine, seed).backward()
+        assert all(p.grad.isfinite().all() for p in engine.model_parts[0].parameters())
+
+
+def context_parallel_input(kit: ClientKit, attn_type: str) -> None:
+    """prepare_context_parallel_input takes a client's {} mask; positions are passed separately."""
+    engine = kit.engine("cp", attn_type=attn_type)
+    mesh = engine.parallel_dims.get_mesh("cp")
+    documents = make_documents(9, (5, 3, 20, 4))
+    batch, labels = pack(documents)
+    inputs, labels, extra_kwargs = prepare_context_parallel_input(
+        batch["input"],
+        labels,
+        {"attention_masks": client_masks(attn_type, batch["positions"])},
+        mesh,
+        engine.device,
+        engine.job_config.parallelism.context_parallel_load_balancer,
+    )
+    with torch.no_grad(), engine.train_context(), engine.maybe_enable_amp:
+        logits = engine.model_parts[0](inputs, positions=batch["positions"], **extra_kwargs)
+        total = logprobs_of(logits, labels).sum()
+    dist.all_reduce(total, group=mesh.get_group())
+    assert_close(total, plain_logprobs(engine, documents).sum(), **SAME_STEP)
+
+
 def masks_from_model(kit: ClientKit) -> None:
     """model.get_attention_masks(tokens, None, {"positions": ...}) is the mask for a client's call."""
     engine = kit.engine(attn_type="flex")
@@ -623,16 +536,244 @@ def masks_from_model(kit: ClientKit) -> None:
     assert_close(ours, engine.forward_step([batch])[0])
 
 
-@check()
-def padded_batches_by_the_engine(kit: ClientKit) -> None:
-    """A padding mask in a batch of forward_step and forward_backward_step is the kernel's."""
+def misfit_of_mask_and_kernel(kit: ClientKit) -> None:
+    """The wrong kind of mask is a TypeError that names both, before anything is computed."""
+    engine = kit.engine(attn_type="flex")
+    batch, _ = pack(make_documents(30))
+    metadata = client_masks("varlen", batch["positions"])
+    with pytest.raises(TypeError) as error, torch.no_grad():
+        engine.model_parts[0](
+            batch["input"], positions=batch["positions"], attention_masks=metadata
+        )
+    assert "flex" in str(error.value) and "VarlenMetadata" in str(error.value)
+
+
+# ---- a client's own step: optimizers, schedules, replicas ----
+
+
+def optimizers_step_and_zero_grad(kit: ClientKit) -> None:
+    """A client's own step: backward outside the contexts, clip, step, schedule, zero_grad."""
+    with kit.client_trainer() as trainer:
+        (model,) = trainer.model_parts
+        before = whole_weights(trainer)
+        client_loss(trainer).backward()
+        norm = dist_utils.clip_grad_norm_(
+            list(model.parameters()),
+            trainer.job_config.training.max_norm,
+            foreach=True,
+            pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=trainer.parallel_dims.ep_enabled,
+        )
+        assert type(norm) is Tensor and torch.isfinite(norm) and norm.item() > 0
+        trainer.optimizers.step()
+        trainer.lr_schedulers.step()
+        trainer.optimizers.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        after = whole_weights(trainer)
+        assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def optimizers_state_is_live(kit: ClientKit) -> None:
+    """optimizers.state and param_groups are those of the inner optimizers, so offloaders see them."""
+    with kit.build() as engine:
+        assert len(engine.optimizers.state) == 0
+        run_step(engine, make_documents(7))
+        params = [p for group in engine.optimizers.param_groups for p in group["params"]]
+        assert params and all("exp_avg" in engine.optimizers.state[p] for p in params)
+        for state in engine.optimizers.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to("cpu", non_blocking=True)
+        run_step(engine, make_documents(8))
+
+
+def lr_schedulers_tell_the_rate(kit: ClientKit) -> None:
+    """lr_schedulers.schedulers[0].get_last_lr()[0] is the rate of the next step."""
+    with kit.build(lr_scheduler={"warmup_steps": 4}, optimizer={"lr": 0.4}) as engine:
+        rates = []
+        for _ in range(3):
+            rates.append(engine.lr_schedulers.schedulers[0].get_last_lr()[0])
+            engine.lr_schedulers.step()
+        assert_close(rates, [0.1, 0.2, 0.3])
+
+
+def schedule_offset(kit: ClientKit) -> None:
+    """lr_scheduler.step_offset = -1 starts the warm-up at 0, as other frameworks do."""
+    scheduler = {"warmup_steps": 4, "step_offset": -1}
+    with kit.build(lr_scheduler=scheduler, optimizer={"lr": 0.4}) as engine:
+        assert engine.lr == 0.0
+        engine.lr_schedulers.step()
+        assert_close(engine.lr, 0.1)
+
+
+def replicas_of_a_client(kit: ClientKit) -> None:
+    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
+    documents = make_documents(47)
+    with kit.client_trainer("ddp", training={"max_norm": 1e9}) as trainer:
+        (model,) = trainer.model_parts
+        _, expected = PlainLoop(trainer).run_step(documents)
+        client_loss(trainer, seed=47).backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        trainer.optimizers.zero_grad()
+        assert_close([norm, run_step(trainer, documents)[1]], [expected] * 2, **SAME_STEP)
+
+
+def gradient_reduction_mean(kit: ClientKit) -> None:
+    """training.gradient_reduction = "mean" divides by the data-parallel degree: FSDP, DDP, HSDP."""
+    norms = []
+    for layout in ("fsdp", "ddp", "hsdp") if kit.world_size > 2 else ("fsdp", "ddp"):
+        for reduction in ("sum", "mean"):
+            with kit.build(layout, training={"gradient_reduction": reduction}) as engine:
+                norm = run_step(engine, make_documents(14))[1]
+                norms.append(norm * engine.dp_size if reduction == "mean" else norm)
+    assert_close(norms, norms[:1] * len(norms), **SAME_STEP)
+
+
+# ---- checkpoints and weights ----
+
+
+def checkpointer_loads_what_it_saved(kit: ClientKit) -> None:
+    """save(curr_step=N) and load(step=N), load(step=-1), load(); weights and optimizer come back."""
+    folder = "checkpointer_loads"
+    with kit.build(checkpoint={"enable": True, "interval": 1}, folder=folder) as engine:
+        run_step(engine, make_documents(5))
+        saved = whole_weights(engine)
+        engine.checkpointer.save(curr_step=3)
+        first = run_step(engine, make_documents(6))
+        for arguments in ({"step": 3}, {"step": -1}, {}):
+            assert engine.checkpointer.load(**arguments) is True
+            assert_same_weights(engine, saved)
+        assert run_step(engine, make_documents(6)) == first
+
+
+def load_says_whether_it_did(kit: ClientKit) -> None:
+    """load() is False if there is nothing to load; an empty folder allows initial weights."""
+    os.makedirs(str(kit.folder / "empty/checkpoint"), exist_ok=True)
+    with kit.build(checkpoint={"enable": True}, folder="empty") as engine:
+        assert engine.checkpointer.load() is False
+        run_step(engine, make_documents(23))
+        weights = whole_weights(engine)
+        engine.save(str(kit.folder / "initial/step-1"))
+    checkpoint = {"enable": True, "initial_load_path": str(kit.folder / "initial/step-1")}
+    with kit.build(checkpoint=checkpoint, folder="empty", seed=9) as engine:
+        assert engine.checkpointer.load() is True
+        assert_same_weights(engine, weights)
+
+
+def checkpointer_folder_is_writable(kit: ClientKit) -> None:
+    """checkpointer.folder and keep_latest_k may be set at run time."""
+    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="one") as engine:
+        engine.checkpointer.folder = str(kit.folder / "another")
+        engine.checkpointer.keep_latest_k = 2
+        engine.checkpointer.save(curr_step=1)
+        assert os.path.exists(str(kit.folder / "another/step-1/.metadata"))
+
+
+def save_regardless_of_interval(kit: ClientKit) -> None:
+    """Without a dataloader checkpointer.save(curr_step=3) writes, though interval is 500."""
+    with kit.client_trainer(checkpoint={"enable": True}, folder="regardless") as trainer:
+        trainer.checkpointer.save(curr_step=3)
+    assert os.path.exists(str(kit.folder / "regardless/checkpoint/step-3/.metadata"))
+
+
+def retention_set_at_run_time(kit: ClientKit) -> None:
+    """keep_latest_k = 0 in the config and 1 at run time keeps one checkpoint and raises nothing."""
+    checkpoint = {"enable": True, "keep_latest_k": 0}
+    with kit.client_trainer(checkpoint=checkpoint, folder="retention") as trainer:
+        trainer.checkpointer.keep_latest_k = 1
+        for step in (1, 2):
+            trainer.checkpointer.save(curr_step=step)
+    dist.barrier()
+    folder = kit.folder / "retention/checkpoint"
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+
+
+def save_after_evaluation(kit: ClientKit) -> None:
+    """After a client's own forward without gradient, saving works, and training goes on."""
+    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="eval") as engine:
+        run_step(engine, make_documents(27))
+        (model,) = engine.model_parts
+        model.eval()
+        with torch.no_grad():
+            client_loss(engine)
+        if hasattr(model, "reshard"):
+            model.reshard()
+        engine.checkpointer.save(curr_step=1)
+        model.train()
+        run_step(engine, make_documents(28))
+
+
+def export_of_weights(kit: ClientKit) -> None:
+    """iter_hf_weights streams every HF name, whole, with a version and a digest to compare."""
+    with kit.build() as engine:
+        first = engine.iter_hf_weights()
+        received = dict(first)
+        expected = engine.checkpointer.sd_adapter.to_hf(whole_weights(engine))
+        assert set(received) == set(expected)
+        for name, tensor in received.items():
+            assert torch.equal(tensor, expected[name]), name
+        assert first.digest == digest_of(received.items())
+        run_step(engine, make_documents(21))
+        second = engine.iter_hf_weights()
+        assert second.version == first.version + 1
+        assert digest_of(second) != first.digest
+
+
+def export_of_tied_weights(kit: ClientKit) -> None:
+    """A tied head is in the export under its own name."""
+    received = dict(kit.engine(flavor="tiny_tied").iter_hf_weights())
+    assert torch.equal(received["lm_head.weight"], received["model.embed_tokens.weight"])
+
+
+# ---- the engine's own forward ----
+
+
+def masks_from_positions(kit: ClientKit) -> None:
+    """The engine derives masks from positions; packing and order of documents change nothing.
+
+    The kernels take fewer key heads than query heads.
+    """
+    documents = make_documents(12)
+    batch, labels = pack(documents)
+    for attn_type in ("flex", "varlen"):
+        engine = kit.engine(attn_type=attn_type)
+        assert engine.model_args.n_kv_heads < engine.model_args.n_heads
+        (logits,) = engine.forward_step([batch])
+        packed = logprobs_of(logits, labels)[labels != IGNORE_INDEX]
+        alone = torch.cat(scores(engine, [[document] for document in documents]))
+        assert_close(packed, alone, **SAME_LOGPROBS)
+
+
+def padding_between_documents(kit: ClientKit) -> None:
+    """Tokens at negative positions are padding, which no document sees and no loss includes."""
     engine = kit.engine()
-    document = make_documents(13, (7,))[0]
-    tokens = F.pad(document, (0, 4))[None]
+    batch, labels = pack(make_documents(44, (6, 9)))
+    padding, ignored = torch.full((1, 3), -1), torch.full((1, 3), IGNORE_INDEX)
+
+    def padded(row: Tensor, filler: Tensor) -> Tensor:
+        return torch.cat((row[:, :6], filler, row[:, 6:]), dim=1)
+
+    padded_batch = {
+        "input": padded(batch["input"], padding.abs()),
+        "positions": padded(batch["positions"], padding),
+    }
+    losses = [
+        logprobs_of(engine.forward_step([rows])[0], y).sum()
+        for rows, y in ((batch, labels), (padded_batch, padded(labels, ignored)))
+    ]
+    assert_close(losses[1], losses[0], **SAME_STEP)
+
+
+def padded_batches_by_the_engine(kit: ClientKit) -> None:
+    """forward_step and forward_backward_step pass a batch's padding mask on to the kernel."""
+    engine = kit.engine()
+    (document,) = make_documents(13, (7,))
     mask = (torch.arange(11) < 7).int()[None]
-    (logits,) = engine.forward_step([{"input": tokens, "attention_masks": mask}])
+    (logits,) = engine.forward_step(
+        [{"input": F.pad(document, (0, 4))[None], "attention_masks": mask}]
+    )
     ours = logprobs_of(logits[:, :6], document[None, 1:])[0]
-    assert_close(ours, PlainLoop(engine).logprobs(document).detach(), rtol=0, atol=5e-6)
+    assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
 
     documents = make_documents(13, (7, 11))
     batch = {
@@ -648,56 +789,53 @@ def padded_batches_by_the_engine(kit: ClientKit) -> None:
                 labels=labels,
                 global_valid_tokens=num_valid(documents) * engine.dp_size,
             )
-            loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+            loss = dist_utils.dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
             ours = loss, float(engine.optim_step().grad_norm)
-            assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
+            assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-@check()
-def gradient_reduction_mean(kit: ClientKit) -> None:
-    """training.gradient_reduction = "mean" divides by the data-parallel degree: FSDP, DDP, HSDP."""
-    norms = {}
-    for layout in ("fsdp", "ddp", "hsdp") if kit.world_size > 2 else ("fsdp", "ddp"):
-        for reduction in ("sum", "mean"):
-            training = {"gradient_reduction": reduction}
-            with kit.build(layout, training=training) as engine:
-                norms[layout, reduction] = run_step(engine, make_documents(14))[1] * (
-                    engine.dp_size if reduction == "mean" else 1
-                )
-    assert_close(list(norms.values()), [norms["fsdp", "sum"]] * len(norms), rtol=1e-5, atol=0)
+def unequal_microbatches_forward_only(kit: ClientKit) -> None:
+    """forward_step returns an output per microbatch of this rank, however many other ranks have."""
+    documents = make_documents(35, (9, 5, 12))[: kit.rank]
+    assert len(scores(kit.engine(), [[document] for document in documents])) == len(documents)
 
 
-@check()
-def accessors_of_ranks(kit: ClientKit) -> None:
-    """parallel_dims, dp_rank, dp_size and dp_group say where a rank stands."""
-    engine = kit.engine()
-    assert (engine.dp_rank, engine.dp_size) == (kit.rank, kit.world_size)
-    assert engine.parallel_dims.dp_shard == kit.world_size
-    if kit.world_size == 1:
-        assert engine.dp_group is None
-    else:
-        assert dist.get_world_size(engine.dp_group) == kit.world_size
-        beside = kit.engine("tp")
-        assert beside.dp_size == kit.world_size // 2
+def head_of_logprobs(kit: ClientKit) -> None:
+    """forward_step(head=TokenLogProbs()) is the log-softmax of the logits, without logits."""
+    batch, labels = pack(make_documents(39))
+    for layout in ("fsdp", "tp", "cp") if kit.world_size > 1 else ("fsdp",):
+        engine = kit.engine(layout)
+        (outputs,) = engine.forward_step(
+            [batch | {"labels": labels}], head=TokenLogProbs(entropy=True, chunk_tokens=16)
+        )
+        (logits,) = engine.forward_step([batch])
+        logprobs = logits.log_softmax(-1)
+        assert_close(outputs.logprobs, logprobs_of(logits, labels), **SAME_LOGPROBS)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        assert_close(outputs.entropy, entropy, **SAME_LOGPROBS)
 
 
-@check(min_ranks=2)
+# ---- the engine's own step ----
+
+
+def tied_embeddings(kit: ClientKit) -> None:
+    """A tied model trains under FSDP, its table in one unit, and equals the plain loop."""
+    with kit.build(flavor="tiny_tied") as engine:
+        assert_steps_of_plain_loop(engine, make_documents(24))
+
+
 def pipelines_take_lists(kit: ClientKit) -> None:
     """Pipelines take lists of microbatches with unequal, odd lengths, forward-only too."""
     documents = make_documents(15, (5, 21, 9, 2, 13))
     with kit.build("pp") as engine:
-        plain = PlainLoop(engine)
-        with torch.no_grad():
-            expected = [plain.logprobs(d) for d in documents]
-        scores = _scores(engine, documents)
-        assert (scores is not None) is engine.has_outputs
-        for score, one in zip(scores or [], expected, strict=False):
-            assert_close(score[0, :-1], one, rtol=0, atol=5e-6)
-        loss, norm = run_step(engine, documents, num_microbatches=3)
-        assert_close((loss, norm), plain.run_step(documents), rtol=1e-5, atol=0)
+        expected = plain_logprobs(engine, documents)
+        outputs = scores(engine, [[document] for document in documents])
+        assert (outputs is not None) is engine.has_outputs
+        if outputs is not None:
+            assert_close(torch.cat(outputs), expected, **SAME_LOGPROBS)
+        assert_step_of_plain_loop(engine, documents, num_microbatches=3)
 
 
-@check(min_ranks=2)
 def loss_function_gets_whole_logits(kit: ClientKit) -> None:
     """A loss_fn of the caller's gets logits [B, T, V] as plain tensors under tensor parallelism."""
     seen = []
@@ -707,205 +845,38 @@ def loss_function_gets_whole_logits(kit: ClientKit) -> None:
         return -logprobs_of(logits, labels).sum()
 
     with kit.build("tp") as engine:
-        plain = PlainLoop(engine)
-        documents = make_documents(16)
-        ours = run_step(engine, documents, loss_fn=loss_fn)
-        assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
+        assert_step_of_plain_loop(engine, make_documents(16), loss_fn=loss_fn)
     assert all(kind is Tensor and shape[2] == VOCAB for kind, shape in seen)
 
 
-@check()
-def offload_and_reload(kit: ClientKit) -> None:
-    """engine.to(device, model=, optimizer=, grad=) keeps parameters' objects and all numbers.
+def loss_function_of_the_caller(kit: ClientKit) -> None:
+    """loss_fn(logits, labels, batch) returns a sum, which is divided by the denominator once."""
 
-    Without an accelerator nothing has to move; a device that the engine does not know is refused.
-    """
-    kinds = ("model", "optimizer", "grad")
-    batch, labels = pack(make_documents(20))
-    with kit.build() as engine, kit.build() as other:
-        for one in (engine, other):
-            run_step(one, make_documents(19))
-            one.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=99.0)
-        parameters = list(engine.model_parts[0].parameters())
-        weights = whole_weights(engine)
-        for target in (torch.device("cpu"), engine.device):
-            for moved in kinds:
-                engine.to(target, **{kind: kind == moved for kind in kinds})
-            places = {
-                t.device
-                for p in parameters
-                for t in (p, p.grad, engine.optimizers.state[p]["exp_avg"])
-            }
-            assert places == {target}
-        for before, now in zip(parameters, engine.model_parts[0].parameters(), strict=True):
-            assert before is now
-        assert_same_weights(engine, weights)
-        assert engine.optim_step().grad_norm == other.optim_step().grad_norm
-        assert run_step(engine, make_documents(20)) == run_step(other, make_documents(20))
-        try:
-            engine.to("meta")
-        except ValueError as error:
-            assert "meta" in str(error)
-        else:
-            raise AssertionError("an engine was sent to another device than its own")
+    def half(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
+        return -(logprobs_of(logits, labels) * batch["loss_weights"]).sum()
 
-
-@check()
-def export_of_weights(kit: ClientKit) -> None:
-    """iter_hf_weights streams every HF name, whole, with a version and a digest to compare."""
-    from torchtitan.checkpoint.stream import digest_of
-
+    documents = make_documents(36)
+    batch, labels = pack(documents)
     with kit.build() as engine:
-        first = engine.iter_hf_weights()
-        received = dict(first)
-        adapter = engine.checkpointer.sd_adapter
-        expected = adapter.to_hf(whole_weights(engine))
-        assert set(received) == set(expected)
-        for name, tensor in received.items():
-            assert torch.equal(tensor, expected[name]), name
-        assert first.digest == digest_of(received.items())
-        run_step(engine, make_documents(21))
-        second = engine.iter_hf_weights()
-        assert second.version == first.version + 1
-        assert digest_of(second) != first.digest
+        step = dict(labels=labels, global_valid_tokens=num_valid(documents))
+        whole = engine.forward_backward_step(input_dict=batch, **step)
+        weights = torch.full(labels.shape, 0.5)
+        halved = engine.forward_backward_step(
+            input_dict=batch | {"loss_weights": weights}, loss_fn=half, **step
+        )
+        assert_close(halved, whole / 2, **SAME_STEP)
 
 
-@check()
-def export_of_tied_weights(kit: ClientKit) -> None:
-    """A tied head is in the export under its own name."""
-    received = dict(kit.engine(flavor="tiny_tied").iter_hf_weights())
-    assert torch.equal(received["lm_head.weight"], received["model.embed_tokens.weight"])
+def head_in_training(kit: ClientKit) -> None:
+    """forward_backward_step(head=...) without loss_fn is minus the sum of log-probabilities."""
+    for layout in ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",):
+        with kit.build(layout) as engine:
+            head = TokenLogProbs(chunk_tokens=16)
+            assert_step_of_plain_loop(engine, make_documents(40), head=head)
 
 
-# ---- what used to go wrong silently ----
-
-
-@check()
-def save_regardless_of_interval(kit: ClientKit) -> None:
-    """Without a dataloader checkpointer.save(curr_step=3) writes, though interval is 500."""
-    with kit.client_trainer(checkpoint={"enable": True}, folder="regardless") as trainer:
-        trainer.checkpointer.save(curr_step=3)
-    assert os.path.exists(str(kit.folder / "regardless/checkpoint/step-3/.metadata"))
-
-
-@check()
-def retention_set_at_run_time(kit: ClientKit) -> None:
-    """keep_latest_k = 0 in the config and 1 at run time keeps one checkpoint and raises nothing."""
-    checkpoint = {"enable": True, "keep_latest_k": 0}
-    with kit.client_trainer(checkpoint=checkpoint, folder="retention") as trainer:
-        trainer.checkpointer.keep_latest_k = 1
-        for step in (1, 2):
-            trainer.checkpointer.save(curr_step=step)
-    dist.barrier()
-    folder = kit.folder / "retention/checkpoint"
-    assert [path.name for path in folder.iterdir()] == ["step-2"]
-
-
-@check()
-def schedule_offset(kit: ClientKit) -> None:
-    """lr_scheduler.step_offset = -1 starts the warm-up at 0, as other frameworks do."""
-    scheduler = {"warmup_steps": 4, "step_offset": -1}
-    with kit.build(lr_scheduler=scheduler, optimizer={"lr": 0.4}) as engine:
-        assert engine.lr == 0.0
-        engine.lr_schedulers.step()
-        assert_close(engine.lr, 0.1)
-
-
-@check()
-def load_says_whether_it_did(kit: ClientKit) -> None:
-    """load() is False where there is nothing; an empty folder does not keep initial weights out."""
-    os.makedirs(str(kit.folder / "empty/checkpoint"), exist_ok=True)
-    with kit.build(checkpoint={"enable": True}, folder="empty") as engine:
-        assert engine.checkpointer.load() is False
-        run_step(engine, make_documents(23))
-        weights = whole_weights(engine)
-        engine.save(str(kit.folder / "initial/step-1"))
-    checkpoint = {"enable": True, "initial_load_path": str(kit.folder / "initial/step-1")}
-    with kit.build(checkpoint=checkpoint, folder="empty", seed=9) as engine:
-        assert engine.checkpointer.load() is True
-        assert_same_weights(engine, weights)
-
-
-@check()
-def tied_embeddings(kit: ClientKit) -> None:
-    """A tied model trains under FSDP, its table in one unit, and equals the plain loop."""
-    with kit.build(flavor="tiny_tied") as engine:
-        assert_steps_of_plain_loop(engine, make_documents(24))
-
-
-@check()
-def grouped_query_attention(kit: ClientKit) -> None:
-    """flex and varlen take fewer key heads than query heads."""
-    for attn_type in ("flex", "varlen"):
-        args = kit.engine(attn_type=attn_type).model_args
-        assert args.n_kv_heads < args.n_heads
-        assert kit.engine(attn_type=attn_type).forward_step([pack(make_documents(25))[0]])
-
-
-@check()
-def two_engines_share_nothing(kit: ClientKit) -> None:
-    """A second engine (a reference model) keeps its weights and length while one trains, and its
-    checkpoints if it was given a folder of its own."""
-    options = {"checkpoint": {"enable": True}}
-    with (
-        kit.build(folder="actor", training={"seq_len": 48}, **options) as actor,
-        kit.build(folder="reference", training={"seq_len": 40}, seed=3, **options) as reference,
-    ):
-        before = whole_weights(reference)
-        reference.checkpointer.save(curr_step=1)
-        run_step(actor, make_documents(26))
-        actor.checkpointer.save(curr_step=1)
-        reference.checkpointer.load()
-        _scores(reference, make_documents(26))
-        assert_same_weights(reference, before)
-        assert (actor.model_args.max_seq_len, reference.model_args.max_seq_len) == (48, 40)
-
-
-@check()
-def save_after_evaluation(kit: ClientKit) -> None:
-    """After a client's own forward without gradient, saving works, and training goes on."""
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="eval") as engine:
-        run_step(engine, make_documents(27))
-        (model,) = engine.model_parts
-        model.eval()
-        with torch.no_grad():
-            _client_loss(engine, model)
-        model.reshard() if hasattr(model, "reshard") else None
-        engine.checkpointer.save(curr_step=1)
-        model.train()
-        run_step(engine, make_documents(28))
-
-
-@check()
-def cpu_offload_on_a_cpu(kit: ClientKit) -> None:
-    """training.enable_cpu_offload does no harm where there is no accelerator."""
-    with kit.client_trainer(training={"enable_cpu_offload": True}) as trainer:
-        assert _scores(trainer, make_documents(29))
-
-
-@check()
-def misfit_of_mask_and_kernel(kit: ClientKit) -> None:
-    """The wrong kind of mask is a TypeError that names both, before anything is computed."""
-    engine = kit.engine(attn_type="flex")
-    batch, _ = pack(make_documents(30))
-    metadata = client_masks("varlen", batch["positions"])
-    try:
-        with torch.no_grad():
-            engine.model_parts[0](
-                batch["input"], positions=batch["positions"], attention_masks=metadata
-            )
-    except TypeError as error:
-        assert "flex" in str(error) and "VarlenMetadata" in str(error)
-    else:
-        raise AssertionError("a VarlenMetadata went through flex attention")
-
-
-# ---- the engine's own interface ----
-
-
-@check()
 def unequal_microbatches(kit: ClientKit) -> None:
-    """Ranks may have unequal numbers of microbatches, none too, and experts count no empty ones."""
+    """Ranks may have unequal numbers of microbatches, even none; experts ignore empty ones."""
     documents = make_documents(34, (9, 5, 12))
     for flavor in ("tiny", "tiny_moe"):
         results = []
@@ -922,36 +893,9 @@ def unequal_microbatches(kit: ClientKit) -> None:
                 )
                 dist.all_reduce(loss)
                 results.append((loss.item(), float(engine.optim_step().grad_norm)))
-        assert_close(results[1], results[0], rtol=1e-5, atol=0)
+        assert_close(results[1], results[0], **SAME_STEP)
 
 
-@check()
-def unequal_microbatches_forward_only(kit: ClientKit) -> None:
-    """forward_step returns as many outputs as this rank gave microbatches, however many others."""
-    documents = make_documents(35, (9, 5, 12))[: kit.rank]
-    assert len(_scores(kit.engine(), documents)) == len(documents)
-
-
-@check()
-def loss_function_of_the_caller(kit: ClientKit) -> None:
-    """loss_fn(logits, labels, batch) returns a sum, which is divided by the denominator once."""
-
-    def half(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-        return -(logprobs_of(logits, labels) * batch["loss_weights"]).sum()
-
-    documents = make_documents(36)
-    batch, labels = pack(documents)
-    with kit.build() as engine:
-        step = dict(labels=labels, global_valid_tokens=num_valid(documents))
-        whole = engine.forward_backward_step(input_dict=batch, **step)
-        weights = torch.full(labels.shape, 0.5)
-        halved = engine.forward_backward_step(
-            input_dict=batch | {"loss_weights": weights}, loss_fn=half, **step
-        )
-        assert_close(halved, whole / 2, rtol=1e-5, atol=0)
-
-
-@check()
 def gradients_accumulate(kit: ClientKit) -> None:
     """Gradients add up over calls of forward_backward_step and are gone after optim_step."""
     batch, labels = pack(make_documents(37))
@@ -964,12 +908,11 @@ def gradients_accumulate(kit: ClientKit) -> None:
                 )
             norms.append(float(engine.optim_step().grad_norm))
             assert all(p.grad is None for p in engine.model_parts[0].parameters())
-    assert_close(norms[1], 2 * norms[0], rtol=1e-5, atol=0)
+    assert_close(norms[1], 2 * norms[0], **SAME_STEP)
 
 
-@check()
 def deferred_denominator(kit: ClientKit) -> None:
-    """optim_step(denominator=...) divides by the sum over ranks, as if it had been known before."""
+    """optim_step(denominator=...) divides by the sum over ranks, as a known denominator would."""
     documents = make_documents(38)
     norms = []
     for deferred in (False, True):
@@ -983,47 +926,11 @@ def deferred_denominator(kit: ClientKit) -> None:
             )
             share = num_valid(own) if deferred else None
             norms.append(float(engine.optim_step(denominator=share).grad_norm))
-    assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+    assert_close(norms[1], norms[0], **SAME_STEP)
 
 
-@check()
-def head_of_logprobs(kit: ClientKit) -> None:
-    """forward_step(head=TokenLogProbs()) is the log-softmax of the logits, without logits."""
-    from torchtitan.loss.logprobs import TokenLogProbs
-
-    documents = make_documents(39)
-    batch, labels = pack(documents)
-    for layout in ("fsdp", "tp", "cp") if kit.world_size > 1 else ("fsdp",):
-        engine = kit.engine(layout)
-        (outputs,) = engine.forward_step(
-            [batch | {"labels": labels}], head=TokenLogProbs(entropy=True, chunk_tokens=16)
-        )
-        (logits,) = engine.forward_step([batch])
-        logprobs = logits.log_softmax(-1)
-        assert_close(outputs.logprobs, logprobs_of(logits, labels), rtol=0, atol=5e-6)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        assert_close(outputs.entropy, entropy, rtol=0, atol=5e-6)
-
-
-@check()
-def head_in_training(kit: ClientKit) -> None:
-    """forward_backward_step(head=...) without loss_fn is minus the sum of log-probabilities."""
-    from torchtitan.loss.logprobs import TokenLogProbs
-
-    documents = make_documents(40)
-    layouts = ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",)
-    for layout in layouts:
-        with kit.build(layout) as engine:
-            plain = PlainLoop(engine)
-            ours = run_step(engine, documents, head=TokenLogProbs(chunk_tokens=16))
-            assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
-
-
-@check()
 def aggregation_of_losses(kit: ClientKit) -> None:
-    """Weights of every aggregation, dealt over ranks, are those of the whole step."""
-    from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
-
+    """Weights of every aggregation, split over ranks, are those of the whole step."""
     masks = [torch.arange(9) < n for n in (3, 0, 7, 9, 1, 2)]
     prompts = [0, 0, 1, 1, 2, 2]
     group = dist.group.WORLD if kit.world_size > 1 else None
@@ -1038,73 +945,19 @@ def aggregation_of_losses(kit: ClientKit) -> None:
             assert torch.equal(ours, expected), mode
 
 
-@check()
-def training_and_evaluation_mode(kit: ClientKit) -> None:
-    """train_mode() and eval_mode() switch at once, and back at the end of a with block."""
-    engine = kit.engine()
-    (model,) = engine.model_parts
-    engine.train_mode()
-    assert model.training
-    with engine.eval_mode():
-        assert not model.training
-    assert model.training
-
-
-@check()
-def engine_closes(kit: ClientKit) -> None:
-    """An engine is a context manager; close() may come twice, and leaves the caller's group."""
-    with TrainingEngine(kit.job()) as engine:
-        run_step(engine, make_documents(41))
-    engine.close()
-    assert dist.is_initialized()
-    dist.barrier()
-
-
-@check()
-def bad_config_is_refused_early(kit: ClientKit) -> None:
-    """A config that cannot run is a ValueError that names the key, before any group is made."""
-    try:
-        TrainingEngine(kit.job(parallelism={"tensor_parallel_degree": 3 * kit.world_size}))
-    except ValueError as error:
-        assert "tensor_parallel_degree" in str(error)
-    else:
-        raise AssertionError("a tensor_parallel_degree that does not fit was accepted")
-
-
-@check()
 def long_rows_of_odd_length(kit: ClientKit) -> None:
     """Rows longer than seq_len and of odd length run in every layout, if documents are shorter."""
     documents = make_documents(43, (33, 21, 11, 30, 2, 18))
+    assert sum(len(d) for d in documents) > SEQ_LEN
     for layout in ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",):
         with kit.build(layout) as engine:
-            assert sum(len(d) for d in documents) > SEQ_LEN
             plain = PlainLoop(engine)
-            loss, norm = run_step(engine, documents * engine.dp_size, num_microbatches=1)
-            assert_close((loss, norm), plain.run_step(documents), rtol=1e-5, atol=0)
+            ours = run_step(engine, documents * engine.dp_size, num_microbatches=1)
+            assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-@check()
-def padding_between_documents(kit: ClientKit) -> None:
-    """Negative positions are padding: no document sees it and no loss counts it."""
-    engine = kit.engine()
-    documents = make_documents(44, (6, 9))
-    batch, labels = pack(documents)
-    padding, ignored = torch.full((1, 3), -1), torch.full((1, 3), IGNORE_INDEX)
-    padded = {
-        "input": torch.cat((batch["input"][:, :6], padding.abs(), batch["input"][:, 6:]), dim=1),
-        "positions": torch.cat((batch["positions"][:, :6], padding, batch["positions"][:, 6:]), 1),
-    }
-    padded_labels = torch.cat((labels[:, :6], ignored, labels[:, 6:]), dim=1)
-    losses = [
-        logprobs_of(engine.forward_step([one])[0], y).sum()
-        for one, y in ((batch, labels), (padded, padded_labels))
-    ]
-    assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
-
-
-@check(min_ranks=2, cases=("fsdp", "ddp", "tp", "cp", "pp"))
 def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
-    """Under {}, losses, metrics and outputs, and a forward of the caller's own, are a plain loop's."""
+    """Under {}, losses, metrics, outputs, and a client's own forward, equal those of a plain loop."""
     documents = make_documents(46)
     n = num_valid(documents)
 
@@ -1122,31 +975,26 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
         ]
         packed = [pack(part) for part in parts]
         batches = [batch | {"labels": labels} for batch, labels in packed]
+        expected = [plain_logprobs(engine, part) for part in parts]
+        worst = -plain_logprobs(engine, documents).min()
         plain = PlainLoop(engine)
-        with torch.no_grad():
-            of_parts = [torch.cat([plain.logprobs(d) for d in part]) for part in parts]
-            worst = max(-plain.logprobs(document).min() for document in documents)
 
         step = engine.forward_backward_step(
             input_dict=batches, loss_fn=loss_fn, metrics={"tokens": "sum", "worst": "max"}
         )
         assert (step.outputs is None) is not engine.has_outputs
         outputs = engine.from_last_stage(step.outputs)
-        for ours, (_, labels), theirs in zip(outputs, packed, of_parts, strict=True):
-            assert_close(ours[labels != IGNORE_INDEX], theirs, rtol=0, atol=5e-6)
+        for ours, (_, labels), theirs in zip(outputs, packed, expected, strict=True):
+            assert_close(ours[labels != IGNORE_INDEX], theirs, **SAME_LOGPROBS)
         assert list(step.metrics) == ["tokens", "worst"] and step.metrics["tokens"] == n
-        assert_close(step.metrics["worst"], worst, rtol=1e-5, atol=0)
+        assert_close(step.metrics["worst"], worst, **SAME_STEP)
         norm = engine.optim_step().grad_norm
-        assert_close((step.loss.item(), float(norm)), plain.run_step(documents), rtol=1e-5, atol=0)
+        assert_close((step.loss.item(), float(norm)), plain.run_step(documents), **SAME_STEP)
 
         if layout == "pp":
-            for call in (lambda: engine.prepare(batches[0]), lambda: engine.backward(step.loss)):
-                try:
-                    call()
-                except ValueError as error:
-                    assert "give forward_backward_step a loss_fn" in str(error)
-                else:
-                    raise AssertionError("a caller's own forward was let into a pipeline")
+            for call, argument in ((engine.prepare, batches[0]), (engine.backward, step.loss)):
+                with pytest.raises(ValueError, match="give forward_backward_step a loss_fn"):
+                    call(argument)
             return
         loss = torch.zeros(())
         for batch in batches:
@@ -1160,4 +1008,27 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
         if engine.loss_group is not None:
             dist.all_reduce(loss, group=engine.loss_group)
         norm = engine.optim_step().grad_norm
-        assert_close((loss.item(), float(norm)), plain.run_step(documents), rtol=1e-5, atol=0)
+        assert_close((loss.item(), float(norm)), plain.run_step(documents), **SAME_STEP)
+
+
+_CASES = {
+    forward_packed: ("flex", "varlen"),
+    forward_padded: ("sdpa", "flex", "varlen"),
+    context_parallel_input: ("flex", "varlen"),
+    numbers_of_the_global_batch: ("fsdp", "ddp", "tp", "cp", "pp"),
+}
+_ON_SEVERAL_RANKS = {
+    replicas_of_a_client,
+    forward_logits_of_tensor_parallel,
+    context_parallel_input,
+    pipelines_take_lists,
+    loss_function_gets_whole_logits,
+    numbers_of_the_global_batch,
+}
+_FUNCTIONS = [f for f in globals().values() if "kit" in getattr(f, "__annotations__", ())]
+_ALL = [
+    Check(function, 2 if function in _ON_SEVERAL_RANKS else 1, case)
+    for function in _FUNCTIONS
+    for case in ([(name,) for name in _CASES[function]] if function in _CASES else [()])
+]
+CHECKS = {check.name: check for check in _ALL}

@@ -1,4 +1,4 @@
-"""The contract with embedding programs holds, and the conformance kit notices where it does not."""
+"""The contract with embedding programs holds, and the conformance kit finds violations."""
 
 import contextlib
 import os
@@ -77,7 +77,7 @@ def nothing(*args, **kwargs):
     return contextlib.nullcontext()
 
 
-# What a check has to notice: the function that does nothing any more.
+# Check -> the function that does nothing, which the check has to notice.
 BREAKAGES = {
     "guest_leaves_what_it_found": (host, "move_out"),
     "guest_leaves_global_state": (host, "move_out"),

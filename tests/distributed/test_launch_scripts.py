@@ -1,4 +1,4 @@
-"""The launch scripts: what they would run, and two nodes' worth of ranks on this machine."""
+"""The launch scripts: the commands that they run, and the ranks of two nodes on this machine."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def free_port():
 
 
 def wait_for_steps(dump_folder, n_steps, processes):
-    """Wait until so many steps were logged; the processes have to live until then."""
+    """Wait until this number of steps is logged; the processes have to live until then."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     path = dump_folder / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < n_steps:
@@ -51,7 +51,7 @@ def wait_for_steps(dump_folder, n_steps, processes):
 
 
 def saved_steps(dump_folder):
-    """(steps logged, the one step that was saved)."""
+    """Return (steps logged, the only step that was saved)."""
     lines = (dump_folder / "metrics.jsonl").read_text().splitlines()
     (folder,) = (dump_folder / "checkpoint").glob("step-*")
     return json.loads(lines[-1])["step"], int(folder.name.removeprefix("step-"))
@@ -115,7 +115,7 @@ def command_of(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-# What Slurm gives to a batch script: one task for srun here, which passes signals on.
+# Slurm's environment of a batch script; here srun has one task, and passes signals on.
 SRUN = """#!/usr/bin/env bash
 while [ "$1" != bash ]; do shift; done
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
@@ -144,7 +144,7 @@ def slurm_environment(folder, **others):
 
 
 def in_project(folder):
-    """A working folder like the project's, for what the script writes."""
+    """Return a working folder like the project's, for the script's output."""
     for name in ("torchtitan", "tests"):
         (folder / name).symlink_to(Path(name).resolve())
     return folder
@@ -199,11 +199,11 @@ def test_interpreter_that_is_not_there_ends_the_script_with_a_message():
     assert "Python 3.11 or newer is needed, and /nope is not" in done.stderr
 
 
-# ---- several ranks on one machine: Ctrl-C, and how a failure is told ----
+# ---- several ranks on one machine: Ctrl-C, and the message of a failure ----
 
 
 def start_in_terminal(command, tmp_path, **variables):
-    """The command in a process group of its own, as a shell starts it; its output goes to a file."""
+    """Start the command in a process group of its own, as a shell does; its output goes to a file."""
     with open(tmp_path / "output", "w") as output:
         return subprocess.Popen(
             command,
@@ -211,7 +211,7 @@ def start_in_terminal(command, tmp_path, **variables):
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # A test run that a shell started in the background has it ignored, and so would this.
+            # A shell's background job, such as this test run, ignores SIGINT, and so would its children.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
@@ -229,7 +229,7 @@ def wait_until(is_true, process):
 
 
 def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
-    # Two ranks that end well on SIGINT, but not before a while; nothing there loads torch.
+    # Two ranks that end with code 0 some time after SIGINT; nothing there loads torch.
     rank = f"trap 'sleep 1; echo saved; exit 0' INT; touch {tmp_path}/$RANK; while :; do sleep .1; done"
     launcher = [sys.executable, "-m", "torchtitan.tools.launch", "--nproc-per-node=2"]
     process = start_in_terminal(
@@ -249,7 +249,7 @@ def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     [
         (2, "config error: no such key", [], "config error: no such key", 2),
         (1, "Traceback (most ...\nTypeError: no int", [], "error: rank 3: TypeError: no int", 1),
-        (-9, None, [], "error: rank 3 was ended by SIGKILL; if nobody sent it, look", 137),
+        (-9, None, [], "error: rank 3 was ended by SIGKILL; if nobody sent the signal, look", 137),
         (1, "error: disk full", [signal.SIGINT], "error: disk full", 1),
         (130, None, [signal.SIGINT], "interrupted by SIGINT; what was not saved is lost", 130),
         (-15, None, [signal.SIGTERM], "interrupted by SIGTERM; what was not saved is lost", 143),

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of known models, and a tokenizer of bytes that has one."""
+"""Chat templates like those of known models, and a byte tokenizer with a template."""
 
 import json
 from pathlib import Path
@@ -74,14 +74,14 @@ LLAMA_LIKE = r"""
 {%- endif %}
 """
 
-# As some models' do: thinking is left out of every earlier turn.
+# Leaves the thinking out of every earlier turn, as some models' templates do.
 FORGETFUL = QWEN_LIKE.replace("loop.index0 < at.question and ", "not loop.last and ")
 
 
 def write_tokenizer(folder: Path, template: str | list | None = None, **entries) -> Path:
-    """A folder with a tokenizer whose ids are bytes and three special tokens.
+    """Return a folder with a tokenizer whose ids are bytes and three special tokens.
 
-    Encoding adds a begin-of-text token, as that of Llama does.
+    Encoding adds a begin-of-text token, as Llama's tokenizer does.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))

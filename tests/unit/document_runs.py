@@ -1,6 +1,6 @@
 """Training on packed documents with flex, varlen and a dense mask, for tests and benchmarks.
 
-In fp32; where the kernel of "varlen" is an accelerator's, which knows no fp32, that one in bf16.
+In fp32, except "varlen" on an accelerator, whose kernel takes only 16-bit numbers: in bf16.
 """
 
 import json
@@ -20,7 +20,7 @@ KERNELS = ("flex", "varlen", "dense")
 
 
 def short_documents(folder) -> list[str]:
-    """Overrides for a dataset of a thousand documents of 1 to 60 words, written to `folder`."""
+    """Write a thousand documents of 1 to 60 words to `folder`; returns flags that select them."""
     words = "the model reads one token after another and forgets what came before it".split()
     draw = random.Random(0)
     path = Path(folder) / "short.jsonl"
@@ -38,7 +38,7 @@ def dtype_of(attn_type: str) -> str:
 def make_trainer(
     dump_folder, attn_type: str, *overrides: str, trainer_class: type[Trainer] = Trainer
 ) -> Trainer:
-    """The debug model; documents end with the end-of-text token."""
+    """Return a trainer of the debug model; documents end with the end-of-text token."""
     return trainer_class(
         ConfigManager().parse_args(
             [
@@ -60,7 +60,7 @@ def make_trainer(
 
 @contextmanager
 def dense_masks():
-    """Attention by a boolean mask [B, 1, T, T] written out from the tokens, through plain sdpa."""
+    """Replace attention by plain sdpa with a boolean mask [B, 1, T, T] made from the tokens."""
 
     def pairs(self, input_batch, tokenizer, extra_inputs=None):
         after_eos = (input_batch == tokenizer.eos_id).cumsum(1)
@@ -80,7 +80,7 @@ def dense_masks():
 
 
 def train(dump_folder, kernel: str, steps: int, *overrides: str) -> tuple[list[float], int]:
-    """(loss of each step, documents that ended in the text read) of one run."""
+    """Return (loss of each step, number of documents that ended in the text read) of a run."""
     if kernel == "dense":
         with dense_masks():
             return _train(dump_folder, "flex", steps, *overrides)

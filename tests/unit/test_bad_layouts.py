@@ -32,7 +32,7 @@ def stages(*names):
     return [name.split() for name in names]
 
 
-# What is wrong: ranks, settings, further arguments of `check`, words of the message in their order.
+# Problem: ranks, settings, further arguments of `check`, words of the message in their order.
 BAD_LAYOUTS = {
     # --- the world ---
     "degree of 0": (
@@ -51,7 +51,13 @@ BAD_LAYOUTS = {
         4,
         {"comm.mode": "fake_backend", "checkpoint.enable": True},
         {},
-        ["checkpoint.enable", "'fake_backend'", "one rank of 4", "set checkpoint.enable to False"],
+        [
+            "checkpoint.enable",
+            "'fake_backend'",
+            "only one rank's part",
+            "4 ranks",
+            "set checkpoint.enable to False",
+        ],
     ),
     # --- tensor parallelism ---
     "tp, heads": (

@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, what they may do, and whether turns stay as they were."""
+"""Chat templates: their source, their permissions, and the rule that earlier turns stay unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every rule: the message has the key, the value and the remedy, and a config that obeys passes."""
+"""Every rule's message has the key, the value and the remedy; a config that obeys the rule passes."""
 
 import copy
 import errno
@@ -28,7 +28,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 
 def config_with(**settings) -> JobConfig:
-    """A default config with `section__key=value` settings."""
+    """Return a default config with `section__key=value` settings."""
     config = JobConfig()
     for key, value in settings.items():
         *sections, name = key.split("__")
@@ -163,7 +163,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"checkpoint__initial_load_path": "no/step-1"},
         ["checkpoint.initial_load_path", "'no/step-1'", "step folder itself"],
     ),
-    "load step": ({"checkpoint__load_step": 7}, ["checkpoint.load_step", "7", "nothing", "-1"]),
+    "load step": (
+        {"checkpoint__load_step": 7},
+        ["checkpoint.load_step", "7", "saved are none", "-1"],
+    ),
     "seed": ({"checkpoint__create_seed_checkpoint": True}, ["create_seed_checkpoint", "1 process"]),
     "ac option": (
         {"activation_checkpoint__selective_ac_option": "ops"},
@@ -281,7 +284,7 @@ def test_initial_load_path_does_not_matter_once_the_job_has_checkpoints(tmp_path
     config = config_with(checkpoint__enable=True, checkpoint__initial_load_path="gone/step-1")
     message_of(check_job_config, config)
     (tmp_path / "outputs/checkpoint").mkdir(parents=True)
-    message_of(check_job_config, config)  # it was started, and has none yet
+    message_of(check_job_config, config)  # a run that was started, and has no checkpoint yet
     (tmp_path / "outputs/checkpoint/step-1").mkdir()
     check_job_config(config)
 
@@ -378,7 +381,7 @@ def test_validation_sequences_fit_into_the_model():
 def test_local_dataset_needs_a_path_that_exists(tmp_path):
     config = config_with(training__dataset="local")
     assert "training.dataset_path" in message_of(check_datasets, config, ["local"])
-    config.training.dataset_path = "bare_name"  # elsewhere it could be one on the hub
+    config.training.dataset_path = "bare_name"  # otherwise it could be a dataset on the hub
     assert "'bare_name'" in message_of(check_datasets, config, ["local"])
     config.training.dataset_path = str(tmp_path)
     check_datasets(config, ["local"])
@@ -687,7 +690,7 @@ def test_early_step_in_backward_is_refused_under_ddp_alone():
     assert "optimizer.early_step_in_backward" in message
     assert "data_parallel_replicate_degree = 2" in message and "turn" in message
 
-    # Tensor parallelism splits parameters, too, but does not sum over replicas.
+    # Tensor parallelism splits parameters too, but does not sum over replicas.
     config.parallelism.tensor_parallel_degree = 2
     message = message_of(check_job_config, config, 4)
     assert "with data_parallel_shard_degree * context_parallel_degree = 1" in message

@@ -1,4 +1,4 @@
-"""A run that is saved and resumed goes on with exactly the batches of the unbroken run."""
+"""A run that is saved and resumed continues with exactly the batches of the unbroken run."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ def c4_test():
 
 @pytest.fixture
 def registered(c4_test):
-    """The first 32 documents, by index and as a stream of 4 parts; they are read several times."""
+    """Register the first 32 documents, by index and as a stream of 4 parts; they are read several times."""
     small = c4_test.select(range(32))
     names = {
         "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
@@ -107,7 +107,7 @@ def test_c4_test_resumes_in_the_middle(c4_test):
 
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_mixed_stream"])
 def test_position_saved_before_the_first_batch_is_the_beginning(registered, dataset):
-    """Each validation goes back there."""
+    """Each validation goes back to the start of the data."""
     loader = build(dataset, 1, 0, num_workers=2)
     start = loader.state_dict()
     first = [labels for _, labels in islice(loader, 5)]

@@ -26,7 +26,7 @@ BOS, EOS = 1_000_001, 1_000_002
 
 
 class NumberTokenizer(BaseTokenizer):
-    """Texts of numbers; each number is its own token id. Begin and end only if `marks`."""
+    """Encodes texts of numbers; each number is its own token id. Begin and end ids only if `marks`."""
 
     def __init__(self, marks=False):
         super().__init__()
@@ -44,7 +44,7 @@ class NumberTokenizer(BaseTokenizer):
 
 
 def documents_of(lengths):
-    """Texts of the given lengths in tokens; no token occurs twice."""
+    """Return texts of the given lengths in tokens; no token occurs twice."""
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     return [
         {"text": " ".join(map(str, range(start, start + length)))}
@@ -54,7 +54,7 @@ def documents_of(lengths):
 
 @pytest.fixture(autouse=True)
 def registry():
-    """Put DATASETS back as it was."""
+    """Restore DATASETS."""
     before = dict(DATASETS)
     yield
     DATASETS.clear()
@@ -71,7 +71,7 @@ def make_dataset(samples, seq_len=4, marks=False, **kwargs):
 
 
 def tokens_of(input_dict, labels):
-    """The seq_len + 1 tokens of one sequence."""
+    """Return the seq_len + 1 tokens of a sequence."""
     return [*input_dict["input"].tolist(), labels.tolist()[-1]]
 
 
@@ -140,7 +140,7 @@ def test_finite_data_end_and_start_over_when_iterated_again():
     assert tokens_of(*first[0]) == tokens_of(*second[0]) == [0, 1, 2, 3, 4]
     third, resumed = iter(dataset), make_dataset(samples)
     next(third)
-    resumed.load_state_dict(dataset.state_dict())  # without what the passes before left over
+    resumed.load_state_dict(dataset.state_dict())  # without the rest of the earlier passes
     assert sequences_of(resumed) == sequences_of(third)
 
 
@@ -215,7 +215,7 @@ def build(samples, world_size, rank, num_workers, infinite=False):
 
 
 def run_phase(samples, world_size, num_workers, states, num_batches):
-    """(tokens drawn by all ranks in `num_batches` each, states of all ranks merged)"""
+    """Return (tokens drawn by all ranks in `num_batches` each, states of all ranks merged)."""
     drawn, merged = [], {}
     for rank in range(world_size):
         loader = build(samples, world_size, rank, num_workers)
@@ -255,7 +255,7 @@ def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
         num_batches = 5 if index + 1 < len(phases) else None
         tokens, states = run_phase(samples, world_size, num_workers, states, num_batches)
         drawn += tokens
-    # What is left are the last tokens of each reader, fewer than a sequence.
+    # Each reader's last tokens, fewer than a sequence, are missing.
     everything = Counter(drawn + tokens_left_in_buffers(states))
     assert everything == Counter(range(sum(lengths)))
 
@@ -295,9 +295,9 @@ def test_shuffled_stream_has_another_order_in_each_pass_and_resumes_in_the_secon
 
 def test_position_in_other_data_is_refused():
     state = make_dataset(documents_of([9, 9])).state_dict()
-    with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 3"):
+    with pytest.raises(ValueError, match="for 2 documents, but dataset 'numbers' holds 3"):
         make_dataset(documents_of([9, 9, 9])).load_state_dict(state)
-    with pytest.raises(ValueError, match="one in 2 documents but dataset 'numbers' holds 1"):
+    with pytest.raises(ValueError, match="for 2 documents, but dataset 'numbers' holds 1"):
         make_dataset(documents_of([9])).load_state_dict(state)
 
 
@@ -315,7 +315,7 @@ def short_pieces(monkeypatch):
 
 
 class MarkingTokenizer(NumberTokenizer):
-    """Like those whose post-processor adds both marks, asked or not."""
+    """Like a tokenizer whose post-processor always adds both marks."""
 
     hf_adds_bos = hf_adds_eos = True
 
@@ -378,7 +378,7 @@ def test_resume_within_a_long_document_is_exact(stream, num_before, short_pieces
 
 
 def test_position_of_an_older_version_is_read():
-    """It held the tokens that were encoded and not used."""
+    """It held the tokens that were encoded but not used."""
     samples = documents_of([7, 20, 6])
     old = {"token_buffer": [5, 6], "sample_idx": 1, "base": 0, "pending": []}
     old |= {"reader": 0, "num_readers": 1, "num_documents": 3}
@@ -500,7 +500,7 @@ def test_hidden_files_and_the_card_of_a_dataset_are_no_data(tmp_path):
     write_json_lines(tmp_path / ".ipynb_checkpoints" / "a-checkpoint.jsonl", ["stale"])
     (tmp_path / "README.md").write_text("about these files")
     assert local_texts(tmp_path) == ["one"]
-    (tmp_path / "a.jsonl").rename(tmp_path / "a.md")  # among texts the card is one of them
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.md")  # among text files the card is a document
     assert len(local_texts(tmp_path)) == 2
 
 
@@ -589,7 +589,7 @@ def test_builders_take_their_own_section():
 
     training = build_text_dataloader(job_config=config, **arguments)
     batches = iter(training)
-    assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # goes on for ever
+    assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # an infinite dataset
     validation = build_text_validation_dataloader(job_config=config, **arguments)
     assert [labels.shape for _, labels in validation] == [(2, 9), (2, 9), (1, 9)]
 
@@ -608,11 +608,11 @@ def test_validation_without_data_of_its_own_takes_the_training_section(caplog):
     assert shapes() == {(2, 4)}
     assert "validation reads the training data" in caplog.text
     caplog.clear()
-    register(documents_of([18]), "numbers_validation")  # held out of it
+    register(documents_of([18]), "numbers_validation")  # its held-out documents
     config.validation.seq_len = 3
     assert shapes() == {(2, 3)}
     assert not any("training data" in record.getMessage() for record in caplog.records)
-    # A path of its own has the training data's format, and is not the training data.
+    # With a path of its own, validation reads the training data's format, but other data.
     config.validation.dataset_path = "elsewhere"
     assert (config.validation_data.dataset, config.validation_data.dataset_path) == (
         "numbers",

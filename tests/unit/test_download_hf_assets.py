@@ -1,4 +1,4 @@
-"""Which files are asked of the hub, with the hub itself replaced."""
+"""The files that the script requests from a fake hub."""
 
 import sys
 from types import SimpleNamespace

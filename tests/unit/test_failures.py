@@ -1,4 +1,4 @@
-"""What a run that fails says last, and failures that are no bugs of this program."""
+"""The last message of a run that fails, and failures that are not bugs of this program."""
 
 import errno
 import io
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.tools.errors import ConfigError, RunError
-from torchtitan.tools.failures import allow_open_files, as_run_error
+from torchtitan.tools.errors import ConfigError, RunError, allow_open_files, as_run_error
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import _quiet_libraries, _report_failure
 
@@ -74,7 +73,7 @@ def test_program_leaves_out_warnings_of_torch_about_what_is_meant(monkeypatch):
     finally:
         torch.set_warn_always(False)
     assert [str(warning.message) for warning in caught] == ["of the user's own"]
-    assert os.environ.pop("HF_DATASETS_DISABLE_PROGRESS_BARS") == "1"  # off a terminal
+    assert os.environ.pop("HF_DATASETS_DISABLE_PROGRESS_BARS") == "1"  # not in a terminal
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_limit_of_open_files_is_raised_as_far_as_it_may_be(monkeypatch):
 
 
 def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
-    # With LANG=C and without its UTF-8 mode.
+    # As under LANG=C without Python's UTF-8 mode.
     as_ascii = "größe".encode().decode("ascii", "surrogateescape")
     monkeypatch.setattr(sys, "argv", ["train", f"--job.description={as_ascii}"])
     assert ConfigManager().parse_args().job.description == "größe"

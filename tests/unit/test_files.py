@@ -1,4 +1,4 @@
-"""Files are opened that are regular, and written to where no link leads elsewhere."""
+"""Only regular files are opened, and files are not written through links."""
 
 import os
 import socket
@@ -16,8 +16,7 @@ from torchtitan.listeners.profiling import MemorySnapshot
 from torchtitan.rl.metrics import append_episodes
 from torchtitan.tools import events
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.files import open_file
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import open_file, read_json_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,7 +29,7 @@ def a_pipe(folder: Path) -> Path:
 def a_socket(folder: Path) -> Path:
     path = folder / "s"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(path))  # a name of at most 107 characters
+        listener.bind(os.path.relpath(path))  # a socket's path has at most 107 characters
     return path
 
 
@@ -47,12 +46,14 @@ def test_links_are_read_through_and_not_written_through(tmp_path):
     (tmp_path / "there").write_text("mine")
     (tmp_path / "link").symlink_to("there")
     (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "folder").symlink_to(tmp_path)  # of the folder itself, as to a larger disk
+    (tmp_path / "folder").symlink_to(tmp_path)  # a link of the folder itself, as to a larger disk
     with open_file(tmp_path / "link") as file:
         assert file.read() == "mine"
     for mode in ("w", "a", "r+"):
         for name in ("link", "dangling", "folder/link"):
-            with pytest.raises(OSError, match="it is a link, which is not written through; remove"):
+            with pytest.raises(
+                OSError, match="it is a link, and files are not written through links; remove"
+            ):
                 open_file(tmp_path / name, mode)
     with open_file(tmp_path / "folder" / "new", "w") as file:
         file.write("text")

@@ -29,15 +29,15 @@ FLAGS = [
 
 
 def python_threads() -> list[threading.Thread]:
-    """Those that somebody started from Python; backward on a device runs in one of torch's."""
+    """Return the threads started from Python; a device's backward runs in a thread of torch."""
     return [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
 
 
 def host_state() -> dict:
-    """What belongs to the process, by name; comparable."""
+    """Return name -> comparable setting of the process."""
     root, ours = logging.getLogger(), logging.getLogger("torchtitan")
     state = {
-        # Torch's compiler notes there where its cache is, when something loads it.
+        # Torch's compiler adds the path of its cache when it is loaded.
         "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
         "directory": os.getcwd(),
         "excepthook": sys.excepthook,
@@ -90,7 +90,7 @@ def train_a_step(engine) -> float:
 
 
 def flags_of(layout: Layout) -> list[str]:
-    # No debug.seed: a host that does not ask for one keeps its generators.
+    # Without debug.seed, because a seed sets the host's generators.
     return [*layout.overrides(), *batch_flags("llama3", "whole rows"), *FLAGS]
 
 
@@ -111,7 +111,7 @@ def config_of(layout: Layout, folder: object, *flags: str):
 
 
 def live_and_leave(layout: Layout, dump_folder: str) -> dict:
-    """What an engine's life changed in the process."""
+    """Return the settings that an engine's life changed in the process."""
     config = config_of(layout, dump_folder)
     before, of_host = host_state(), python_threads()
     with TrainingEngine(config) as engine:
@@ -120,7 +120,7 @@ def live_and_leave(layout: Layout, dump_folder: str) -> dict:
     gc.collect()
     join_others(of_host)
     changes = changed(before, host_state())
-    changes.pop("groups")  # those of the mesh stay as long as the host's group
+    changes.pop("groups")  # the mesh's groups stay as long as the host's group
     return changes
 
 
@@ -134,7 +134,7 @@ ALONE = Layout("1 process")
 
 @pytest.fixture(autouse=True)
 def no_engine_of_another_test():
-    """Settings that engines of other tests left on loan come back before, not within, a test."""
+    """Restore settings of other tests' engines before a test, not within it."""
     gc.collect()
     for engine in list(host._engines):
         engine.close()
@@ -149,7 +149,7 @@ def no_engine_of_another_test():
 
 def join_others(threads: list[threading.Thread]) -> None:
     for thread in set(python_threads()) - set(threads):
-        thread.join(timeout=10)  # torch's own, of the save: ends soon after its last work
+        thread.join(timeout=10)  # torch's thread of the save, which ends soon after its last work
 
 
 def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path, monkeypatch):

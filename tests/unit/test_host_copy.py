@@ -1,6 +1,6 @@
-"""Masks are made of what the host knows: a batch that came from there is never read back.
+"""Masks are made from the host's copy of a batch, which is never read back from the device.
 
-"meta" stands for the accelerator: whoever reads a number off it fails.
+"meta" stands for the accelerator, because code that reads a number from it fails.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def test_what_did_not_come_from_the_host_leads_nowhere():
     assert on_host(remember_host(x, torch.empty(3, device="meta"))) is x
     host = torch.arange(3)
     assert on_host(host) is host and to_device(host, "cpu") is host and fetch(host) is host
-    with torch.inference_mode():  # where nobody counts changes
+    with torch.inference_mode():  # which has no version counter
         assert on_host(to_device(torch.arange(3), "meta")).device.type == "meta"
 
 
@@ -100,7 +100,7 @@ def gpt_oss(attn_type, mask_type):
 
 
 def numbers_of(masks):
-    """What the host knows of a mask, or of each in a dict."""
+    """Return the host's numbers of a mask, or of each mask in a dict."""
     if isinstance(masks, dict):
         return {name: numbers_of(mask) for name, mask in masks.items()}
     mask = DocumentMask.of(masks)
@@ -138,7 +138,7 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
         assert extra_inputs["positions"].device.type == "meta"
         assert torch.equal(on_host(extra_inputs["positions"]), on_cpu_inputs["positions"])
 
-    # A host's own loop asks the model itself.
+    # A client's own loop gets the mask from the model.
     if source != "padding":
         extra = {key: value for key, value in moved(batch).items() if key != "input"}
         asked = model.get_attention_masks(to_device(TOKENS, "meta"), tokenizer, extra)

@@ -1,4 +1,4 @@
-"""What importing costs, and which way the imports point."""
+"""The cost of imports, and their direction."""
 
 import functools
 import json
@@ -40,9 +40,9 @@ for statement in sys.argv[1:]:
 
 @functools.cache
 def loaded_modules() -> dict[str, set[str]]:
-    """Statement -> names of the modules that it loads after `import torch`.
+    """Return statement -> names of the modules that it loads after `import torch`.
 
-    Each in a fork of one process that has imported torch and nothing else.
+    Each runs in a fork of a process that has imported only torch.
     """
     command = [sys.executable, "-c", PROBE, *STATEMENTS, *OF_FAMILIES.values()]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -51,7 +51,7 @@ def loaded_modules() -> dict[str, set[str]]:
 
 
 def heavy_among(modules: set[str]) -> set[str]:
-    """Those of torch's compiler and of optional libraries."""
+    """Return the modules of torch's compiler and of optional libraries."""
     compiler = ("torch._inductor", "torch._dynamo")
     return {m for m in modules if m.split(".")[0] in HEAVY or m.startswith(compiler)}
 
@@ -109,7 +109,7 @@ def test_picture_of_the_imports_is_the_code_s():
     )
 
 
-# Inside a part: files that a program may use without the rest of it.
+# Files that a program may use without the rest of their part.
 @pytest.mark.parametrize("file", ["rl/losses.py", "rl/batcher.py", "rl/tasks.py"])
 def test_parts_of_rl_that_need_no_trainer(file):
     names = architecture.imported_modules(architecture.PACKAGE / file)

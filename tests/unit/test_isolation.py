@@ -1,6 +1,6 @@
-"""Packed documents are isolated: hypothesis looks for a packing that says otherwise.
+"""Packed documents are isolated: hypothesis looks for a counterexample.
 
-The checks are those of `python -m tests.isolation.certificate`, whose oracle knows nothing of
+The checks are those of `python -m tests.isolation.certificate`, whose oracle does not use
 torchtitan.models; see there for tolerances.
 """
 
@@ -38,7 +38,7 @@ MAX_TOKENS = 24
 
 @st.composite
 def packings(draw):
-    """Rows of one length, cut where hypothesis likes; any piece may be padding."""
+    """Draw rows of one length, cut anywhere; any piece may be padding."""
     seq_len = draw(st.integers(1, MAX_TOKENS))
     rows = []
     for _ in range(draw(st.integers(1, 3))):

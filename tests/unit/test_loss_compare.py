@@ -30,7 +30,7 @@ def test_nan_and_missing_steps_are_not_equal():
     assert not compare({1: float("nan")}, {1: float("nan")})[1]
     report, is_equal = compare({1: 8.0, 2: 7.5}, {1: 8.0})
     assert not is_equal
-    assert "steps that only one of the two has: 2" in report
+    assert "steps of only one of the two runs: 2" in report
     assert not compare({}, {})[1]
 
 
@@ -44,7 +44,7 @@ def test_test_settings_default_to_the_baselines():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the same in everything; change one, or ask with --assert-equal"),
+        ([], "are the same run; change one, or use --assert-equal"),
         (["--steps=0", "--test-ngpus=2"], "must be at least 1"),
         (["--import-result=x", "--export-result=y"], "exclude one another"),
         (["--import-result=nowhere"], "--import-result must be a file, got 'nowhere'"),
@@ -58,13 +58,13 @@ def test_mistakes_in_the_arguments_are_named(arguments, message):
 
 def test_file_that_holds_no_losses_is_refused(tmp_path):
     (tmp_path / "losses").write_text("1 8.0\nstep two\n")
-    with pytest.raises(ComparisonError, match="takes lines `step loss`"):
+    with pytest.raises(ComparisonError, match="takes a file of lines `step loss`"):
         read_losses(str(tmp_path / "losses"))
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replaces training; returns the list of (ngpus, flags) of each run."""
+    """Replace training; returns the list of (ngpus, flags) of each run."""
     runs = []
 
     def train(scenario, flags, ngpus, log):

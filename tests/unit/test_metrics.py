@@ -63,7 +63,7 @@ class Recorder(BaseLogger):
 
 
 class Clock:
-    """Stands for time.perf_counter; moves when told."""
+    """Replaces time.perf_counter; a test moves it."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -184,7 +184,7 @@ def test_console_line_has_every_field_in_order(tmp_path, monkeypatch, caplog):
 def test_console_line_is_coloured_on_a_terminal_and_keeps_the_format_that_scripts_read(
     tmp_path, caplog, monkeypatch
 ):
-    assert processor(tmp_path).color.red == ""  # no terminal
+    assert processor(tmp_path).color.red == ""  # not a terminal
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     made = processor(tmp_path)
@@ -194,7 +194,7 @@ def test_console_line_is_coloured_on_a_terminal_and_keeps_the_format_that_script
     assert line.startswith(f"{utils.Color.red}step:  1  {utils.Color.green}loss:")
     match = re.search(r"step:\s*(\d+)\s*loss:\s*(\d+\.\d+)", ANSI.sub("", line))
     assert match.groups() == ("1", "7.50000")
-    assert "tflops" not in line  # on a CPU it says nothing
+    assert "tflops" not in line  # not printed on a CPU
     assert utils.Color.reset in line.split("tps")[1]
     monkeypatch.setenv("NO_COLOR", "1")
     assert processor(tmp_path).color.red == ""
@@ -245,7 +245,7 @@ def test_cpu_memory_is_that_of_this_process(monkeypatch):
     monitor = build_device_memory_monitor()
     assert monitor.device == torch.device("cpu") and monitor.device_capacity > 2**28
     before = monitor.get_peak_stats()
-    # Straight from the system: torch might be given memory that an earlier test has freed.
+    # Allocated by the system, because torch may reuse memory that an earlier test has freed.
     with mmap.mmap(-1, 64 * 2**20) as block:
         block.write(b"x" * len(block))
         after = monitor.get_peak_stats()
@@ -269,7 +269,7 @@ def test_cpu_memory_without_proc_falls_back_to_the_peak(monkeypatch):
 
 
 class FakeCuda:
-    """Stands for torch.cuda."""
+    """Replaces torch.cuda."""
 
     def __init__(self, stats):
         self.stats = stats
@@ -462,4 +462,4 @@ def test_hidden_loss_rank_is_warned_about(
     config = job(tmp_path)
     config.parallelism.pipeline_parallel_schedule = schedule
     ensure_pp_loss_visible(dims(pp=4, dp_shard=2), config, utils.NoColor())
-    assert ("known on rank 6" in caplog.text) == warned
+    assert ("Rank 6 prints the loss" in caplog.text) == warned

@@ -48,15 +48,21 @@ def test_table_changes_fields_of_the_flavor_and_leaves_the_flavor_alone(tmp_path
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"dimm": 64}, r"model.args.dimm is no field of TransformerModelArgs, did you mean 'dim'"),
-        ({"dim": "64"}, r"model.args.dim = '64': expected int, got str; it is 256 unless set"),
+        (
+            {"dimm": 64},
+            r"model.args.dimm is not a field of TransformerModelArgs, did you mean 'dim'",
+        ),
+        ({"dim": "64"}, r"model.args.dim = '64': expected int, got str; the default is 256"),
         ({"dim": 0}, r"model.args.dim must be at least 1 and below 2\*\*24, got 0"),
         (
             {"n_kv_heads": 3},
             r"n_kv_heads must divide n_heads, got 3 and 16; the choices are 1, 2, 4",
         ),
         ({"n_heads": 7}, r"n_heads must divide dim, got 7 and 256"),
-        ({"rope_scaling_args": {"factor": 2.0}}, r"rope_scaling_args.factor is no field of RoPE"),
+        (
+            {"rope_scaling_args": {"factor": 2.0}},
+            r"rope_scaling_args.factor is not a field of RoPE",
+        ),
         ({"rope_scaling_args": 3}, r"rope_scaling_args is a table of fields of RoPEScal.*got 3"),
     ],
 )

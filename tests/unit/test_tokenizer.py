@@ -206,7 +206,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
 
 
 def test_lines_of_vocab_txt_end_with_a_newline_only(tmp_path):
-    """Published vocabularies have U+2028 and U+0085 among their tokens."""
+    """Published vocabularies have tokens with U+2028 and U+0085."""
     lines = ["one", "a\u2028b", "\x85", "two"]
     (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))

@@ -274,7 +274,7 @@ def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
 
 
 class FakeMemory:
-    """Stands for torch.cuda.memory."""
+    """Replaces torch.cuda.memory."""
 
     def __init__(self):
         self.recording = []

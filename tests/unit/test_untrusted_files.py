@@ -337,7 +337,7 @@ def saved(value):
             lambda: hostile.deflated(saved(torch.zeros(10**6))),
             "entry of .* unpacks to 400",
         ),
-        ("state.blob", lambda: saved(_Allocates()), "it names bytearray, which is no plain data"),
+        ("state.blob", lambda: saved(_Allocates()), "it names bytearray, which is not plain data"),
         (
             "state.lr",
             lambda: saved("a" * 10**5),

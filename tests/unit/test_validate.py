@@ -23,7 +23,7 @@ SEQ_LEN = 4
 
 
 class FakeDataloader:
-    """Serves a list of batches, from the start each time."""
+    """Serves a list of batches, each time from its start."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -39,7 +39,7 @@ class FakeDataloader:
 
 
 def make_batch(seed: int, num_ignored: int = 0):
-    """Tokens [BATCH, SEQ_LEN] and labels whose first `num_ignored` columns are ignored."""
+    """Return tokens [BATCH, SEQ_LEN], and labels whose first `num_ignored` columns are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class RecordingProcessor(MetricsProcessor):
-    """Keeps what validation reports."""
+    """Records what validation reports."""
 
     def log_validation(self, loss, step, extra_metrics=None):
         self.reported = getattr(self, "reported", [])
@@ -71,7 +71,7 @@ class RecordingProcessor(MetricsProcessor):
 
 
 def no_meshes() -> SimpleNamespace:
-    """The layout of one process, without a process group."""
+    """Return the layout of one process, without a process group."""
     return SimpleNamespace(
         pp_enabled=False,
         cp_enabled=False,
@@ -90,7 +90,7 @@ def job(**options) -> JobConfig:
 
 
 def validator_of(batches, parallel_dims=None, config=None, tokenizer=None) -> Validator:
-    """A validator over these batches instead of a dataset's."""
+    """Return a validator over these batches instead of a dataset's."""
     config = config or job()
     parallel_dims = parallel_dims or no_meshes()
     build, asked = text_datasets.build_text_validation_dataloader, []
@@ -116,7 +116,7 @@ def validator_of(batches, parallel_dims=None, config=None, tokenizer=None) -> Va
 
 
 def mean_loss(model: nn.Module, batches) -> float:
-    """Mean over every valid token of all batches, one token at a time."""
+    """Return the mean over every valid token of all batches, computed one token at a time."""
     model.eval()
     losses = []
     for input_dict, labels in batches:
@@ -184,7 +184,7 @@ def test_training_throughput_does_not_notice_validation():
     validator.validate([Model()], step=1)
     assert processor.ntokens_since_last_log == 77
     assert processor.data_loading_times == [0.25]
-    # The clock goes on from where validation began; what validation took is not in it.
+    # The clock continues from where validation began, without the time of validation.
     now = time.perf_counter() - processor.time_last_log
     assert now == pytest.approx(since_last_log, abs=0.2)
 
@@ -194,7 +194,7 @@ def test_data_without_a_valid_token_are_a_warning_not_a_division_by_zero(batches
     validator = validator_of(batches)
     validator.validate([Model()], step=1)
     assert not hasattr(validator.metrics_processor, "reported")
-    assert "no token to validate on" in caplog.text
+    assert "no token with a label" in caplog.text
 
 
 def test_first_step_and_every_nth_are_validated():
@@ -210,7 +210,7 @@ def test_missing_metrics_processor_is_named():
 
 
 class MaskedModel(Model):
-    """Asks for masks, and for the batch's other entries."""
+    """Takes masks, and the batch's other entries."""
 
     model_args = SimpleNamespace(attn_type="flex")
 
@@ -270,7 +270,7 @@ def test_every_validation_reads_the_same_batches_of_a_real_dataset():
 
 
 def validate_sharded(batches_of_rank) -> float:
-    """This rank's reported loss with the model sharded over all ranks."""
+    """Return this rank's reported loss with the model sharded over all ranks."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     dims = ParallelDims(
         dp_replicate=1, dp_shard=world_size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world_size
@@ -280,7 +280,7 @@ def validate_sharded(batches_of_rank) -> float:
     fully_shard(model, mesh=dims.get_mesh("fsdp"))
     validator = validator_of(batches_of_rank[rank], parallel_dims=dims)
     validator.validate([model], step=1)
-    # A later save or optimizer step finds every parameter sharded again.
+    # Every parameter is sharded again, for a later save or optimizer step.
     assert all(isinstance(p, DTensor) for p in model.parameters())
     ((_, loss, _),) = validator.metrics_processor.reported
     return loss

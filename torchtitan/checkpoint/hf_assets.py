@@ -10,10 +10,8 @@ import torch
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.hf_config import differing, from_hf_config
 from torchtitan.models.hf_config_writer import to_hf_config
-from torchtitan.tools.files import open_file
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import find_shipped, open_file, read_json_object
 from torchtitan.tools.logging import logger
-from torchtitan.tools.shipped import find_shipped
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -1,15 +1,6 @@
 import torch
 
-from torchtitan.tools.lazy_names import load_on_access
-
-# Stands before the imports below: other modules import it while this package is loading.
-TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
-
-from torchtitan.config.job_config import (  # noqa: E402
+from torchtitan.config.job_config import (
     ActivationCheckpoint,
     Checkpoint,
     Comm,
@@ -27,8 +18,15 @@ from torchtitan.config.job_config import (  # noqa: E402
     Training,
     Validation,
 )
+from torchtitan.tools.lazy_names import load_on_access
 
-# Star imports take the lazy name from here.
+TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+# `import *` finds the lazy name ConfigManager here.
 __all__ = [
     "JobConfig",
     "ConfigManager",
@@ -50,5 +48,5 @@ __all__ = [
     "Debug",
 ]
 
-# The command line's parser is of no use to programs that make a JobConfig themselves.
+# Loaded on first use, because a program that builds its own JobConfig needs no command-line parser.
 __getattr__ = load_on_access(__name__, {"ConfigManager": ".manager"})

@@ -2,7 +2,7 @@
 
 A TOML table `[training]` fills the field `training` of `JobConfig`; a nested class is a nested
 table. `--help` prints the comment behind or above a field. Annotations must stay real types (no
-`from __future__ import annotations`): the TOML loader reads them to check the values.
+`from __future__ import annotations`) because the TOML loader checks values against them.
 """
 
 import json
@@ -17,9 +17,9 @@ from torchtitan.tools.logging import logger
 
 
 def section(kind: type, text: str = "") -> Any:
-    """A field that is a nested table; `--help` prints `text` above its keys.
+    """Return a field that is a nested table; `--help` prints `text` above its keys.
 
-    In its metadata: for a comment, the parser would read the source again at every start.
+    The text is metadata because the parser would read the source at every start for a comment.
     """
     return field(default_factory=kind, metadata={"help": text})
 
@@ -28,10 +28,10 @@ def section(kind: type, text: str = "") -> Any:
 class Job:
     config_file: str | None = None  # TOML file to read; flags on the command line win over it
     dump_folder: str = "./outputs"  # Root folder of everything this job writes
-    # Free text that says what this job is for; logged when it starts
+    # Free text about the purpose of this job; logged when it starts
     description: str = "default job"
     print_config: bool = False  # Log the resolved config when the job starts
-    # Write the resolved config as JSON to this file under the dump folder
+    # Write the resolved config as JSON to this file, under the dump folder
     save_config_file: str | None = None
     # Dotted name of a module with a dataclass called JobConfig, whose sections and fields are
     # merged over the built-in ones, e.g. tests.assets.extended_job_config_example
@@ -42,7 +42,7 @@ class Job:
 class Profiling:
     enable_profiling: bool = False  # Record traces with torch.profiler
     save_traces_folder: str = "profile_traces"  # Folder for the traces, under the dump folder
-    profile_freq: int = 10  # Steps per profiling cycle; memory snapshots follow the same cycle
+    profile_freq: int = 10  # Steps per profiling cycle, and between memory snapshots
     profiler_active: int = 1  # Steps recorded in each cycle
     profiler_warmup: int = 3  # Steps the profiler warms up for before it records
     enable_memory_snapshot: bool = False  # Dump the history of device memory allocations
@@ -54,43 +54,43 @@ class Profiling:
 class Metrics:
     log_freq: int = 10  # Log metrics every this many steps
     enable_tensorboard: bool = False  # Write metrics for TensorBoard
-    # Print metrics without terminal colours, which a terminal gets unless NO_COLOR is set
+    # Print metrics without colours; NO_COLOR in the environment does the same
     disable_color_printing: bool = False
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
-    # Let every rank write its own metrics, instead of one rank
+    # Every rank writes its own metrics, instead of one rank for all
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
     enable_jsonl: bool = True  # Append metrics to a file, one JSON object per line
-    save_jsonl_file: str = "metrics.jsonl"  # Name of that file, under the dump folder
+    save_jsonl_file: str = "metrics.jsonl"  # Metrics file, under the dump folder
 
 
 @dataclass
 class Model:
-    name: str = "llama3"  # Which model family (train spec) to train
-    flavor: str = "debugmodel"  # Which size of it, by its name in the family's flavor table
+    name: str = "llama3"  # Model family (train spec)
+    flavor: str = "debugmodel"  # Size of the model, by its name in the family's flavor table
     # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
-    # in TOML, --model.args "dim=512, n_layers=4" as a flag, which replaces the table
+    # in TOML. The flag --model.args "dim=512, n_layers=4" replaces the whole table
     args: dict[str, Any] = field(default_factory=dict)
-    # A config.json of Hugging Face, or its folder, that gives the sizes in place of the flavor
+    # config.json of a Hugging Face model, or its folder, whose sizes replace the flavor's
     hf_config: str | None = None
-    # Local folder with the Hugging Face tokenizer and, if wanted, config, weights and index
+    # Local folder with the Hugging Face tokenizer and, optionally, config, weights and index
     hf_assets_path: str = "./tests/assets/tokenizer"
-    tokenizer_path: str | None = None  # Old name of hf_assets_path; when set it takes its place
+    tokenizer_path: str | None = None  # Old name of hf_assets_path, which it replaces if set
     # Model converters to apply, in this order, e.g. quantize.linear.float8
     converters: list[str] = field(default_factory=list)
-    print_after_conversion: bool = False  # Log the model's modules after the converters ran
-    # Attention kernel; None keeps what the flavor says. varlen is for 16-bit numbers on a GPU
+    print_after_conversion: bool = False  # Log the model's modules after the conversion
+    # Attention kernel; None takes the flavor's. On a GPU varlen needs 16-bit numbers
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
-    # Which tokens see each other: the whole row (causal), one document that ends with the
-    # end-of-text token (block_causal), or one document whose positions count up by one
-    # (position_block_causal); None keeps what the flavor says
+    # Earlier tokens that a token attends to: all of its row (causal), or those of its document, where
+    # documents end with the end-of-text token (block_causal) or wherever positions do not count up
+    # by one (position_block_causal); None takes the flavor's
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
-    # One value per token, [B, T, 1], in place of logits, for critics and reward models. They need a
-    # loss of their own, so an engine that is driven from Python
+    # Output one value per token, [B, T, 1], in place of logits, for critics and reward models. Needs
+    # a loss function of your own, and so an engine driven from Python
     value_head: bool = False
     # Compute the output projection in fp32 from weights and hidden states of any type, in training
-    # and generation: at |logit| 26 rounding to bf16 changes log-probs by up to 0.09
+    # and generation: at |logit| 26, rounding to bf16 changes log-probs by up to 0.09
     fp32_head: bool = False
 
 
@@ -102,11 +102,11 @@ class Optimizer:
     beta2: float = 0.95  # Decay of the second moment
     eps: float = 1e-8  # Added to the denominator of the update
     weight_decay: float = 0.1  # Weight decay
-    # fused updates in one kernel, foreach in a few horizontally batched ones, for-loop one
-    # parameter at a time (slow, for debugging)
+    # Update all parameters in one kernel (fused), in a few batched kernels (foreach), or one
+    # parameter at a time (for-loop: slow, for debugging)
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # Update each parameter as soon as its gradient is there, and free the gradient. Saves memory;
-    # gradients are not clipped
+    # Update each parameter as soon as its gradient is complete, then free the gradient. Saves
+    # memory; gradients are not clipped
     early_step_in_backward: bool = False
 
 
@@ -114,14 +114,14 @@ class Optimizer:
 class LRScheduler:
     warmup_steps: int = 200  # Steps over which the learning rate rises linearly to its peak
     total_steps: int | None = None  # Steps the schedule spans; None takes training.steps
-    # Share of the span spent decaying, at its end; None decays from the end of warm-up on
+    # Share of the steps that decay, at the end; None decays from the end of the warm-up on
     decay_ratio: float | None = None
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
-    min_lr_factor: float = 0.0  # Where the decay ends, as a fraction of the peak learning rate
-    # Steps by which the warm-up is ahead. With 0 the first step has 1/warmup_steps of the peak, with -1
-    # it has 0, as in transformers and verl
+    min_lr_factor: float = 0.0  # Learning rate at the end of the decay, as a fraction of the peak
+    # Steps by which to shift the warm-up. With 0 the first step has 1/warmup_steps of the peak; with
+    # -1 it has 0, as in transformers and verl
     step_offset: int = 0
-    init_lr_factor: float = 0.0  # Where the warm-up begins, as a fraction of the peak learning rate
+    init_lr_factor: float = 0.0  # Learning rate where the warm-up begins, as a fraction of the peak
 
 
 @dataclass
@@ -129,7 +129,7 @@ class DataLoader:
     num_workers: int = 0  # Processes that load data; 0 loads in the training process
     # Keep the workers from one epoch to the next; needs num_workers > 0
     persistent_workers: bool = False
-    # Put batches into pinned host memory, from which copies to a GPU can overlap
+    # Put batches into pinned host memory, so that their copies to a GPU overlap with compute
     pin_memory: bool = False
     # Batches each worker prepares ahead; needs num_workers > 0; None is torch's default
     prefetch_factor: int | None = None
@@ -138,48 +138,48 @@ class DataLoader:
 @dataclass
 class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
-    dataset_path: str | None = None  # Where the dataset lies, if not where its registration says
+    dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
     # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
     # the eos_token of its tokenizer_config.json
     eos_token: str | None = None
-    bos_token: str | None = None  # Token that begins each document; None takes the file's bos_token
+    # Token that begins each document; None takes the bos_token of tokenizer_config.json
+    bos_token: str | None = None
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
     # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
     global_batch_size: int = -1
-    # Where several microbatches make a step, sum gradients over data-parallel ranks with the last
-    # one only. Saves communication; under FSDP each rank then holds the gradients of the whole
-    # model, 4 bytes per parameter. Without it replicas of HSDP are summed with the last one only
+    # In a step of several microbatches, sum gradients over data-parallel ranks only after the last.
+    # Saves communication; under FSDP each rank then holds the gradients of the whole model, 4 bytes
+    # per parameter. HSDP sums over replicas only after the last microbatch in any case
     defer_gradient_sync: bool = False
     seq_len: int = 2048  # Tokens per sequence
-    max_norm: float | int = 1.0  # Gradients are scaled down to this norm when theirs is larger
+    max_norm: float | int = 1.0  # Scale gradients down to this norm if theirs is larger
     steps: int = 10000  # Optimizer steps to train for
-    # Save and end before the process is this old, with time left for a step and the save; 0 is no
-    # limit. For batch schedulers; needs checkpoint.enable
+    # Save and end before the process has run this long, with time left for a step and the save; 0
+    # is no limit. For batch schedulers; needs checkpoint.enable
     time_limit_minutes: float = 0.0
     # Keep parameters, gradients and optimizer state in host memory (with FSDP)
     enable_cpu_offload: bool = False
-    # Type the model is built in, and the optimizer steps in
+    # Type of the parameters, in which the optimizer updates them
     dtype: Literal["bfloat16", "float32"] = "float32"
-    # Type parameters are cast to for compute, by FSDP, or by autocast without it
+    # Type that parameters are cast to for compute, by FSDP, or by autocast without FSDP
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     mixed_precision_reduce: Literal["float32"] = "float32"  # Type in which FSDP sums gradients
-    # How gradients of data-parallel ranks are combined: their sum, for a loss divided by a count
-    # over all ranks, or their mean, for a program with its own batches and a loss that is a mean on
-    # each rank
+    # How gradients of data-parallel ranks are combined: their sum, if the loss is divided by a
+    # count over all ranks, or their mean, if your program computes a mean loss on each rank
     gradient_reduction: Literal["sum", "mean"] = "sum"
-    # What to do in a step whose gradient norm is inf or nan: leave the weights alone and go on,
-    # stop the job, or step all the same
+    # If a step's gradient norm is inf or nan: leave the weights unchanged and go on (skip), stop the
+    # job (stop), or update the weights all the same (ignore)
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
-    # Count RoPE positions from 0 in each document where the model keeps documents apart and the
-    # batch has no positions; under a causal mask there is one count per row anyway
+    # Count RoPE positions from 0 in each document, if the attention mask keeps documents apart and
+    # the batch has no positions. Under a causal mask positions always count over the whole row
     restart_positions: bool = True
-    # Leave out of the loss what a document's last token predicts, the first token of the next; None
-    # does so where the model keeps documents apart, and not under a causal mask
+    # Leave a document's last token out of the loss, because its label is the first token of the next
+    # document; None does so if the attention mask keeps documents apart, and not if it is causal
     mask_boundary_loss: bool | None = None
-    # Tokens whose logits exist at a time, where the loss is computed inside the output projection,
-    # chunk by chunk. 0 computes logits of the whole microbatch; -1 does so for vocabularies below
-    # 32,768, and takes 1,024 tokens on a CPU and 4,096 elsewhere for larger ones
+    # Compute the loss inside the output projection, with the logits of this many tokens at a time. 0
+    # computes the logits of the whole microbatch; -1 does the same for vocabularies below 32,768,
+    # and takes 1,024 tokens on a CPU and 4,096 elsewhere for larger vocabularies
     loss_chunk: int = -1
     gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
@@ -188,20 +188,20 @@ class Training:
 
 @dataclass
 class Parallelism:
-    # Copies of the weights: more than 1 is DDP, or HSDP together with a shard degree above 1
+    # Replicas of the weights: more than 1 is DDP, or HSDP if the shard degree is above 1 too
     data_parallel_replicate_degree: int = 1
-    # Ranks that share one copy of the weights (FSDP); -1 takes all ranks that are left
+    # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: int = -1
-    # Whether a layer frees its gathered weights between forward and backward: always, never, or
-    # default, which is always except under pipeline parallelism. A number, such as the ranks of a
-    # node, keeps them sharded over that many ranks, among which backward gathers them
+    # Free a layer's gathered weights between forward and backward: always, never, or default, which
+    # is always except under pipeline parallelism. A number, such as the ranks of a node, keeps the
+    # weights sharded over that many ranks instead, and backward gathers them among these
     fsdp_reshard_after_forward: int | str = "default"
-    # Have NCCL allocate what FSDP sends and receives, registered for zero-copy transfers; takes
-    # memory that is not shared with the rest. Without effect where the backend has none to give
+    # NCCL allocates FSDP's communication buffers and registers them for zero-copy transfers. Their
+    # memory serves nothing else. No effect if the backend has no allocator
     fsdp_register_buffers: bool = False
-    # Let FSDP hold the parameters even where it has nothing to shard, as on one rank. None does so
-    # for a train spec without a dataloader, whose caller may rely on FSDP modules, and on an
-    # accelerator without replicas, where it is faster than autocast
+    # Wrap the model in FSDP even if there is nothing to shard, as on one rank. None does so for a
+    # train spec without a dataloader, because its caller may rely on FSDP modules, and on an
+    # accelerator without replicas, where FSDP is faster than autocast
     always_fsdp: bool | None = None
     tensor_parallel_degree: int = 1  # Ranks that split each matrix multiplication; 1 is off
     # Gather the logits before the loss instead of computing it on vocabulary shards
@@ -212,37 +212,37 @@ class Parallelism:
     # Names of the modules in each pipeline stage, one list per stage, e.g. [["tok_embeddings",
     # "layers.0"], ["layers.1", "norm", "output"]]; None splits evenly
     module_fqns_per_model_part: list[list[str]] | None = None
-    # Layers the first stage has fewer than the others, as it also embeds
+    # The first stage has this many fewer layers than a middle stage, because it also embeds
     pipeline_parallel_first_stage_less_layers: int = 1
-    # Layers the last stage has fewer than the others, as it also computes logits and loss
+    # The last stage has this many fewer layers, because it also computes logits and loss
     pipeline_parallel_last_stage_less_layers: int = 1
-    # Layers per stage; None makes the fewest stages that the schedule takes
+    # Layers per stage; None makes the fewest stages that the schedule allows
     pipeline_parallel_layers_per_stage: int | None = None
-    # Pipeline schedule, by the name torch.distributed.pipelining gives it
+    # Pipeline schedule, by its name in torch.distributed.pipelining
     pipeline_parallel_schedule: str = "1F1B"
-    # CSV file with your own schedule, for the PipelineScheduleMulti class
+    # CSV file with a schedule of your own, for the PipelineScheduleMulti class
     pipeline_parallel_schedule_csv: str | None = ""
     pipeline_parallel_microbatch_size: int = 1  # Sequences per pipeline microbatch
-    # Accepted for configs of the reference; without effect in this version
+    # Accepted because configs of the reference have it; no effect in this version
     pipeline_parallel_expert_parallel_overlap: bool = True
     context_parallel_degree: int = 1  # Ranks that split each sequence; 1 is off
-    # How a sequence is divided so that every rank has equal work: headtail, ptrr, or None for plain
-    # consecutive slices
+    # How to divide a sequence so that every rank has equal work: headtail or ptrr. None gives each
+    # rank one consecutive slice
     context_parallel_load_balancer: str | None = "headtail"
     # Collective that exchanges keys and values between context-parallel ranks
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    expert_parallel_degree: int = 1  # Ranks the experts are spread over; 1 is off
+    expert_parallel_degree: int = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: int = 1
-    # How tokens travel to their experts: torch's all-to-all, or the DeepEP kernels
+    # What sends tokens to their experts: torch's all-to-all, or the DeepEP kernels
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
     def __post_init__(self) -> None:
         balancer = self.context_parallel_load_balancer
         if balancer is not None and not balancer:
             raise ValueError(
-                "parallelism.context_parallel_load_balancer = '' names no way to balance rows; take "
-                "'headtail' or 'ptrr', or None for none"
+                "parallelism.context_parallel_load_balancer must be 'headtail', 'ptrr' or None, got "
+                "''; use None for no load balancing"
             )
 
 
@@ -253,69 +253,69 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: int = 500  # Save every this many steps
-    # Checkpoint (the step folder itself) to start from. Read only if this job has no checkpoint
-    # folder yet
+    # Checkpoint (the step folder itself) to start from. Ignored if this job has checkpoints
+    # of its own
     initial_load_path: str | None = None
-    # From the initial checkpoint take the weights only, not optimizer, step or data position
+    # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True
     # Start from Hugging Face safetensors, at initial_load_path or else at model.hf_assets_path
     initial_load_in_hf: bool = False
-    # Those safetensors are quantized and have to be dequantized
+    # Dequantize the Hugging Face safetensors to start from
     initial_load_in_hf_quantized: bool = False
-    # The last checkpoint holds the weights only. It cannot be resumed from
+    # The last checkpoint holds only the weights, so that no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
-    # Type the weights are cast to in a last checkpoint that holds the weights only
+    # Type of the weights in a last checkpoint that holds only the weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # Training waits for the whole save (disabled), for the copy to host memory (async), or not even
-    # for that (async_with_pinned_mem, which keeps a pinned buffer)
+    # Training waits for the whole save (disabled), only for the copy to host memory (async), or for
+    # neither (async_with_pinned_mem, which keeps a pinned buffer)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    # Keep this many of the newest checkpoints; 0 keeps all. 1 is refused: a crash while the only
-    # one is replaced would leave none
+    # Keep this many of the newest checkpoints; 0 keeps all. 1 is refused, because a crash during the
+    # next save could leave no checkpoint
     keep_latest_k: int = 10
     load_step: int = -1  # Step to continue from; -1 is the newest
     # Parts of a checkpoint to leave out when loading, e.g. optimizer,lr_scheduler,dataloader
     exclude_from_loading: list[str] = field(default_factory=list)
-    # Save after step 1 too, to find out early that saving works
+    # Save after step 1 too, as an early test that saving works
     enable_first_step_checkpoint: bool = False
     # Initialise the model, save it as step 0 and exit; on one process
     create_seed_checkpoint: bool = False
     load_only: bool = False  # Load, but never save
-    # Compare what is read with the hashes that were recorded when it was saved
+    # Compare the files' hashes with those recorded when the checkpoint was saved
     verify_on_load: bool = True
 
 
 @dataclass
 class ActivationCheckpoint:
-    # Which activations are recomputed in backward instead of kept
+    # Activations to recompute in backward instead of keeping them
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     # For mode selective: a number n recomputes every n-th layer, "op" decides per operator
     selective_ac_option: str = "2"
-    # For option "op": matrix multiplications with the weight shapes of the linears that have one of
-    # these in their name are always recomputed
+    # For option "op": parts of names of linears. Every matrix multiplication with a weight of the
+    # same shape as one of theirs is recomputed
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
     )
-    early_stop: bool = False  # Stop recomputing a layer as soon as all that backward needs is there
+    early_stop: bool = False  # Stop recomputing a layer once backward has all it needs
     # For mode memory_budget: 0 recomputes everything, 1 keeps everything. Needs compile.enable
     memory_budget: float = 0.5
     # Draw memory against recompute time, into memory_budget_pareto under the dump folder
     visualize_memory_budget_pareto: bool = False
     preserve_rng_state: bool = True  # Draw the same random numbers when recomputing
-    # How recomputed tensors are compared with the first ones: default (metadata) or none
+    # Check recomputed tensors against the original ones: default (metadata) or none
     determinism_check: str = "default"
-    debug: bool = False  # Record operators to explain a mismatch when recomputing; slow
+    debug: bool = False  # Record operators, to explain a mismatch when recomputing; slow
 
 
 @dataclass
 class Compile:
     enable: bool = False  # Compile with torch.compile
-    # What to compile: model, loss
+    # Parts to compile: model, loss
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
     backend: str = "inductor"  # Backend of torch.compile
 
     def applies_to(self, component: str) -> bool:
-        """Whether this component, "model" or "loss", is compiled."""
+        """Return whether this component, "model" or "loss", is compiled."""
         return self.enable and component in self.components
 
 
@@ -326,7 +326,7 @@ class Float8Linear:
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     # Named float8 recipe of torchao
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    # Linears with one of these in their name stay as they are
+    # Do not convert linears with one of these texts in their name
     filter_fqns: list[str] = field(default_factory=list)
     # Compute in float32 with float8 rounding, for devices without float8; for tests only
     emulate: bool = False
@@ -337,7 +337,7 @@ class MXLinear:
     # Kernel that casts along the first dimension
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     recipe_name: str = "mxfp8_cublas"  # Named MX recipe of torchao
-    # Linears with one of these in their name stay as they are
+    # Do not convert linears with one of these texts in their name
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
 
 
@@ -349,14 +349,14 @@ class QuantizedLinear:
 
 @dataclass
 class Float8GroupedMM:
-    # Grouped matrix multiplications in modules with one of these names use float8
+    # Parts of names of the modules whose grouped matrix multiplications use float8
     fqns: list[str] | str = field(default_factory=list)
 
 
 @dataclass
 class MXGroupedMM:
     recipe_name: Literal["mxfp8"] = "mxfp8"  # Named MX recipe of torchao
-    # Grouped matrix multiplications in modules with one of these names use MX types
+    # Parts of names of the modules whose grouped matrix multiplications use MX types
     fqns: list[str] | str = field(default_factory=list)
 
 
@@ -376,15 +376,16 @@ class Quantize:
 
 @dataclass
 class Comm:
-    init_timeout_seconds: int = 300  # How long a collective may take up to and including step 1
-    train_timeout_seconds: int = 100  # How long a collective may take after step 1
-    # Events that NCCL's flight recorder remembers; 0 turns it off. Gloo never writes them: 100 at most
+    init_timeout_seconds: int = 300  # Limit of a collective's time up to and including step 1
+    train_timeout_seconds: int = 100  # Limit of a collective's time after step 1
+    # Events that NCCL's flight recorder keeps; 0 turns it off. At most 100 under Gloo, which never
+    # writes them to a file
     trace_buf_size: int = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
-    save_traces_file_prefix: str = "rank_"  # How the names of those dumps begin
-    # Real communication, none at all (for dry runs on one process), or all ranks simulated in one
-    # process
+    save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
+    # Real communication (default), none (fake_backend: dry runs on one process), or all ranks
+    # simulated in one process (local_tensor)
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
@@ -398,11 +399,11 @@ class MemoryEstimation:
 class FaultTolerance:
     enable: bool = False  # Train with torchft replicas
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
-    process_group_timeout_ms: int = 10000  # How long that group waits, in milliseconds
+    process_group_timeout_ms: int = 10000  # Time-out of that group, in milliseconds
     replica_id: int = 0  # Number of this replica
     group_size: int = 0  # Number of replicas
     min_replica_size: int = 1  # Replicas that have to take part in a step
-    # How replicas that synchronise only now and then do it: local_sgd or diloco
+    # Algorithm of replicas that do not synchronise in every step: local_sgd or diloco
     semi_sync_method: str | None = None
 
 
@@ -415,15 +416,15 @@ class Experimental:
 @dataclass
 class Validation:
     enable: bool = False  # Measure the loss on held-out data
-    # Dataset, by its registered name; None takes the part that is held out of training.dataset, or
-    # training.dataset itself where it has none
+    # Dataset, by its registered name; None takes the held-out part of training.dataset, or
+    # training.dataset itself if it has no held-out part
     dataset: str | None = None
-    # Where the dataset lies; None takes training.dataset_path if dataset is None, too
+    # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
     local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
     seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
     freq: int = 10  # Validate every this many steps
-    steps: int = -1  # Batches per validation on each rank; -1 takes all the data there is
+    steps: int = -1  # Batches per validation on each rank; -1 takes all the data
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
     def __post_init__(self) -> None:
@@ -436,19 +437,19 @@ class Validation:
 class Debug:
     seed: int | None = None  # Seed of all random numbers; None lets rank 0 draw one
     deterministic: bool = False  # Use deterministic algorithms only; slower
-    # Warn, instead of failing, where no deterministic algorithm exists
+    # Warn, instead of failing, if no deterministic algorithm exists
     deterministic_warn_only: bool = False
-    # Send the same number of tokens to every expert, whatever the router says
+    # Send the same number of tokens to every expert, whatever the router decides
     moe_force_load_balance: bool = False
-    # At the first step, and again after this many steps, exchange one token of the batch, and stop
-    # the run if the logits of another document move, or of an earlier token; the error names the
-    # layer. Costs two forward passes of a microbatch; 0 turns it off
+    # At the first step, and every this many steps, exchange one token of the batch, and stop the run
+    # if the logits of another document or of an earlier token change; the error names the layer.
+    # Costs two forward passes of a microbatch; 0 turns the check off
     check_document_isolation_freq: int = 0
 
 
 @dataclass
 class JobConfig:
-    """What one job should do; built once, checked once, then only read."""
+    """All settings of a job; built once, checked once, then only read."""
 
     job: Job = section(Job)
     profiling: Profiling = section(Profiling)
@@ -471,7 +472,7 @@ class JobConfig:
 
     @property
     def validation_data(self) -> Validation:
-        """`[validation]` with dataset, dataset_path and seq_len of `[training]` where it has none."""
+        """A copy of `[validation]`, where dataset, dataset_path and seq_len default to `[training]`'s."""
         own, training = self.validation, self.training
         is_training_data = own.dataset is None and own.dataset_path is None
         return replace(
@@ -483,22 +484,21 @@ class JobConfig:
 
     @property
     def ranks_apart(self) -> int:
-        """How many of a job's ranks, the last ones, do not train."""
+        """The number of a job's ranks that do not train; they are its last ranks."""
         return 0
 
     def trainer_ranks(self, world_size: int) -> int:
-        """How many of a job's ranks train: the first ones. The layout is theirs."""
+        """Return the number of ranks that train, the job's first ones. The layout covers these."""
         return world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole config as nested dicts, which share nothing with it."""
+        """Return the whole config as nested dicts, a deep copy."""
         return asdict(self)
 
     def maybe_log(self) -> None:
-        """Log the config and write it to a file, each if `job` asks for it.
+        """Log the config if `job.print_config`, and write it to `job.save_config_file` if set.
 
-        Rank 0 writes the file. Without a process group, which tells the rank, there is a warning
-        and no file.
+        Rank 0 writes the file. Without a process group the rank is unknown: a warning and no file.
         """
         if self.job.print_config:
             described = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)

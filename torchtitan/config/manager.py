@@ -26,7 +26,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
-_FLAGS_SHOWN = 4  # of those that are like a mistyped one
+_FLAGS_SHOWN = 4  # suggestions for a mistyped flag
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class _UnavailableParallelism:
 
 @dataclasses.dataclass
 class _Unavailable:
-    """Merged into the config for `--help`, which then leaves out what only raises."""
+    """Merged into the config for `--help`, which then leaves out keys that are always refused."""
 
     fault_tolerance: tyro.conf.Suppress[FaultTolerance] = dataclasses.field(
         default_factory=FaultTolerance
@@ -49,11 +49,11 @@ class _Unavailable:
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
     """A TOML file that cannot be parsed; the message names the file and the line.
 
-    Also the standard library's error, which callers may catch.
+    It derives from the standard library's error too, because callers may catch that.
     """
 
     def __init__(self, path: str, line: int, reason: str) -> None:
-        # Past the constructors of TOMLDecodeError, which want the text.
+        # Bypasses the constructors of TOMLDecodeError, which need the text.
         ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
 
@@ -71,9 +71,10 @@ class ConfigManager:
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
         """Return the config that `args` (default: this process's arguments) describe.
 
-        Flags win over the TOML file, which wins over the defaults. Each call starts afresh.
+        Flags win over the TOML file, which wins over the defaults. Calls are independent.
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file, and SystemExit(2)
-        for a mistake in the flags, which is printed: on several ranks by `exit_on_config_error`.
+        for a mistake in the flags, after printing it; with several ranks `exit_on_config_error`
+        prints it.
         """
         args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
         toml_values = self._maybe_load_toml(args)
@@ -87,9 +88,9 @@ class ConfigManager:
             path = _flag_value(args, "job", "config_file")
             where = f" (in {path}; `{_program()} --help` lists all keys)"
             raise ConfigError(str(error) + where, error.sentence + where) from error
-        said = io.StringIO()
+        parser_output = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(parser_output):
                 self.config = tyro.cli(
                     config_cls,
                     prog=_program(),
@@ -105,8 +106,8 @@ class ConfigManager:
         except SystemExit as error:
             if not error.code:
                 raise
-            message = _sentence_in(said.getvalue())
-            if has_peers():  # the ranks print it once
+            message = _sentence_in(parser_output.getvalue())
+            if has_peers():  # then the caller prints it, once for all ranks
                 raise _FlagMistake(message) from error
             print(message, file=sys.stderr)
             raise
@@ -141,14 +142,14 @@ class ConfigManager:
             return tomli.loads(text)
         except tomli.TOMLDecodeError as error:
             raise TomlSyntaxError(path, error.lineno, str(error)) from error
-        except (RecursionError, ValueError) as error:  # a whole number of thousands of digits
+        except (RecursionError, ValueError) as error:  # ValueError: too long an integer
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ConfigError(f"{path} cannot be read: {reason}") from error
 
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
     ) -> type[JobConfig]:
-        # The deprecated key counts last.
+        # The deprecated key comes last.
         for section, key in (
             ("job", "custom_config_module"),
             ("experimental", "custom_args_module"),
@@ -157,7 +158,7 @@ class ConfigManager:
             table = (toml_values or {}).get(section)
             if module_name is None and isinstance(table, dict):
                 module_name = table.get(key)
-            # Anything but text is reported when the whole table is checked.
+            # A value that is not text is reported later, by the check of the whole table.
             if module_name and isinstance(module_name, str):
                 break
         else:
@@ -173,7 +174,7 @@ class ConfigManager:
 
     @staticmethod
     def _merge_configs(base: Any, custom: Any) -> type:
-        """Return a dataclass with the fields of both; where both have one, `custom` decides.
+        """Return a dataclass with the fields of both; `custom` wins where both have a field.
 
         Sections that both have are merged in the same way, field by field.
         """
@@ -191,15 +192,15 @@ class ConfigManager:
             elif default is dataclasses.MISSING and factory is dataclasses.MISSING:
                 if not dataclasses.is_dataclass(kind):
                     raise ConfigError(
-                        f"every key of a custom config needs a default value, got {name!r} "
-                        f"without; give it one"
+                        f"every key of a custom config needs a default value, got none for "
+                        f"{name!r}; add a default"
                     )
                 factory = kind
             copy = dataclasses.field(
                 default=default, default_factory=factory, metadata=field.metadata
             )
             merged.append((name, kind, copy))
-        # The parser finds no source of a class that is made here, and reads its docstring instead.
+        # A class made here has no source, so the parser takes its help texts from the docstring.
         help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
         return dataclasses.make_dataclass(
             f"Merged{base.__name__}", merged, bases=(base,), namespace={"__doc__": help_texts}
@@ -209,7 +210,7 @@ class ConfigManager:
         return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
-        """Carry old key names over to the new ones; refuse old tokenizer files and what is not there."""
+        """Copy values of old keys to the new ones; refuse old tokenizer files and missing features."""
         refuse(unavailable(self.config))
         job, model = self.config.job, self.config.model
         if old_name := self.config.experimental.custom_args_module:
@@ -230,49 +231,49 @@ class ConfigManager:
             )
 
     @staticmethod
-    @functools.cache  # once for a registry: the parser tries each of its rules on every key
+    @functools.cache  # once for each registry, because the parser tries every rule on every key
     def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
-        """Let a `list[str]` flag take one argument with commas, `--model.converters a,b`, and a table
-        what stands between the braces of TOML's inline tables, `--model.args "dim=64, n_layers=2"`."""
+        """Add the rules for flags of lists and tables.
+
+        A `list[str]` is one argument with commas, `--model.converters a,b`. A `dict` is the inside of
+        a TOML inline table, `--model.args "dim=64, n_layers=2"`.
+        """
+
+        def read_table(arguments: list[str]) -> dict[str, Any]:
+            text = arguments[0] if arguments[0].startswith("{") else f"{{{arguments[0]}}}"
+            return tomli.loads(f"table = {text}")["table"]
+
+        comma_separated = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="A,B,C,...",
+            instance_from_str=lambda arguments: arguments[0].split(","),
+            is_instance=lambda value: (
+                isinstance(value, list) and all(isinstance(item, str) for item in value)
+            ),
+            str_from_instance=lambda value: [",".join(value)],
+        )
+        inline_table = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KEY=VALUE,...",
+            instance_from_str=read_table,
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
 
         @registry.primitive_rule
-        def comma_separated(
+        def rule(
             type_info: tyro.constructors.PrimitiveTypeInfo,
         ) -> tyro.constructors.PrimitiveConstructorSpec | None:
-            if type_info.type != list[str]:
-                return None
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="A,B,C,...",
-                instance_from_str=lambda arguments: arguments[0].split(","),
-                is_instance=lambda value: (
-                    isinstance(value, list) and all(isinstance(item, str) for item in value)
-                ),
-                str_from_instance=lambda value: [",".join(value)],
-            )
-
-        @registry.primitive_rule
-        def inline_table(
-            type_info: tyro.constructors.PrimitiveTypeInfo,
-        ) -> tyro.constructors.PrimitiveConstructorSpec | None:
-            if type_info.type != dict[str, Any]:
-                return None
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="KEY=VALUE,...",
-                instance_from_str=lambda arguments: tomli.loads(
-                    f"table = {arguments[0] if arguments[0][:1] == '{' else f'{{{arguments[0]}}}'}"
-                )["table"],
-                is_instance=lambda value: isinstance(value, dict),
-                str_from_instance=lambda value: [json.dumps(value)],
-            )
+            if type_info.type == list[str]:
+                return comma_separated
+            return inline_table if type_info.type == dict[str, Any] else None
 
 
 def _as_utf8(argument: str) -> str:
-    """An argument that Python has read as ASCII (LANG=C, without UTF-8 mode), as the text it is."""
+    """Return an argument decoded as UTF-8; under LANG=C Python may have read it as ASCII."""
     try:
         return os.fsencode(argument).decode()
-    except UnicodeError:  # it is no UTF-8, which the checks report
+    except UnicodeError:  # not UTF-8: the checks report it
         return argument
 
 
@@ -282,16 +283,16 @@ custom_registry = tyro.constructors.ConstructorRegistry()
 def parse_args_or_exit(
     args: list[str] | None = None, config_cls: type[JobConfig] = JobConfig
 ) -> JobConfig:
-    """`ConfigManager.parse_args` for a `main()`: a mistake becomes one message and exit code 2."""
+    """Return `ConfigManager.parse_args` for a `main()`: a mistake prints a message and exits with 2."""
     with exit_on_config_error():
         return ConfigManager(config_cls).parse_args(args)
 
 
 @contextlib.contextmanager
 def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Turn what a config mistake raises into one message on stderr and exit code 2.
+    """Turn the exception of a config mistake into one message on stderr and exit code 2.
 
-    tell: prints the message instead, for ranks that know of each other.
+    tell: prints the message instead; the ranks of a process group use it to print only once.
     """
     try:
         yield
@@ -303,19 +304,19 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
     if tell is not None:
         tell(message)
     else:
-        whose = f"rank {os.environ['RANK']}: " if has_peers() else ""
-        print(whose + message, file=sys.stderr)
+        prefix = f"rank {os.environ['RANK']}: " if has_peers() else ""
+        print(prefix + message, file=sys.stderr)
     raise SystemExit(2)
 
 
 def _program() -> str:
-    """How this program was started, for messages that point to its --help."""
+    """Return the command of this program, for messages that point to its --help."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 class _FlagMistake(SystemExit):
-    """The parser's exit, with what it says about the flags, which is not printed yet."""
+    """The parser's exit, with its message about the flags, which nobody has printed yet."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)
@@ -323,30 +324,30 @@ class _FlagMistake(SystemExit):
 
 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
-    """What follows the last `--section.key` in `args`, as the next argument or after an equals sign.
+    """Return the value of the last `--section.key VALUE` or `--section.key=VALUE` in `args`.
 
-    The last one, as the parser has it for every flag.
+    The parser, too, takes the last occurrence of a flag. None if the flag or its value is missing.
     """
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
     value = None
     for argument, following in zip(args, [*args, None][1:], strict=True):
         flag, equals, text = argument.partition("=")
         if flag in flags:
-            # None, a flag without a value, is left for the parser to complain about.
+            # The parser reports a flag without a value, which is None here.
             value = text if equals else following
     return value
 
 
 def _sentence_in(box: str) -> str:
-    """The parser's message about a flag, which comes in a frame with help texts, in one line."""
+    """Return the parser's message about a flag in one line. box: a frame with the help texts too."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
-    # Lines of the frame, drawn with other characters where the terminal does not know UTF-8.
+    # Remove the frame; its characters are ASCII if the terminal does not use UTF-8.
     lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
     parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
     problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
     sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
-    hint = f"; there is {', '.join(known)}" if known else ""
+    hint = f"; usage: {', '.join(known)}" if known else ""
     if sentence in ("True is unknown", "False is unknown"):
         hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
     elif is_typo and known:
@@ -355,7 +356,7 @@ def _sentence_in(box: str) -> str:
 
 
 def _expand_home(section: Any) -> None:
-    """Put the home folder in place of a `~` that paths begin with: after `=` no shell does."""
+    """Expand `~` at the beginning of paths, in place. A shell does not expand it behind `=`."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
@@ -365,7 +366,7 @@ def _expand_home(section: Any) -> None:
 
 
 def _help_texts(section: type) -> dict[str, str]:
-    """Key -> the comment behind or above it; nothing for a class without source."""
+    """Return key -> the comment behind or above it; {} for a class without source."""
     texts, above, source = {}, [], ""
     with contextlib.suppress(OSError, TypeError):
         source = inspect.getsource(section)

@@ -1,4 +1,4 @@
-"""TOML tables become config sections: names are known and values have the declared types."""
+"""TOML tables become config sections, after a check of their names and of their values' types."""
 
 import dataclasses
 import types
@@ -42,14 +42,9 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
         if dataclasses.is_dataclass(hints[name]):
             key = f"{section}.{name}" if section else name
             values[name] = section_from_table(hints[name], value, key)
-            continue
-        try:
-            values[name] = convert(value, hints[name])
-        except TypeError as error:
-            default = fields[name].default
-            remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
+        else:
             where = f"[{section}] {name}" if section else name
-            raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
+            values[name] = _checked(value, hints[name], where, fields[name].default)
     try:
         return cls(**values)
     except (AssertionError, TypeError, ValueError) as error:
@@ -71,27 +66,32 @@ def with_values(instance: Any, table: Any, section: str) -> Any:
         if name not in hints:
             known = [field.name for field in dataclasses.fields(cls)]
             hint = guess(name, known) or f"; known are {', '.join(known)}"
-            raise ConfigError(f"{section}.{name} is no field of {cls.__name__}{hint}")
+            raise ConfigError(f"{section}.{name} is not a field of {cls.__name__}{hint}")
         members: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
         kinds: list[Any] = [kind for kind in members if dataclasses.is_dataclass(kind)]
         if kinds:
             current = getattr(instance, name)
             values[name] = with_values(current or kinds[0](), value, f"{section}.{name}")
-            continue
-        try:
-            values[name] = convert(value, hints[name])
-        except TypeError as error:
-            raise ConfigError(
-                f"{section}.{name} = {value!r}: {error}; it is {getattr(instance, name)!r} unless set"
-            ) from None
+        else:
+            where, default = f"{section}.{name}", getattr(instance, name)
+            values[name] = _checked(value, hints[name], where, default)
     return dataclasses.replace(instance, **values)
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """Return a TOML value as the type `annotation`; raises TypeError if it has another.
+def _checked(value: Any, annotation: Any, where: str, default: Any) -> Any:
+    """Return `convert(value, annotation)`; a ConfigError names the key, `where`, and its default."""
+    try:
+        return convert(value, annotation)
+    except TypeError as error:
+        remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
+        raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
 
-    An integer serves for a float, a list for a tuple, text for a path. Types that TOML cannot
-    write pass unchanged.
+
+def convert(value: Any, annotation: Any) -> Any:
+    """Return a TOML value as the type `annotation`; raises TypeError if it is of another type.
+
+    An integer is accepted for a float, a list for a tuple, text for a path. Values of types that
+    TOML cannot write are returned unchanged.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
@@ -101,7 +101,7 @@ def convert(value: Any, annotation: Any) -> Any:
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
-        # An integer is tried as int before float makes 1.0 of it.
+        # int before float, so that 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):
             try:
                 return convert(value, member)
@@ -127,12 +127,12 @@ def convert(value: Any, annotation: Any) -> Any:
         try:
             return value if kind is origin else origin(value)
         except OverflowError as error:
-            raise TypeError("too large a number") from error
+            raise TypeError("the number is too large") from error
     raise TypeError(f"expected {expected}, got {kind.__name__}")
 
 
 def describe(annotation: Any) -> str:
-    """The type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
+    """Return the type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if isinstance(annotation, type) and not get_args(annotation):

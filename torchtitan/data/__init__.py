@@ -1,4 +1,4 @@
-"""From files to batches: text datasets, tokenizers, loaders. Here: a dataset's entry."""
+"""From files to batches: text datasets, tokenizers, loaders. This file defines a dataset's entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass
 class DatasetConfig:
-    """How to get the documents of one dataset."""
+    """A dataset's default path, and the functions that read its documents."""
 
-    path: str  # where the data are unless the config gives another path
-    loader: Callable  # path -> samples; docs/datasets.md says what they may be
+    path: str  # the default of `dataset_path`
+    loader: Callable  # path -> samples, as docs/datasets.md describes them
     sample_processor: Callable  # sample -> its text

@@ -1,8 +1,8 @@
-"""Messages of a chat as the text that a model was trained on, by its Jinja template.
+"""Messages of a chat, rendered by a model's Jinja template into the text that it was trained on.
 
-A template comes from a file that somebody shipped, so it runs in Jinja's sandbox, where it can change
-nothing and reach no attribute of Python's. It cannot ask for the date: a prompt must not depend on
-the day on which a run goes on.
+A template comes from a downloaded file, so it runs in Jinja's sandbox, where it can change nothing and
+reach no internal attribute of Python objects. It gets no date, because a prompt must not depend on
+the day on which a run resumes.
 """
 
 import json
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and what else a template reads."""
+"""`role`, `content` and any other field that a template reads."""
 
 SEAM = "\ufdd0"
-"""What stands before it in a text is encoded by itself, as is what follows. No text has it: Unicode leaves
-it to programs for their own use."""
+"""A mark in a text: the parts before and after it are tokenized separately. It is a noncharacter,
+which Unicode reserves for a program's internal use, so no text contains it."""
 
-# Stands for what a model wrote; no template changes it.
+# Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
 _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
 
@@ -28,9 +28,10 @@ _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
 class ChatTemplate:
     """Renders messages, as `apply_chat_template` of Hugging Face's tokenizers does.
 
-    source: the template. name: of it, for errors. variables: that it reads, such as bos_token and
-        enable_thinking, besides messages, tools, documents and add_generation_prompt.
-    control_tokens: texts that only the template may write as tokens, and no reply.
+    source: the template. name: the template's name in errors. variables: further variables for the
+        template, such as bos_token and enable_thinking; it always gets messages, tools, documents
+        and add_generation_prompt.
+    control_tokens: texts of tokens that the template may produce, but a reply must not.
     Raises ValueError for a source that is not a template.
     """
 
@@ -44,7 +45,7 @@ class ChatTemplate:
         from jinja2 import TemplateError, ext, sandbox  # slow, and only chats need them
 
         class Generation(ext.Extension):
-            """{% generation %}, which marks what the model writes; what it encloses stays."""
+            """{% generation %}, which marks the model's part; here it only renders its content."""
 
             tags = {"generation"}
 
@@ -56,7 +57,7 @@ class ChatTemplate:
             raise TemplateError(message)
 
         def to_json(value: Any, **options: Any) -> str:
-            # Jinja's own filter escapes for HTML.
+            # Jinja's own filter escapes HTML.
             return json.dumps(value, **{"ensure_ascii": False} | options)
 
         self.name, self._variables = name, dict(variables or {})
@@ -81,10 +82,10 @@ class ChatTemplate:
         path: str = "",
         tools: bool = False,
     ) -> "ChatTemplate | None":
-        """The template of a model's folder; None if it has none.
+        """Return the template of a model's folder; None if it has no template.
 
-        path: a file with the template to take instead. tools: whether tools are offered, for which a
-            folder may have a template of its own.
+        path: a template file that replaces the folder's. tools: whether the model is offered tools,
+            because a folder may have a separate template for that.
         Raises ValueError for a template that cannot be read.
         """
         config, folder = tokenizer.config or {}, Path(tokenizer.tokenizer_path)
@@ -98,7 +99,7 @@ class ChatTemplate:
                 raise ValueError(f"cannot read the chat template {str(file)!r}: {error}") from error
         else:
             source, name = config.get("chat_template"), f"chat_template of {folder}"
-            if isinstance(source, list):  # several, by name
+            if isinstance(source, list):  # several templates, each with a name
                 by_name = {entry.get("name"): entry.get("template") for entry in source}
                 source = tools and by_name.get("tool_use") or by_name.get("default")
         if source is None:
@@ -106,8 +107,8 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        # Those that are not special, such as <tool_call>, may as well be words of another text.
-        # Nor does a run of blanks control anything.
+        # An added token that is not special, such as <tool_call>, controls something only if the
+        # template uses it. A run of blanks controls nothing.
         control_tokens = [
             token.content
             for token in added
@@ -122,9 +123,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of messages, and of the head of the answer that is asked for.
+        """Return the text of messages, and of the header of the model's next message.
 
-        tools: JSON schemas of functions. Raises ValueError if the template cannot render them.
+        tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
+        Raises ValueError if the template cannot render the messages.
         """
         try:
             return self._template.render(
@@ -134,7 +136,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # a template may do with values whatever Python can
+        except Exception as error:  # an operation of the template may raise any Python error
             raise ValueError(f"{self.name} cannot render {messages!r}: {error}") from error
 
     def continuation(
@@ -145,14 +147,15 @@ class ChatTemplate:
         stop: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text between an answer to `messages` and the next one, with replies to the first.
+        """Return the text between the model's answer to `messages` and its next answer.
 
-        A `SEAM` cuts each control token in the replies, which came from elsewhere: encoded part by part
-        the text has no control token but the template's.
-        stop: what the model wrote at the end of its answer, and is not written again.
+        replies: the messages after the answer, such as a tool's result. They come from elsewhere, so a
+            `SEAM` cuts each control token in them: encoded part by part, the text holds only the
+            template's own control tokens.
+        stop: text at the end of the model's answer that the template would repeat.
         """
         written = _WRITTEN
-        while written in json.dumps(replies, default=str):  # such as in a tool's result
+        while written in json.dumps(replies, default=str):  # the placeholder must be unique
             written += "!"
         answer = {"role": "assistant", "content": written}
         text = self.render([*messages, answer, *self._cut_tokens(list(replies))], tools=tools)
@@ -160,7 +163,7 @@ class ChatTemplate:
         return after.removeprefix(stop)
 
     def _cut_tokens(self, value: Any) -> Any:
-        """The value with a seam behind the first character of each control token in it."""
+        """Return the value with a seam behind the first character of each control token in it."""
         if isinstance(value, str):
             return self._first_of_token.sub(rf"\1{SEAM}", value.replace(SEAM, ""))
         if isinstance(value, Mapping):
@@ -175,9 +178,9 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Raise ValueError unless what was rendered before a reply stays as it was.
+        """Raise ValueError if the template renders earlier turns differently once a reply follows.
 
-        Then a model reads in its second turn exactly what it was given and has written.
+        If it does not, a model reads in its second turn exactly its first prompt and its own text.
         """
         for written in (_WRITTEN, _THOUGHT):
             answer = {"role": "assistant", "content": written}
@@ -189,12 +192,12 @@ class ChatTemplate:
                 raise ValueError(
                     f"{self.name} writes the turn {written!r} differently once a message of the role "
                     f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has "
-                    f"{once[max(0, len(start) - 80) : len(start) + len(written)]!r}), so a policy would "
-                    "read in later turns what it has not written; set rl.task.chat_template to a file "
-                    "with a template that leaves earlier turns as they are"
+                    f"{once[max(0, len(start) - 80) : len(start) + len(written)]!r}), so in later turns "
+                    "a policy would read text that it has not written; set rl.task.chat_template to a "
+                    "file with a template that leaves earlier turns unchanged"
                 )
 
 
 def _text_of(token: Any) -> str | None:
-    """Of a special token, which is a text or an object with one."""
+    """Return the text of a special token, which is a string or an object with a `content`."""
     return token.get("content") if isinstance(token, dict) else token

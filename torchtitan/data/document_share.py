@@ -1,8 +1,8 @@
-"""Which documents each reader takes, and how the rest is dealt to another number of readers.
+"""The division of documents among readers, and of the rest among another number of readers.
 
 Documents are numbered without end: number n is document n % N of pass n // N over N documents.
-A reader is one data worker of one data-parallel rank. Reader s of S takes `base + s`,
-`base + s + S`, `base + s + 2 * S`, ...; readers of long documents fall behind the others.
+A reader is one data worker of one data-parallel rank. Reader s of S takes the numbers `base + s`,
+`base + s + S`, `base + s + 2 * S`, ... A reader that meets long documents falls behind.
 """
 
 from collections import deque
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DocumentShare:
-    """One reader's documents and how far it got."""
+    """The documents of one reader, and its progress."""
 
     reader: int  # s above
     num_readers: int  # S above
     base: int = 0  # number at which the readers' strides begin
     num_taken: int = 0  # documents taken from the stride
-    # Numbers below `base` that earlier readers left, ascending; they are taken first.
+    # Numbers below `base` that readers of an earlier run did not take, ascending. They come first.
     pending: deque[int] = field(default_factory=deque)
 
     @property
@@ -25,7 +25,7 @@ class DocumentShare:
         return self.base + self.reader + self.num_taken * self.num_readers
 
     def peek(self) -> int:
-        """Return the number of the next document, which `advance` counts as taken."""
+        """Return the number of the next document, which `advance` marks as taken."""
         return self.pending[0] if self.pending else self.next_in_stride
 
     def advance(self) -> None:
@@ -39,14 +39,14 @@ class DocumentShare:
 
 
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Return shares of `num_readers` new readers that together hold what the old ones left.
+    """Return shares of `num_readers` new readers of all documents that the old readers did not take.
 
-    No document is lost and none comes twice. The new strides begin where the old reader that
-    got furthest would have continued; what the slower ones left below is dealt out one by one.
+    No document is lost or repeated. The new strides begin where the fastest old reader would have
+    continued. The documents that slower readers did not take below that are dealt out one by one.
     """
     base = max(share.next_in_stride for share in shares)
-    left = sorted(number for share in shares for number in share.not_taken_below(base))
+    not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
     return [
-        DocumentShare(reader, num_readers, base, pending=deque(left[reader::num_readers]))
+        DocumentShare(reader, num_readers, base, pending=deque(not_taken[reader::num_readers]))
         for reader in range(num_readers)
     ]

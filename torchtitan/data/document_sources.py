@@ -1,7 +1,8 @@
-"""Samples of a dataset in a resumable order, each given to only one reader.
+"""Samples of a dataset in a resumable order, each read by only one reader.
 
-Two kinds of dataset, one interface: call `start(reader, num_readers)` in the process that will
-iterate, then iterate for samples; `state_dict` works at any time, `restart` goes to the beginning.
+The two classes have one interface: call `start(reader, num_readers)` in the process that will
+iterate, then iterate over the samples. `state_dict` works at any time; `restart` goes back to the
+beginning.
 """
 
 import copy
@@ -18,7 +19,7 @@ from torchtitan.tools.logging import logger
 class IndexedDocuments:
     """Samples of a dataset with `len()` and `[i]`, which any number of readers can share.
 
-    Resuming takes constant time. What some readers left can be dealt to another number of them.
+    Resuming takes constant time, with the same or another number of readers.
     """
 
     can_reshard = True
@@ -50,7 +51,7 @@ class IndexedDocuments:
         return self._data[number]
 
     def where(self, number: int) -> str:
-        """How a message names a document."""
+        """Return a document's name for messages."""
         if hasattr(self._data, "where"):
             return self._data.where(number)
         return f"{self._path or f'dataset {self._name!r}'}, document {number} (counted from 0)"
@@ -62,7 +63,7 @@ class IndexedDocuments:
         share, num_documents = self._share, len(self._data)
         while self._infinite or share.peek() < num_documents:
             number = share.peek()
-            # Only the second pass is worth a line in the log.
+            # Only the beginning of the second pass is logged.
             if number >= num_documents and number - share.num_readers < num_documents:
                 logger.warning(f"Dataset {self._name} is being read again from the beginning")
             sample = self._data[number % num_documents]
@@ -84,16 +85,16 @@ class IndexedDocuments:
         self._share = self._share_from(state)
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Continue where the readers with these states stopped, however many they were."""
+        """Continue where readers with these states stopped; their number may differ from ours."""
         self._share = None
         self._inherited = states
 
     def _share_from(self, state: dict[str, Any]) -> DocumentShare:
         if state.get("num_documents") != len(self._data):
             raise ValueError(
-                f"the checkpoint's data position is one in {state.get('num_documents')} documents "
-                f"but dataset {self._name!r} holds {len(self._data)}: resume with the same data, "
-                f"or start this data over with checkpoint.exclude_from_loading = ['dataloader']"
+                f"the checkpoint's data position is for {state.get('num_documents')} documents, but "
+                f"dataset {self._name!r} holds {len(self._data)}: resume with the same data, or "
+                f"begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
             )
         return DocumentShare(
             state["reader"],
@@ -107,11 +108,11 @@ class IndexedDocuments:
 class StreamedDocuments:
     """Samples of a `datasets.IterableDataset`, split over ranks and data workers by `datasets`.
 
-    The position is the stream's own, so only the same number of ranks and workers can resume.
+    The saved position is that of `datasets`, so only the same number of ranks and workers can resume.
     """
 
     can_reshard = False
-    next_number = None  # documents have none
+    next_number = None  # a stream does not number its documents
 
     def __init__(
         self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
@@ -130,7 +131,7 @@ class StreamedDocuments:
         self._has_begun = False
 
     def start(self, reader: int, num_readers: int) -> None:
-        # The stream's epoch lives in memory that forked workers share, and each needs its own.
+        # The stream keeps its epoch in memory that forked workers share, but each needs its own.
         self._data = copy.deepcopy(self._data)
         if get_worker_info() is not None:
             _read_position_once(self._data)
@@ -144,19 +145,19 @@ class StreamedDocuments:
         self._data.set_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:  # iterating a stream again would go back to where it began
+        if self._has_begun:  # a stream that is iterated again would go back to its first position
             self.load_state_dict(self.state_dict())
         self._has_begun = True
         while True:
             is_whole_pass = self._loaded is None
             num_samples = 0
             for sample in self._data:
-                self._loaded = None  # from now on the stream itself knows the position
+                self._loaded = None  # from now on the stream reports its own position
                 num_samples += 1
                 yield sample
             if is_whole_pass and num_samples == 0:
                 raise ValueError(
-                    f"dataset {self._name!r} gave this rank's data worker no documents: the stream "
+                    f"dataset {self._name!r} has no documents for this rank's data worker: the stream "
                     f"may have fewer parts than there are ranks times data workers; lower "
                     f"training.dataloader.num_workers"
                 )
@@ -167,8 +168,8 @@ class StreamedDocuments:
             self._data.set_epoch(self._data.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        # Until it is iterated, a stream reports its beginning, not the position it was given. And as
-        # the beginning, that of all data workers: a random mixture has another one in each.
+        # Before iteration a stream reports its beginning, not the position that it has loaded. And the
+        # beginning is the same for all data workers, although in a random mixture they differ: None.
         if self._loaded is None and not self._has_begun:
             return {"data": None}
         return {"data": self._loaded or self._data.state_dict()}
@@ -177,17 +178,17 @@ class StreamedDocuments:
         if state["data"] is None:
             self.restart()
             return
-        # A stream ignores a position that was saved in another epoch than the one it is in.
+        # A stream ignores a position of another epoch than its current one.
         self._data.set_epoch(state["data"]["epoch"])
         self._data.load_state_dict(state["data"])
         self._loaded = state["data"]
 
 
 def _read_position_once(stream: Any) -> None:
-    """Have a data worker's stream read a position when its shards are known, and not before, too.
+    """Patch a data worker's stream so that it loads a position only once its shards are known.
 
-    `datasets` (5.2) first reads it into the stream of all workers. Where it is a list by shards, as
-    after `shuffle`, that one's is longer: an IndexError.
+    `datasets` (read in 5.2) also loads it earlier, into the stream of all workers. After `shuffle` the
+    position is a list by shards, and all workers' shards are more than this worker's: an IndexError.
     """
     prepare = getattr(stream, "_prepare_ex_iterable_for_iteration", None)
     if prepare is None or not hasattr(stream, "_starting_state_dict"):  # another version

@@ -1,7 +1,7 @@
 """Documents in files of this machine, by number.
 
-JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass to note where
-its lines begin; any document is then one seek away, so a run resumes at once however far it got.
+JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
+where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
 Parquet and compressed JSON go through the `datasets` library and its memory-mapped cache.
 """
 
@@ -33,14 +33,14 @@ class _FilesOfDocuments:
         return self._ends[-1] if self._ends else 0
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """(file, document within it) of a document's number."""
+        """Return (index of the file, index of the document in that file)."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         file_index = bisect_right(self._ends, index)
         return file_index, index - (self._ends[file_index - 1] if file_index else 0)
 
     def _open(self, file_index: int) -> BinaryIO:
-        """Raises ValueError if the file was changed since the start."""
+        """Open a file; raises ValueError if it has changed since the start."""
         path, before = self._paths[file_index], self._stats[file_index]
         try:
             file = open_file(path, "rb")
@@ -53,16 +53,16 @@ class _FilesOfDocuments:
             file.close()
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
-            f"{path} had {before.st_size:,} bytes when the job started, and {now}; leave data "
-            "alone while a job reads them"
+            f"{path} had {before.st_size:,} bytes when the job started, and {now}; do not change data "
+            "while a job reads them"
         )
 
 
 class JsonLinesDocuments(_FilesOfDocuments):
     """Documents of JSON-lines files: one object with a string under "text" per line.
 
-    Blank lines are skipped. A line that is anything else raises ValueError with file and line
-    number when its document is read.
+    Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
+    document is read.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -95,7 +95,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
         return _checked_sample(sample, lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """The document's name in messages; reads the file up to there."""
+        """Return the document's name for messages; reads the file up to the document."""
         file_index, line_index = self._locate(index)
         start, number = self._line_starts[file_index][line_index], 1
         with open_file(self._paths[file_index], "rb") as file:
@@ -109,7 +109,7 @@ class TextDocuments(_FilesOfDocuments):
     """Documents of plain text files in UTF-8: a short file is one document.
 
     A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
-    size. The places are found on request, so opening a file of any size is quick.
+    size. The cuts are found when a document is read, so opening a file of any size is quick.
     """
 
     def _count(self, path: Path) -> int:
@@ -130,7 +130,7 @@ class TextDocuments(_FilesOfDocuments):
             ) from error
 
     def where(self, index: int) -> str:
-        """How a message names a document."""
+        """Return the document's name for messages."""
         return str(self._paths[self._locate(index)[0]])
 
 
@@ -151,27 +151,27 @@ class JsonArrayDocuments:
         return _checked_sample(self._samples[index], lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """How a message names a document."""
+        """Return the document's name for messages."""
         return f"{self._path}, entry {index + 1}"
 
 
 def load_local_documents(path: str) -> Any:
-    """Indexable documents of a file, or of all files of one kind in a folder and below it.
+    """Return the documents, with `len()` and `[i]`, of a file or of all files in and below a folder.
 
-    Raises FileNotFoundError if there is nothing at `path`, ValueError if it holds no data files,
-    files of several kinds, or a kind that is not known.
+    Raises FileNotFoundError if `path` does not exist, ValueError if it holds no data files, files of
+    several kinds, or files of an unknown kind.
     """
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
             f"training.dataset_path (or the dataset's own path): there is no file or folder "
-            f"{path!r}, seen from {os.getcwd()!r}; correct the path or run from the folder it is "
-            f"relative to"
+            f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
+            f"is relative to"
         )
     paths = [root]
     if root.is_dir():
         paths = sorted(file for file in root.rglob("*") if _kind_of(file) and file.is_file())
-        # Left by programs: caches, copies that an editor keeps, the ._ files of a Mac.
+        # Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
         in_root = ((file, file.relative_to(root).parts) for file in paths)
         paths = [file for file, parts in in_root if not any(p.startswith(".") for p in parts)]
         if len({_kind_of(file) for file in paths}) > 1:
@@ -179,7 +179,7 @@ def load_local_documents(path: str) -> Any:
             paths = [file for file in paths if file.name != "README.md"]
     kinds = {_kind_of(file) for file in paths}
     if len(kinds) != 1 or None in kinds:
-        found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "none of them"
+        found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
         raise ValueError(
             f"training.dataset_path must be a data file or a folder with files of one kind "
             f"({', '.join(_OPENERS)}), got {path!r} with {found}"
@@ -196,13 +196,16 @@ def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
 
 
 def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
-    """Return `datasets.load_dataset(...)`; raises ValueError of problem, its reason and remedy."""
-    from datasets import load_dataset  # slow, and our own files are read without it
+    """Return `datasets.load_dataset(...)`; its errors become ValueErrors.
+
+    problem, remedy: the beginning and the end of such an error's message.
+    """
+    from datasets import load_dataset  # slow, and most local files are read without it
 
     try:
         return load_dataset(*arguments, **options)
     except Exception as error:
-        while error.__cause__ is not None:  # the outer ones only say that it failed
+        while error.__cause__ is not None:  # the outer errors give no reason
             error = error.__cause__
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{problem}: {reason}; {remedy}") from None
@@ -228,7 +231,7 @@ _KINDS[".parquet"] = "parquet"
 
 
 def _kind_of(path: Path) -> str | None:
-    """What a file holds, by the end of its name; None if that is not known."""
+    """Return the kind of a file, a key of _OPENERS, by the end of its name; None if unknown."""
     is_compressed = path.suffix in (".gz", ".zst", ".bz2", ".xz")
     if is_compressed and Path(path.stem).suffix in (".jsonl", ".json"):
         return "compressed JSON lines"
@@ -250,8 +253,8 @@ def _checked_sample(sample: Any, where: Callable[[], str]) -> dict[str, Any]:
 def _cut(file: Any, part: int) -> int:
     """Return the byte offset at which part number `part` of a text file begins.
 
-    That is the first line end at or after the nominal place; without one within a part's length,
-    the first place that does not split a UTF-8 character.
+    That is behind the first line end from the nominal offset on; if there is none within a part's
+    length, the first offset that does not split a UTF-8 character.
     """
     nominal = part * TEXT_DOCUMENT_BYTES
     if part == 0:

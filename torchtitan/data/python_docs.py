@@ -1,9 +1,9 @@
 """English text that comes with every Python: its own documentation.
 
-The documents are the chapters behind `help()` (`pydoc_data.topics`) and, per module of the
-standard library, the docstrings in its source. Nothing is downloaded and no module is run:
-a source file is parsed when its document is asked for. CPython 3.11 gives 529 documents of 2.3
-million characters, 0.76 million tokens of the tokenizer in tests/assets/tokenizer.
+The documents are the chapters behind `help()` (`pydoc_data.topics`) and, for each module of the
+standard library, the docstrings in its source. Nothing is downloaded and no module is run: a
+source file is parsed when its document is read. CPython 3.11 has 529 documents of 2.3 million
+characters, 0.76 million tokens of the tokenizer in tests/assets/tokenizer.
 """
 
 import ast
@@ -28,7 +28,7 @@ SKIPPED_FOLDERS = frozenset(
 class PythonDocs:
     """Documents of the running Python by number: `docs[i]` is `{"text": ...}`.
 
-    split: "train", or "validation" for the documents held out of it.
+    split: "train", or "validation" for the held-out documents.
     Raises ValueError on a Python that ships neither topics nor library sources.
     """
 
@@ -36,14 +36,14 @@ class PythonDocs:
         if split not in ("train", "validation"):
             raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
         by_name: dict[str, str | Path] = _modules()
-        with suppress(ImportError):  # some distributions package it apart
+        with suppress(ImportError):  # a separate package in some distributions
             from pydoc_data.topics import topics  # 0.7 MB of text
 
             by_name |= {f"topic {name}": text for name, text in topics.items()}
         if not by_name:
             raise ValueError(
                 "this Python ships neither pydoc_data nor the sources of its standard library, so "
-                "the dataset python_docs is empty; train on a file of yours instead: "
+                "the dataset python_docs is empty; train on your own file instead: "
                 "training.dataset = 'local' with training.dataset_path"
             )
         # Topics and modules mixed, in the same order on every machine and in every process.
@@ -67,13 +67,13 @@ class PythonDocs:
 def module_text(source: bytes, module_name: str) -> str:
     """Return the docstrings in a module's source, each under the name of what it documents.
 
-    The module's own comes first, then those of its classes and functions, in source order.
-    A source that this Python cannot parse gives only the heading.
+    The module's own docstring comes first, then those of its classes and functions, in source order.
+    If this Python cannot parse the source, the text is only the heading.
     """
     parts = [f"The {module_name} module"]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd escapes in strings are not ours to report
+            warnings.simplefilter("ignore")  # the source may have invalid escapes in strings
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return parts[0] + "\n"
@@ -83,7 +83,7 @@ def module_text(source: bytes, module_name: str) -> str:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of a module or class and of what its body defines, at any depth."""
+    """Yield (dotted name, docstring) of a module or class and of all definitions inside it."""
     if docstring := ast.get_docstring(node):
         yield name, docstring
     for child in node.body:
@@ -92,10 +92,10 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _modules() -> dict[str, str | Path]:
-    """Name of a document -> the module's file."""
+    """Return name of a document -> the module's file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = {}
-    # Nothing is found where the library is in a zip file.
+    # A library in a zip file has no files to find.
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [
             name for name in subfolders if name not in SKIPPED_FOLDERS and name[:7] != "config-"

@@ -24,10 +24,10 @@ from torchtitan.data.local_files import (
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
-from torchtitan.tools.shipped import find_shipped
 
-# After this many documents in a row without a single token, the data count as empty.
+# After this many documents in a row without a token, the dataset is reported as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 
 
@@ -37,7 +37,7 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    problem = f"the dataset {path!r} is on the hub, which cannot be reached or has none"
+    problem = f"cannot load the dataset {path!r} from the hub"
     remedy = (
         "set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
         "training.dataset to 'local'"
@@ -53,7 +53,7 @@ def _load_c4_test(path: str) -> Any:
     try:
         return load_with_datasets(problem, remedy, path, split="train")
     except ValueError:
-        # Our own reader of JSON lines names the file and the line.
+        # For bad JSON lines, our own reader raises an error that names the file and the line.
         documents = load_local_documents(path)
         if isinstance(documents, JsonLinesDocuments):
             for index in range(len(documents)):
@@ -83,7 +83,7 @@ def _text_of(sample: Any) -> str:
     return sample["text"]
 
 
-# Read when a dataset is built, so entries may be added and removed at any time before.
+# Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
     name: DatasetConfig(path, loader, _text_of)
     for name, path, loader in [
@@ -100,7 +100,7 @@ DATASETS: dict[str, DatasetConfig] = {
 def _validate_dataset(
     dataset_name: str, dataset_path: str | None = None
 ) -> tuple[str, Callable, Callable]:
-    """(path, loader, sample_processor) of a registered dataset; ValueError for any other."""
+    """Return (path, loader, sample_processor) of a dataset; ValueError if it is not registered."""
     if dataset_name not in DATASETS:
         hint = guess(dataset_name, DATASETS)
         raise ValueError(
@@ -117,13 +117,13 @@ class HuggingFaceTextDataset(IterableDataset):
     """Sequences of `seq_len` tokens, cut from a dataset's documents laid end to end.
 
     Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len], where x are the
-    next seq_len + 1 tokens, without overlap; ids [2] are the numbers of the first and the last
-    document in x, -1 where the data don't number them. Every document is encoded with its begin-
-    and end-of-text ids. Nothing is padded and no label is ignored.
+    next seq_len + 1 tokens; sequences don't overlap. ids [2] are the numbers of the first and the
+    last document in x, -1 if the dataset does not number its documents. Every document has its
+    begin- and end-of-text ids. There is no padding, and no label is ignored.
 
-    Ranks and data workers share the documents; no two read the same one within a pass.
-    infinite: start over at the end of the data. Otherwise the tokens after the last whole
-    sequence are dropped, and iterating again starts over.
+    Ranks and data workers share the documents; no two read the same document within a pass.
+    infinite: begin again at the end of the data. Otherwise the tokens after the last whole
+    sequence are dropped, and another iteration begins from the start.
 
     Raises ValueError if the data hold no documents or, when finite, no whole sequence.
     """
@@ -152,20 +152,20 @@ class HuggingFaceTextDataset(IterableDataset):
                 self._data, self.dataset_name, infinite, dp_rank, dp_world_size
             )
 
-        # Documents to read before the source's next one; the first may be half read.
+        # Documents to finish before the source's next document.
         self._open: deque[OpenDocument] = deque()
-        self._left_over: list[int] = []  # tokens at the end of the data, less than a sequence
+        self._left_over: list[int] = []  # tokens at the end of the data, fewer than a sequence
         self._inherited_places: list[dict[str, Any]] = []
         self._is_started = self._is_resumed = self._ran_out = False
 
     @property
     def num_documents(self) -> int | None:
-        """None for a stream."""
+        """The number of documents of all readers; None for a stream."""
         return len(self._data) if hasattr(self._data, "__len__") else None
 
     @property
     def can_reshard(self) -> bool:
-        """Whether `inherit` works: not for a stream."""
+        """Whether `inherit` works, as it does for all data but streams."""
         return self._source.can_reshard
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -192,7 +192,7 @@ class HuggingFaceTextDataset(IterableDataset):
         self._ran_out = True
 
     def _sequences(self) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Token sequences [seq_len + 1], and the numbers of the documents in each."""
+        """Yield token sequences [seq_len + 1], each with the numbers of its documents."""
         samples = iter(self._source)
         num_empty = 0
         while True:
@@ -230,16 +230,16 @@ class HuggingFaceTextDataset(IterableDataset):
                 f"{type(text).__name__}; mend or leave out the document"
             )
         try:
-            text.encode()  # as the tokenizer will
+            text.encode()  # raises where the tokenizer would
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{self._source.where(number)}: the text has half of a surrogate pair, "
-                f"{text[error.start]!r}, which is no character; mend or leave out the document"
+                f"{text[error.start]!r}, which is not a character; mend or leave out the document"
             ) from None
         return text
 
     def _reopen(self, place: dict[str, Any]) -> OpenDocument:
-        """The document at a saved place; an indexable source gives its text again."""
+        """Return the document at a saved place; its text is read again if the source has `[i]`."""
         if "tokens" in place:
             text, tokens = place.get("text", ""), list(place["tokens"])
             is_begun = place.get("is_begun", True)
@@ -252,13 +252,13 @@ class HuggingFaceTextDataset(IterableDataset):
         return document
 
     def _reader(self) -> tuple[int, int]:
-        """(number of this reader, number of readers) over all ranks and their data workers."""
+        """Return (number of this reader, number of readers), of all ranks and their data workers."""
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         return self._dp_rank * num_workers + worker_id, self._dp_world_size * num_workers
 
     def _start(self) -> None:
-        """Settle which documents are ours: only the process that iterates knows its worker."""
+        """Choose this reader's documents, once: only the iterating process knows its data worker."""
         if self._is_started:
             return
         reader, num_readers = self._reader()
@@ -267,9 +267,9 @@ class HuggingFaceTextDataset(IterableDataset):
         self._inherited_places, self._is_started = [], True
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of this reader's position.
+        """Return a copy of this reader's position.
 
-        Documents that were begun are named if they can be read again, else held in it.
+        It holds the number of a document that is partly read, or its unread text for a stream.
         """
         self._start()
         places = [{"tokens": self._left_over}] if self._left_over else []
@@ -277,7 +277,7 @@ class HuggingFaceTextDataset(IterableDataset):
         return {"open": places, **self._source.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where the same reader of the same number of readers stopped."""
+        """Continue exactly where the same one of the same number of readers stopped."""
         self._start()
         self._source.load_state_dict(state_dict)
         self._open = deque(map(self._reopen, _places(state_dict)))
@@ -287,9 +287,8 @@ class HuggingFaceTextDataset(IterableDataset):
     def inherit(self, states: list[dict[str, Any]]) -> None:
         """Continue where a different number of readers stopped.
 
-        states: those of all old readers, in order. The documents and parts of documents that they
-        had left are dealt to the new readers, each once. Call it before iterating, in the process
-        that holds the dataloader.
+        states: of all old readers, in order. Each document, or part of one, that they had not read
+        goes to one of the new readers. Call it before iterating, in the dataloader's process.
         """
         self._source.inherit(states)
         self._inherited_places = [place for state in states for place in _places(state)]
@@ -300,7 +299,7 @@ class HuggingFaceTextDataset(IterableDataset):
 
 
 def _places(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The documents that a reader had begun; older versions saved tokens instead."""
+    """Return the places of partly read documents; older versions saved a list of tokens instead."""
     tokens = state.get("token_buffer")
     return ([{"tokens": tokens}] if tokens else []) + state.get("open", [])
 
@@ -315,11 +314,11 @@ def build_text_dataloader(
     job_config: JobConfig,
     infinite: bool = True,
 ) -> ParallelAwareDataloader:
-    """Batches of the dataset in `[training]`."""
+    """Return a loader of batches of the dataset in `[training]`."""
     return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
-build_text_dataloader.registered_datasets = DATASETS  # asked for by the check of a config
+build_text_dataloader.registered_datasets = DATASETS  # the check of a config reads it
 
 
 def build_text_validation_dataloader(
@@ -329,10 +328,10 @@ def build_text_validation_dataloader(
     job_config: JobConfig,
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
-    """Batches of the dataset in `[validation]`.
+    """Return a loader of batches of the dataset in `[validation]`.
 
-    Without one, those of the dataset `<training.dataset>_validation` if that is registered, or else
-    of the training data, with a warning.
+    If `[validation]` names no dataset, it is `<training.dataset>_validation` if that is registered,
+    or else the training data, with a warning.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"
@@ -354,7 +353,7 @@ def _build(
     tokenizer: BaseTokenizer,
     infinite: bool,
 ) -> ParallelAwareDataloader:
-    """section: `job_config.training` or `job_config.validation`, whose keys are the same here."""
+    """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
     if job_config.model.attn_mask_type == "position_block_causal":
         raise ValueError(
             "model.attn_mask_type 'position_block_causal' reads document boundaries from "

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
+from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
-from torchtitan.tools.shipped import find_shipped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,7 +20,7 @@ SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos pad unk sep cls 
 
 
 class BaseTokenizer(ABC):
-    """What data and models ask of a tokenizer. `eos_id` ends a document; None if there is none."""
+    """The interface that data and models need. `eos_id` ends a document; None: no such token."""
 
     def __init__(self) -> None:
         self.eos_id: int | None = None
@@ -38,12 +38,12 @@ class BaseTokenizer(ABC):
 class HuggingFaceTokenizer(BaseTokenizer):
     """A tokenizer read from a folder of Hugging Face files.
 
-    `tokenizer` is the `tokenizers.Tokenizer` underneath. `encode` adds a begin- or end-of-text id
-    on request, unless the files' own post-processor already does (`hf_adds_bos`, `hf_adds_eos`).
-    Its default (`default_add_bos`, `default_add_eos`) is `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json, else False.
+    `tokenizer` is the `tokenizers.Tokenizer` inside. `encode` adds a begin- or end-of-text id if
+    called with `add_bos` or `add_eos`, unless the files' own post-processor adds it anyway
+    (`hf_adds_bos`, `hf_adds_eos`). The defaults of these arguments (`default_add_bos`,
+    `default_add_eos`) are `add_bos_token` and `add_eos_token` of tokenizer_config.json, else False.
 
-    bos_token, eos_token: take the place of the file's.
+    bos_token, eos_token: replace the tokens that the files name.
 
     Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
     file cannot be read, or if the vocabulary lacks bos_token or eos_token.
@@ -67,7 +67,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             raise FileNotFoundError(f"tokenizer folder {tokenizer_path!r} does not exist: {hint}")
         try:
             self._read(folder)
-        except Exception as error:  # of whatever type the library raises for bad content
+        except Exception as error:  # for bad content the library raises several types
             if isinstance(error, OSError | ValueError) and str(folder) in str(error):
                 raise
             raise ValueError(
@@ -75,21 +75,21 @@ class HuggingFaceTokenizer(BaseTokenizer):
             ) from error
 
     def _read(self, folder: Path) -> None:
-        # Loads `tokenizers`: slow, and other programs bring their own.
+        # Loads `tokenizers`: slow, and programs with a tokenizer of their own don't need it.
         from torchtitan.data import tokenizer_files as files
 
         self.tokenizer: Tokenizer = files.load_backend(folder)
         config_path = folder / "tokenizer_config.json"
         self.config: dict | None = files.read_json(config_path)
         config = self.config or {}
-        # In runs, since the order decides new ids, and `add_special_tokens` would mark as special
-        # even a token that the file says is not.
+        # In file order, which decides new ids, and in runs of special and other tokens, because
+        # `add_special_tokens` would mark every token as special.
         for is_special, run in groupby(
             files.declared_tokens(config, config_path), lambda t: t.special
         ):
             add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
             add(list(run))
-        # One string may serve as both, so each is looked up by itself.
+        # One string may be both tokens, so each token is looked up separately.
         for kind in ("bos", "eos"):
             token = getattr(self, f"{kind}_token")
             if token is not None and self.token_to_id(token) is None:
@@ -101,9 +101,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
                 token = files.token_text(config.get(f"{kind}_token"), f"{kind}_token", config_path)
             setattr(self, f"{kind}_token", token)
             setattr(self, f"{kind}_id", None if token is None else self.token_to_id(token))
-        ids_of_nothing = self.tokenizer.encode("").ids
-        self.hf_adds_bos = self.bos_id is not None and self.bos_id in ids_of_nothing
-        self.hf_adds_eos = self.eos_id is not None and self.eos_id in ids_of_nothing
+        added_ids = self.tokenizer.encode("").ids
+        self.hf_adds_bos = self.bos_id is not None and self.bos_id in added_ids
+        self.hf_adds_eos = self.eos_id is not None and self.eos_id in added_ids
         self.default_add_bos = bool(config.get("add_bos_token", False))
         self.default_add_eos = bool(config.get("add_eos_token", False))
 
@@ -115,10 +115,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
         add_eos: bool | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of `text`; None for `add_bos` or `add_eos` means this tokenizer's default.
+        """Return the token ids of `text`; None for `add_bos` or `add_eos` is this tokenizer's default.
 
-        add_special_tokens: False gives the ids of the text and nothing before or after it, for text
-            that goes on from other text.
+        add_special_tokens: False returns only the text's own ids, as for a text that continues
+            another text.
         """
         if not add_special_tokens:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return token_ids
 
     def decode(self, token_ids: list[int], **options) -> str:
-        """Text of `token_ids`; the options are those of `tokenizers.Tokenizer.decode`."""
+        """Return the text of `token_ids`; options: of `tokenizers.Tokenizer.decode`."""
         return self.tokenizer.decode(token_ids, **options)
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def special_tokens(self) -> list[str]:
-        """Tokens that are no text, such as an end-of-text token, in the order of their ids."""
+        """The special tokens, such as the end-of-text token, in the order of their ids."""
         added = self.tokenizer.get_added_tokens_decoder()
         return [added[i].content for i in sorted(added) if added[i].special]
 
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """The number of ids, including added tokens."""
         return self.tokenizer.get_vocab_size()
 
     def get_vocab_size(self) -> int:
@@ -163,7 +163,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
     """Return the tokenizer in `model.hf_assets_path`.
 
-    Warns if it has no end-of-text token, because documents then follow each other without a mark.
+    Warns if it has no end-of-text token, because then nothing marks the end of a packed document.
     """
     training = job_config.training
     tokenizer = HuggingFaceTokenizer(

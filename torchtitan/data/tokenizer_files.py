@@ -1,10 +1,10 @@
 """Reading a tokenizer from the files of a model's folder.
 
-There are three ways; the first that is found is used:
+The first of these that exists is used:
 
-1. `tokenizer.json`: everything in one file.
+1. `tokenizer.json`: the whole tokenizer in one file.
 2. `vocab.json` or `vocab.txt`, with `merges.txt`: byte-level BPE.
-3. `vocab.json` or `vocab.txt` without it: one id per whitespace-separated word.
+3. `vocab.json` or `vocab.txt` without `merges.txt`: one id per whitespace-separated word.
 
 Special tokens come from `tokenizer_config.json`, if it exists.
 """
@@ -15,11 +15,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import read_json_object
 
 
 def load_backend(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, before the config's special tokens are added."""
+    """Return the tokenizer in `folder`, without the special tokens of `tokenizer_config.json`."""
     whole = folder / "tokenizer.json"
     if whole.is_file():
         try:
@@ -28,7 +28,7 @@ def load_backend(folder: Path) -> Tokenizer:
             raise ValueError(
                 f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
             ) from error
-        # They are settings for another program's batches; here each text is wanted as it is.
+        # The file's truncation and padding are for another program's batches.
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -41,7 +41,7 @@ def load_backend(folder: Path) -> Tokenizer:
                 f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}"
             )
     elif listing.is_file():
-        # A blank line keeps its number: ids after it must not move.
+        # A token's id is the number of its line, blank lines included.
         lines = enumerate(_read_lines(listing))
         vocab = {line.strip(): number for number, line in lines if line.strip()}
     else:
@@ -59,7 +59,7 @@ def load_backend(folder: Path) -> Tokenizer:
     merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
     try:
         backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # a bare Exception again, for a merge of unknown tokens
+    except Exception as error:  # also a bare Exception, for a merge of unknown tokens
         raise ValueError(f"{merges_path} does not fit the vocabulary beside it: {error}") from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -69,14 +69,14 @@ def load_backend(folder: Path) -> Tokenizer:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        # Not splitlines: tokens may hold other characters that end a line in Unicode.
+        # Not splitlines, because tokens may hold Unicode's other line separators.
         return path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
 
 
 def read_json(path: Path) -> dict | None:
-    """The JSON object in `path`; None if there is no such file."""
+    """Return the JSON object in `path`; None if there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def declared_tokens(config: dict, config_path: Path) -> list[AddedToken]:
-    """The tokens that tokenizer_config.json declares, named ones first."""
+    """Return the tokens that tokenizer_config.json declares: first bos_token, eos_token, ..."""
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(
@@ -110,13 +110,13 @@ def declared_tokens(config: dict, config_path: Path) -> list[AddedToken]:
             flags = {name: entry.get(name, default) for name, default in defaults.items()}
         try:
             tokens.append(AddedToken(text, **flags))
-        except TypeError as error:  # a flag that is none
+        except TypeError as error:  # a flag that is not a bool
             raise ValueError(f"{config_path}: a token cannot be used: {error}") from error
     return tokens
 
 
 def token_text(entry: Any, key: str, config_path: Path) -> str | None:
-    """The string of a token that the config gives as a string or as a dict."""
+    """Return the text of a token, which the config gives as a string or as a dict."""
     if isinstance(entry, dict):
         entry = entry.get("content", entry)
     if entry is None or isinstance(entry, str):

@@ -1,1 +1,1 @@
-"""What watches a run: metrics, validation, the isolation probe, profiling, requests to stop."""
+"""Observers of a run: metrics, validation, the isolation probe, profiling."""

@@ -2,13 +2,12 @@
 
 The batch goes through the model twice, the second time with one token exchanged for another. Tokens
 influence each other only through attention, so the logits of other rows, other documents and
-earlier tokens must stay the same to the last bit, on every device and in every dtype. (Except where
-one scale serves a whole tensor, as in dynamic float8: there a token's rounding depends on others.)
+earlier tokens must stay the same to the last bit, on every device and in every dtype. (Except if
+one scale serves a whole tensor, as in dynamic float8: then a token's rounding depends on the rest.)
 
-With a mixture of experts a correct model may be reported: the number of tokens that an expert gets
-decides which kernel multiplies them, and so how each result is rounded; and a token whose best
-experts tie within rounding may change its expert. Look at another step, which exchanges another
-token.
+With a mixture of experts the check may fail for a correct model: the number of tokens that an expert
+gets decides which kernel multiplies them, and so how each result is rounded; and a token whose best
+experts tie within rounding may change its expert. Try another step, which exchanges another token.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -30,52 +29,46 @@ from torchtitan.distributed.sequence_parallel import WholeSequence
 from torchtitan.tools.logging import logger, warn_once
 
 
+@dataclasses.dataclass
 class IsolationProbe:
-    """Exchanges a token of a batch and looks which logits move.
+    """Exchanges a token of a batch and finds the logits that change.
 
-    forward: batch -> logits [B, T, V], without gradients, or None on a rank of a pipeline that
-        has no logits; on several ranks, all enter it.
-    models: the model, or this rank's parts of it; they have their blocks as `layers`.
-    packing: how documents are kept apart; under a plain causal mask a row counts as one. Its
-        end-of-text token is never exchanged, since it may be a boundary.
-    seed: decides, together with the step, which token is exchanged.
+    forward: batch -> logits [B, T, V], without gradients, or None on a pipeline rank without the
+        last stage. All ranks call it together.
+    models: the model, or this rank's parts of it; their blocks are in `layers`.
+    packing: how documents are kept apart; under a plain causal mask each row is one document. Its
+        end-of-text token is never exchanged, because it may be a boundary.
+    seed: with the step, it decides which token is exchanged.
     pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[TokenBatch], Tensor | None],
-        models: Sequence[nn.Module],
-        packing: DocumentPolicy,
-        vocab_size: int,
-        seed: int,
-        device: torch.device,
-        pipeline_group: torch.distributed.ProcessGroup | None = None,
-    ):
-        self.forward = forward
-        self.models = models
-        self.packing = packing
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.device = device
-        self.pipeline_group = pipeline_group
-        if not packing.separates_documents:
+    forward: Callable[[TokenBatch], Tensor | None]
+    models: Sequence[nn.Module]
+    packing: DocumentPolicy
+    vocab_size: int
+    seed: int
+    device: torch.device
+    pipeline_group: torch.distributed.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not self.packing.separates_documents:
             logger.info(
-                "attention is plain causal (attn_type %r, attn_mask_type %r): the isolation probe "
-                "checks that rows and later tokens are not seen; documents of a row see each other",
-                packing.attn_type,
-                packing.attn_mask_type,
+                "attention is plain causal (attn_type %r, attn_mask_type %r), so documents of a row see "
+                "each other: the isolation probe checks only that other rows and later tokens are not "
+                "seen",
+                self.packing.attn_type,
+                self.packing.attn_mask_type,
             )
 
     def check(self, step: int, batch: Batch | TokenBatch) -> None:
-        """Two forwards of `batch`. All ranks have to call this; each looks at its own batch.
+        """Run two forwards of `batch`. All ranks have to call this, each with its own batch.
 
-        Random states are left as they were. Raises RuntimeError on every rank if anything leaks
-        on one of them; that rank's message names layer, row, documents and tokens.
+        Random states stay as they are. Raises RuntimeError on every rank if a rank finds a leak;
+        that rank's message names layer, row, documents and tokens.
         """
         batch = self.packing.pack(batch)
         if "attention_masks" in batch.entries:
-            warn_once(logger, "isolation is not checked: the batch brings masks of its own")
+            warn_once(logger, "isolation is not checked, because the batch has its own masks")
             return
         document_ids = batch.document_ids
         if document_ids is None:
@@ -96,7 +89,7 @@ class IsolationProbe:
         if not self._on_any_rank(bool(moved.any())):
             return
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        # The first block whose output moves where it must not.
+        # The first block whose output changes where it must not.
         leaks = (x for x in before if (self._moved(before[x], after[x]) & must_stay).any())
         layer = next(leaks, None)
         if self.pipeline_group is not None:
@@ -104,8 +97,8 @@ class IsolationProbe:
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank found a leak and says "
-                "where"
+                f"documents are not isolated at step {step}: another rank found a leak, and its message "
+                "says where"
             )
         raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
 
@@ -114,11 +107,12 @@ class IsolationProbe:
     def _choose_token(
         self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
     ) -> tuple[int, int] | None:
-        """(row, column), the same on every rank with this batch; None if all is padding."""
+        """Return (row, column), the same on every rank with this batch; None if all is padding."""
         usable = document_ids != PADDING
         if self.packing.eos_id is not None:
             usable &= tokens != self.packing.eos_id
-        # Masks that fail let later documents see; failing that, there may be earlier tokens.
+        # A later document may see the token through a bad mask, so prefer a token that is followed
+        # by one; else a token that has earlier tokens in its row.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         for wanted in (usable & has_document_behind, usable & has_token_before, usable):
@@ -129,7 +123,7 @@ class IsolationProbe:
         return None
 
     def _exchange(self, batch: TokenBatch, place: tuple[int, int] | None) -> TokenBatch:
-        """A copy of the batch with another token at this place."""
+        """Return a copy of the batch with another token at this place."""
         if place is None:
             return batch
         tokens = batch.tokens.clone()
@@ -140,8 +134,8 @@ class IsolationProbe:
     # ---- what moved ----
 
     def _moved(self, before: Tensor, after: Tensor) -> Tensor:
-        """bool [B, T] on the CPU: where [B, T, n] differs; nan is equal to nan."""
-        rows = zip(before, after, strict=True)  # one by one: logits are large
+        """Return bool [B, T] on the CPU: True where [B, T, n] differs; nan is equal to nan."""
+        rows = zip(before, after, strict=True)  # row by row, because logits are large
         return torch.stack(
             [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
         ).cpu()
@@ -159,7 +153,7 @@ class IsolationProbe:
         return bool(flag)
 
     def _layer_outputs(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Name of a block, called with (x, rope, masks) -> its output for whole rows."""
+        """Return name of a block -> its output for whole rows. Blocks are called with (x, rope, masks)."""
         outputs: dict[str, Tensor] = {}
         seq_len = batch.tokens.shape[1]
 
@@ -167,7 +161,7 @@ class IsolationProbe:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 output = output[0] if isinstance(output, tuple) else output
                 _, rope, masks = (*args, None, None)[:3]
-                if rope is not None:  # under tensor parallelism ranks hold different tokens of it
+                if rope is not None:  # under tensor parallelism each rank holds some of the tokens
                     sequence = getattr(self.models[0], "sequence", WholeSequence())
                     output = sequence.join(output, rope.shape[1])
                 if (shards := shards_of(masks)) is not None:
@@ -204,21 +198,21 @@ class IsolationProbe:
             return f"row {row}, token {column} ({where}, its token {offset})"
 
         seen_at = tuple(moved.nonzero()[0].tolist())
-        culprit = (
-            f"{layer} is the first layer" if layer else "no layer, but what follows them is it"
-        )
+        first_layer = f"{layer} is the first layer whose output changed"
+        if not layer:
+            first_layer = "no layer's output changed, so the leak is behind the layers"
         layers = [layer for model in self.models for layer in model.layers.children()]
         by_rounding = ""
         if any(getattr(layer, "moe_enabled", False) for layer in layers):
             by_rounding = (
-                "With experts rounding alone may do this, for a token's kernel depends on how many "
-                "tokens its expert gets: try other debug.seed first. "
+                "With experts, rounding may be the only cause, because a token's kernel depends on how "
+                "many tokens its expert gets: try other values of debug.seed first. "
             )
         return (
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
-            f"{int(moved.sum())} tokens moved that must not see it, the first of them "
-            f"{describe(*seen_at)}; {culprit} where it shows. {by_rounding}Look at the mask that this layer "
-            f"gets and obeys (attn_type {self.packing.attn_type!r}, attn_mask_type "
+            f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
+            f"{describe(*seen_at)}; {first_layer}. {by_rounding}Look at the layers' mask "
+            f"(attn_type {self.packing.attn_type!r}, attn_mask_type "
             f"{self.packing.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"
         )

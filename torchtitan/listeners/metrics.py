@@ -1,4 +1,4 @@
-"""What is measured while training, and where it goes: console, TensorBoard, W&B, JSONL."""
+"""Metrics of a training run, and their destinations: console, TensorBoard, W&B, JSONL."""
 
 import json
 import math
@@ -33,11 +33,11 @@ DeviceMemStats = namedtuple(
 
 
 class DeviceMemoryMonitor:
-    """Reads the most memory that the device has held since the last reset.
+    """Reads the device's peak memory since the last reset.
 
-    device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is what this process has
-    resident now, "reserved" the most it ever had (the system can't reset that peak), both against
-    the machine's RAM.
+    device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is this process's resident
+    memory now, "reserved" its peak (which the system can't reset), and the capacity is the
+    machine's RAM.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -57,7 +57,7 @@ class DeviceMemoryMonitor:
         self.reset_peak_stats()
 
     def get_peak_stats(self) -> DeviceMemStats:
-        """Peaks since the last `reset_peak_stats`, in GiB (2**30 bytes) and % of the capacity."""
+        """Return the peaks since `reset_peak_stats`, in GiB (2**30 bytes) and % of the capacity."""
         if self.device.type == "cpu":
             (active, reserved), num_retries, num_ooms = resident_bytes(), 0, 0
         else:
@@ -68,11 +68,11 @@ class DeviceMemoryMonitor:
         if num_retries > 0:
             logger.warning(
                 f"The allocator had to free its cache and try again {num_retries} times: memory is "
-                "tight"
+                "scarce"
             )
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
-        capacity = self.device_capacity or math.inf  # unknown: 0 % of it is in use
+        capacity = self.device_capacity or math.inf  # unknown: report 0 %
         sizes = active / _GIB, 100 * active / capacity, reserved / _GIB, 100 * reserved / capacity
         return DeviceMemStats(*sizes, num_retries, num_ooms)
 
@@ -97,7 +97,7 @@ class BaseLogger:
         """Record `metrics`, all measured at `step`."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write out buffered metrics."""
 
 
 class TensorBoardLogger(BaseLogger):
@@ -163,14 +163,14 @@ class JsonlLogger(BaseLogger):
     """Appends one JSON object per call to a file: `step`, `wall_time` (Unix seconds), metrics.
 
     NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which float() reads.
-    A line is written out when `log` returns. A resumed run appends; of a step that it repeats, the
-    later line counts.
+    `log` writes its line out before it returns. A resumed run appends, and may repeat a step, whose
+    later line is then the valid one.
     """
 
     def __init__(self, path: str, tag: str | None = None) -> None:
         self.tag = tag
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if os.path.exists(path):  # drop what a killed run left behind the last newline
+        if os.path.exists(path):  # drop an unfinished last line of a killed run
             with open_file(path, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self.file = open_file(path, "a", encoding="utf-8")
@@ -192,7 +192,7 @@ class JsonlLogger(BaseLogger):
 
 
 class LoggerContainer(BaseLogger):
-    """Passes everything on to each of its loggers."""
+    """Passes metrics on to each of its loggers."""
 
     def __init__(self) -> None:
         self._loggers: list[BaseLogger] = []
@@ -216,7 +216,7 @@ class LoggerContainer(BaseLogger):
 def ensure_pp_loss_visible(
     parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
 ) -> None:
-    """Warn if LOG_RANK hides the console lines of the rank that knows the pipeline's loss."""
+    """Warn if LOG_RANK hides the console lines of the rank that has the pipeline's loss."""
     shown_ranks = os.environ.get("LOG_RANK")
     loss_rank = _get_metrics_rank(parallel_dims, job_config)
     # V-shaped schedules have the loss on rank 0.
@@ -224,8 +224,8 @@ def ensure_pp_loss_visible(
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
-            f"{color.red}The loss is known on rank {loss_rank}, whose output LOG_RANK={shown_ranks} "
-            f"hides; add the rank to LOG_RANK to see it.{color.reset}"
+            f"{color.red}Rank {loss_rank} prints the loss, and LOG_RANK={shown_ranks} hides its "
+            f"output; add the rank to LOG_RANK to see it.{color.reset}"
         )
 
 
@@ -248,7 +248,7 @@ class MetricsProcessor:
         if job_config.metrics.disable_color_printing:
             has_colors = False
         self.color = utils.Color() if has_colors else utils.NoColor()
-        # None if the peak is unknown: then there is no MFU either.
+        # None if the peak is unknown; MFU is then left out.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
         self.optimizers: OptimizersContainer | None = None
@@ -257,7 +257,7 @@ class MetricsProcessor:
         self.start(step=0)
 
     def start(self, step: int) -> None:
-        """Start measuring now, after `step` steps: building and loading don't count."""
+        """Start measuring now, after `step` steps, so that building and loading are not measured."""
         self.step_last_log = step
         self.data_loading_times: list[float] = []
         self._restart()
@@ -278,7 +278,7 @@ class MetricsProcessor:
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log what was measured since the last call, and start measuring again.
+        """Log the metrics since the last call, and start measuring again.
 
         Throughput is per device: this rank's tokens, divided by the ranks that share them.
         """
@@ -341,13 +341,13 @@ class MetricsProcessor:
         self.time_last_log = time.perf_counter()
 
     def _throughput(self) -> tuple[float, float]:
-        """(seconds since the last log, tokens per second and device)"""
-        seconds = max(1e-9, time.perf_counter() - self.time_last_log)  # a clock may stand still
+        """Return (seconds since the last log, tokens per second and device)."""
+        seconds = max(1e-9, time.perf_counter() - self.time_last_log)  # a coarse clock may return 0
         devices = self.parallel_dims.non_data_parallel_size
         return seconds, self.ntokens_since_last_log / (seconds * devices)
 
     def _console_line(self, step: int, metrics: dict[str, Any], seconds_per_step: float) -> str:
-        # scripts and users read this line: the fields up to mfu keep their order and format.
+        # Scripts parse this line, so the fields up to mfu keep their order and format.
         color = self.color
         memory = _memory_field(
             metrics["memory/max_reserved(GiB)"], metrics["memory/max_reserved(%)"]
@@ -359,7 +359,7 @@ class MetricsProcessor:
             f"{color.turquoise}{memory}",
             f"{color.blue}tps: {round(metrics['throughput(tps)']):,}",
         ]
-        if self.device_memory_monitor.device.type != "cpu":  # it would always be 0.01
+        if self.device_memory_monitor.device.type != "cpu":  # there it would round to 0.0
             fields.append(f"{color.cyan}tflops: {metrics['tflops']:,.2f}")
         if "mfu(%)" in metrics:
             fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
@@ -376,12 +376,12 @@ def build_metrics_processor(
     model_args: BaseModelArgs | None = None,
     tag: str | None = None,
 ) -> MetricsProcessor:
-    """Return the metrics processor the config describes; `model_args` is for other builders."""
+    """Return the config's metrics processor. model_args: unused; a train spec's builder may need it."""
     return MetricsProcessor(job_config, parallel_dims, tag)
 
 
 def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-    """The rank that writes metrics: the first of those that hold the pipeline's last stage."""
+    """Return the rank that writes metrics: the first rank with the pipeline's last stage."""
     if not parallel_dims.pp_enabled:
         return 0
     pp, schedule = parallel_dims.pp, job_config.parallelism.pipeline_parallel_schedule
@@ -391,7 +391,7 @@ def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int
 def _build_metric_logger(
     job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
 ) -> BaseLogger:
-    """Return the loggers this rank writes to; one that drops everything if there are none."""
+    """Return this rank's loggers as one; a rank without loggers gets one that drops everything."""
     config, rank = job_config.metrics, utils._rank()
     on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
     any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl
@@ -400,7 +400,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # which of the job's several writers this is
+    owner = []  # names this writer if the job has several
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:
@@ -408,7 +408,7 @@ def _build_metric_logger(
     now = datetime.now().strftime("%Y%m%d-%H%M")
     log_dir = os.path.join(folder, config.save_tb_folder, now, *owner)
     if config.enable_wandb:
-        try:  # a run is worth more than its curves: without W&B it goes on
+        try:  # a failure of W&B does not end the run
             container.add_logger(WandBLogger(log_dir, job_config, tag))
         except Exception as error:
             logger.error("Weights & Biases is not used in this run: %s", error)
@@ -425,7 +425,7 @@ def _tagged(tag: str | None, key: str) -> str:
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
-    """The peaks under the names that they are logged by."""
+    """Return name of a metric -> peak."""
     return {
         "memory/max_active(GiB)": memory.max_active_gib,
         "memory/max_active(%)": memory.max_active_pct,

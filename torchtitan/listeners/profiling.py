@@ -5,6 +5,7 @@ import pickle
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# How many allocator events a snapshot holds.
+# Allocator events in a snapshot.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 
@@ -28,7 +29,7 @@ def maybe_enable_profiling(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator[torch.profiler.profile | None, None, None]:
-    """Yield a profiler to `step()` once per training step, or None when profiling is off.
+    """Yield a profiler, whose `step()` is called once per training step; None if profiling is off.
 
     Each cycle of `profile_freq` steps ends in one Chrome trace per rank:
     <base>/<save_traces_folder>/iteration_<step>/<leaf>/rank<r>_trace.json
@@ -73,10 +74,10 @@ def maybe_enable_memory_snapshot(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator["MemorySnapshot | None", None, None]:
-    """Yield a `MemorySnapshot` to `step()` once per training step, or None.
+    """Yield a `MemorySnapshot`, whose `step()` is called once per training step, or None.
 
-    It is None when snapshots are off, and, after a warning, on a device whose allocator keeps no
-    history (the CPU). Running out of memory inside the block writes a last snapshot.
+    None if snapshots are off and, with a warning, on a device whose allocator keeps no history (the
+    CPU). If the block runs out of memory, a last snapshot is written.
     """
     if not profiling_config.enable_memory_snapshot:
         yield None
@@ -106,23 +107,21 @@ def maybe_enable_memory_snapshot(
         memory._record_memory_history(enabled=None)
 
 
+@dataclass
 class MemorySnapshot:
     """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
 
     memory: a device's memory module, such as torch.cuda.memory.
     """
 
-    def __init__(
-        self, memory: Any, folder: str, leaf_folder: str, freq: int, step_num: int
-    ) -> None:
-        self.memory = memory
-        self.folder = folder
-        self.leaf_folder = leaf_folder
-        self.freq = freq
-        self.step_num = step_num
+    memory: Any
+    folder: str
+    leaf_folder: str
+    freq: int
+    step_num: int
 
     def step(self, exit_ctx: bool = False) -> None:
-        """Count one step and write if it is due; `exit_ctx` writes at once and counts nothing."""
+        """Count one step, and write a snapshot if it is due; `exit_ctx` only writes, at once."""
         if not exit_ctx:
             self.step_num += 1
             if self.step_num % self.freq:

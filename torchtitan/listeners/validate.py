@@ -45,8 +45,8 @@ class BaseValidator:
 class Validator(BaseValidator):
     """Reports the mean loss per token over the validation batches of all ranks.
 
-    It is one mean over all tokens, not over batch means: every token weighs the same however
-    batches and ranks are cut. Every validation reads the same batches.
+    It is a mean over all tokens, not over batch means, so the division into batches and ranks does
+    not matter. Every validation reads the same batches.
     Raises ValueError without a metrics processor to report to.
     """
 
@@ -96,9 +96,9 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        Extra inputs are the batch's other entries; extra keywords hold the attention masks of
-        models that want them. Under context parallelism all hold this rank's tokens, [B, T/cp].
-        Meant to be overridden; then the batch comes as a dict.
+        Extra inputs are the batch's other entries; extra keywords hold the attention masks, for a
+        model that takes masks. Under context parallelism all hold this rank's tokens, [B, T/cp].
+        A subclass may override it, and then gets the batch as a dict.
         """
         packing = self._packing(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
@@ -113,7 +113,7 @@ class Validator(BaseValidator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Log the mean loss over `validation.steps` batches per rank, or over all data if -1.
 
-        Ranks may hold unequal numbers of batches. Modules get back the training flags they had.
+        Ranks may have unequal numbers of batches. Afterwards modules have their old training flags.
         """
         is_clients = is_overridden(self, "post_dataloading_process", Validator)
         runner = Runner(
@@ -139,39 +139,39 @@ class Validator(BaseValidator):
             num_tokens = 0.0
             if losses:
                 mesh = self.parallel_dims.get_optional_mesh("loss")
-                # fp64: a whole validation set may be summed here.
+                # In fp64, because this may be the sum over a whole validation set.
                 loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
                 num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
             if not num_tokens:
                 logger.warning(
-                    "validation.dataset %r has no token to validate on, nothing is reported",
+                    "validation.dataset %r has no token with a label, so no loss is reported",
                     self.job_config.validation_data.dataset,
                 )
                 return
             self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield the same number of batches on every rank, for the model's collectives.
+        """Yield the same number of batches on every rank, because a forward has collectives.
 
-        A rank that runs out of data before the others repeats its last batch without labels.
+        A rank that runs out of data early repeats its last batch without labels.
         """
-        # The same text each time, so that losses compare, also across a resumed run.
+        # The same text each time, so that losses are comparable, even with those of a resumed run.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
         else:
             self.validation_dataloader.load_state_dict(self._start_of_data)
         batches = iter(self.validation_dataloader)
         config = self.job_config.validation_data
-        # What a rank feeds in if its share of the data has no batch.
+        # The filler of a rank whose share of the data has no batch.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
         max_batches = config.steps
         num_batches = 0
         if max_batches:
             batch = next(batches, None)
-            no_rank_has_one = self._no_rank(batch is not None)
+            is_over = self._all_ranks_finished(batch is None)
         while num_batches != max_batches:
-            if no_rank_has_one():
+            if is_over():
                 return
             if batch is None:
                 labels = torch.full_like(labels, IGNORE_INDEX)
@@ -180,9 +180,9 @@ class Validator(BaseValidator):
                 self.metrics_processor.ntokens_since_last_log += labels.numel()
             num_batches += 1
             if num_batches != max_batches:
-                # Asked before this batch is queued, so that the answer is there after it.
+                # Started before this batch's work is queued, so that reading it does not wait for that.
                 batch = next(batches, None)
-                no_rank_has_one = self._no_rank(batch is not None)
+                is_over = self._all_ranks_finished(batch is None)
             yield input_dict, labels
 
     def _forward(
@@ -203,21 +203,21 @@ class Validator(BaseValidator):
         losses = runner.run(
             microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
         )
-        # Labels are counted as they were fed in, so that the sum over the ranks that share a
-        # sequence counts each one once.
+        # Count this rank's part of the labels, so that the sum over the ranks that share a sequence
+        # has each label once.
         num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
         loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
         if self.pp_schedule is not None:
             loss = self.pp_schedule.broadcast_from_last_stage(loss)
         return loss, num_tokens
 
-    def _no_rank(self, here: bool) -> Callable[[], bool]:
-        """Ask whether `here` is False on all ranks; call the returned function for the answer."""
-        # Ranks that differ in anything but the batch read the same data.
+    def _all_ranks_finished(self, is_finished: bool) -> Callable[[], bool]:
+        """Start to ask all ranks whether they are out of data; the returned function returns it."""
+        # Only the ranks of this mesh read different data.
         mesh = self.parallel_dims.get_optional_mesh("batch")
         group = None if mesh is None else mesh.get_group()
-        n_more = num_fillers(int(here), group, torch.device(get_device_type()))
-        return lambda: not (here or n_more())
+        n_more = num_fillers(int(not is_finished), group, torch.device(get_device_type()))
+        return lambda: is_finished and not n_more()
 
 
 build_validator = Validator
@@ -225,7 +225,7 @@ build_validator = Validator
 
 @contextmanager
 def _measured_apart(metrics_processor: MetricsProcessor) -> Iterator[None]:
-    """Count the tokens and seconds of the block for validation, and not for training."""
+    """Keep the block's tokens and seconds out of the next training metrics."""
     num_tokens = metrics_processor.ntokens_since_last_log
     seconds = time.perf_counter() - metrics_processor.time_last_log
     metrics_processor.ntokens_since_last_log = 0

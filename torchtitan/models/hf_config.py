@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.rope import RoPEScalingArgs
 from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import read_json_object
 
 Config = Mapping[str, Any]
 

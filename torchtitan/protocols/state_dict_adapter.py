@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.distributed.tensor_views import LocalShard
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.tools.json_files import read_json_object
+from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -1,1 +1,1 @@
-"""What an embedder can run too: helpers that check a build of torchtitan on the spot."""
+"""Tests that an embedder, too, can run on an installed torchtitan."""

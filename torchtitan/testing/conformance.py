@@ -1,11 +1,11 @@
-"""Does this build of torchtitan keep the engine's contract? Named checks, for an embedder's CI.
+"""Check that this build of torchtitan keeps the engine's contract; for an embedder's CI.
 
     python -m torchtitan.testing.conformance               one process
     python -m torchtitan.testing.conformance --nproc 2     FSDP, DDP, TP, PP, CP and EP on two
     python -m torchtitan.testing.conformance --only save   checks with "save" in their name
 
-Runs on gloo ranks of this machine, without network, data or accelerator, and prints what each
-check holds. Exit code 1 if one failed. The checks are in `contract.py`.
+Runs on gloo ranks of this machine, without network, data or accelerator, and prints each check's
+outcome and the sentence that it checks. Exit code 1 if a check failed. They are in `contract.py`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
 
 def run_check(check: Check, nproc: int, timeout_seconds: float = 240.0) -> tuple[str, str]:
-    """(outcome, why): "pass", "FAIL" or "skip", on ranks that only this check uses."""
+    """Return (outcome, reason) on new ranks; the outcome is "pass", "FAIL" or "skip"."""
     if nproc < check.min_ranks:
         return "skip", f"needs {check.min_ranks} ranks"
     with tempfile.TemporaryDirectory(prefix="conformance_") as folder:

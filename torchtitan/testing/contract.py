@@ -1,7 +1,7 @@
 """The checks of the engine's contract with programs that embed it; see `conformance.py`.
 
-Each is a function of a `Kit`, run by all ranks, that raises if the contract is broken. Most compare
-the engine with a plain loop over one document at a time.
+A check is a function of a `Kit` that all ranks run, and that raises if the contract is broken. Most
+compare the engine with a plain loop over one document at a time.
 """
 
 import gc
@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 
 class Kit:
-    """What a check has on each rank: the caller's process group, a folder, engines in layouts."""
+    """The tools of a check on each rank: a process group, a folder, engines of any layout."""
 
     def __init__(self, folder: str):
         logger.setLevel(logging.ERROR)
@@ -42,12 +42,12 @@ class Kit:
         self.folder = Path(folder)  # the same on every rank
 
     def job(self, layout: str = "fsdp", folder: str = "outputs", **options: Any) -> JobConfig:
-        """A `tiny_job` in a layout for as many ranks as there are."""
+        """Return a `tiny_job` in a layout for this number of ranks."""
         parallelism = tiny_jobs.layout_of(layout, self.world_size) | options.pop("parallelism", {})
         return tiny_jobs.tiny_job(str(self.folder / folder), parallelism=parallelism, **options)
 
     def build(self, layout: str = "fsdp", **options: Any) -> TrainingEngine:
-        """An engine of a `job`, which the caller closes."""
+        """Return an engine of a `job`, which the caller closes."""
         return TrainingEngine(self.job(layout, **options))
 
 
@@ -64,7 +64,7 @@ class Check(NamedTuple):
 
     @property
     def holds(self) -> str:
-        """What it checks, in a sentence: the function's docstring, its braces filled by the case."""
+        """The sentence that it checks: the function's docstring, its braces filled by the case."""
         sentence = self.function.__doc__.split("\n")[0]
         return sentence.format(*self.case) if self.case else sentence
 
@@ -73,12 +73,14 @@ def run_on_rank(check: Check, folder: str) -> None:
     check.function(Kit(folder), *check.case)
 
 
-# ---- what checks do ----
+# ---- helpers of checks ----
 
 
 def scores(engine: TrainingEngine, microbatches: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Log-probabilities of documents by `forward_step`, [n] per microbatch; None where the last
-    stage is elsewhere."""
+    """Return log-probabilities of documents by `forward_step`, [n] per microbatch.
+
+    None on a pipeline rank without the last stage.
+    """
     packed = [pack(documents) for documents in microbatches]
 
     def of_labels(logits: Tensor, batch: tiny_jobs.Batch) -> Tensor:
@@ -95,7 +97,7 @@ def assert_same_weights(engine: TrainingEngine, expected: dict[str, Tensor]) -> 
 
 
 def assert_steps_of_plain_loop(engine: TrainingEngine, *steps: list[Tensor]) -> None:
-    """Losses, gradient norms and in the end the weights."""
+    """Check losses, gradient norms and the final weights against a plain loop."""
     plain = PlainLoop(engine)
     for documents in steps:
         ours = run_step(engine, documents)
@@ -106,7 +108,7 @@ def assert_steps_of_plain_loop(engine: TrainingEngine, *steps: list[Tensor]) -> 
 
 
 def global_state() -> dict[str, Any]:
-    """What a guest must leave as it was."""
+    """Return settings of the process that an engine must not leave changed."""
     return {
         "garbage collection": gc.isenabled(),
         "default dtype": torch.get_default_dtype(),
@@ -115,7 +117,7 @@ def global_state() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "number of threads": torch.get_num_threads(),
         "logging handlers": list(logger.handlers) + logging.getLogger().handlers,
-        # Torch's compiler notes there where its cache is.
+        # Torch's compiler adds the path of its cache.
         "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
     }
 
@@ -124,7 +126,7 @@ def global_state() -> dict[str, Any]:
 
 
 def guest_leaves_what_it_found(kit: Kit) -> None:
-    """The caller's process group is used and left; process state, random numbers, config too."""
+    """The engine uses the caller's process group, and leaves it, process state and config unchanged."""
     group, before = dist.group.WORLD, global_state()
     torch.manual_seed(11)
     random_state = torch.get_rng_state()
@@ -142,7 +144,7 @@ def guest_leaves_what_it_found(kit: Kit) -> None:
 
 
 def steps(kit: Kit, layout: str, attn_type: str) -> None:
-    """Two steps on packed documents under {}, {}: those of a plain loop."""
+    """Two steps on packed documents under {}, {} equal those of a plain loop."""
     with kit.build(layout, attn_type=attn_type) as engine:
         assert_steps_of_plain_loop(engine, make_documents(31), make_documents(32))
 
@@ -169,7 +171,7 @@ def split(kit: Kit, flavor: str) -> None:
 
 
 def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
-    """Under {}, {} log-probabilities of documents in one row are those of each alone, in order."""
+    """Under {}, {} log-probabilities of packed documents equal those of each document alone."""
     documents = make_documents(15, (5, 21, 9, 2, 13))
     with kit.build(layout, attn_type=attn_type) as engine:
         plain = PlainLoop(engine)
@@ -182,9 +184,9 @@ def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
 
 
 def optim_step(kit: Kit) -> None:
-    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips where one is nan.
+    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips a step with nan.
 
-    Without a gradient on any rank it raises ValueError on all.
+    It raises ValueError on all ranks if no rank has a gradient.
     """
     batch, labels = pack(make_documents(22))
     moved = []
@@ -213,7 +215,7 @@ def optim_step(kit: Kit) -> None:
 
 
 def save_and_load(kit: Kit) -> None:
-    """engine.save(path) writes there, whatever the interval; engine.load(path) goes on from it."""
+    """engine.save(path) saves at once, whatever the interval; engine.load(path) continues from it."""
     folder = str(kit.folder / "given/global_step_7")
     with kit.build() as engine:
         run_step(engine, make_documents(17))
@@ -229,7 +231,7 @@ def save_and_load(kit: Kit) -> None:
 
 
 def experts_on_ranks(kit: Kit) -> None:
-    """Two steps with experts dealt to two ranks: those without expert parallelism."""
+    """Two steps with experts on two ranks equal those without expert parallelism."""
     results = []
     for layout in ("fsdp", "ep"):
         with kit.build(layout, flavor="tiny_moe") as engine:

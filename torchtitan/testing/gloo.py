@@ -1,9 +1,9 @@
-"""Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and get every
-rank's result back.
+"""Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and return every
+rank's result.
 
-The ranks are processes of a fork server that has torch and this package loaded, so that a
-rank starts in milliseconds instead of paying for their import again. The first call starts the
-server: a few seconds, which count against its timeout.
+The ranks are forked from a server process that has loaded torch and this package, so that a rank
+starts in milliseconds instead of importing them again. The first call starts the server, which takes
+a few seconds of its timeout.
 """
 
 import faulthandler
@@ -26,8 +26,8 @@ from typing import Any
 
 from torchtitan.tools.host import signal_at_parents_death
 
-# A process has one fork server: whatever starts it decides what all its ranks find loaded. May be
-# added to before.
+# A process has one fork server, which loads these modules once, at the first call. Add to the list
+# before that.
 PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
@@ -51,7 +51,7 @@ class RankFailure(RuntimeError):
 
 
 class RankTimeout(RuntimeError):
-    """A rank did not end in time. The text says where each hung rank stood."""
+    """A rank did not end in time. The text has the stack of each hung rank."""
 
 
 def run_ranks(
@@ -62,19 +62,19 @@ def run_ranks(
     init_process_group: bool = True,
     on_accelerators: bool = False,
 ) -> list[Any]:
-    """Results of `fn(*args)` from `world_size` new processes, in rank order.
+    """Return the results of `fn(*args)` from `world_size` new processes, in rank order.
 
-    `fn`, `args` and the results must be picklable, so `fn` lives at the top of a module.
+    `fn`, `args` and the results must be picklable, so `fn` is defined at the top of a module.
     Each rank has one torch thread, no accelerator, a copy of this process's environment, and
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 
-    init_process_group: each rank has a gloo process group, which is destroyed afterwards;
-        otherwise `fn` makes its own.
-    on_accelerators: each rank has an accelerator of its own, and the process group is NCCL's, or
-        whatever serves that kind, beside gloo for tensors of the host; results must be on the host.
+    init_process_group: give each rank a gloo process group, and destroy it afterwards. If False,
+        `fn` makes its own group.
+    on_accelerators: give each rank its own accelerator, and a process group with its backend (NCCL
+        for CUDA), and gloo for tensors on the host; results must be on the host.
 
-    Raises RankFailure when a rank raises or dies, RankTimeout when one hangs. No process
-    outlives the call.
+    Raises RankFailure if a rank raises or dies, RankTimeout if a rank hangs. No process outlives the
+    call.
     """
     call = pickle.dumps((fn, args))
     with socket.socket() as probe:
@@ -86,13 +86,13 @@ def run_ranks(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port),
     }
-    # CUDA does not survive a fork, should one of the modules have asked for its devices.
+    # CUDA does not survive a fork, if a module has initialised it.
     can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not on_accelerators
     context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
     if can_fork:
         context.set_forkserver_preload(PRELOADED_MODULES)
     if not on_accelerators:
-        # These ranks are CPU ranks on a machine with accelerators too.
+        # Hide the accelerators of this machine, if it has any.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
     ranks: Ranks = []
@@ -130,14 +130,14 @@ def _rank_main(
     folder: str,
     pipe: Connection,
 ) -> None:
-    """One rank: sends ("result", value) or ("failure", time, traceback text, exception or None)."""
+    """Run a rank: send ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
-    gc.freeze()  # a collection would touch, and so copy, all memory shared with the server
+    gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
     faulthandler.register(signal.SIGQUIT, file=stack_file)
-    # Only now: a failure is told with the stack, and the environment above is what torch reads.
+    # Imported only now, so that torch reads the environment above.
     import torch
 
     from torchtitan.tools.utils import get_device_info
@@ -162,7 +162,7 @@ def _rank_main(
         fn, args = pickle.loads(call)
         result = fn(*args)
         if group_timeout is not None and dist.is_initialized():
-            # A rank that leaves early would cut the connections of those still working.
+            # A rank that leaves early would cut its connections to ranks that still work.
             dist.barrier()
         message = pickle.dumps(("result", result))
     except BaseException as error:
@@ -198,17 +198,17 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
                 process, _ = ranks[rank]
                 process.join(timeout=5)
                 text = f"the process ended without a word, exit code {process.exitcode}"
-                # Nothing else kills a process: this is the first cause.
+                # No other failure kills a process, so this is the first cause.
                 kind, payload = "failure", [-math.inf, text, None]
             if kind == "result":
                 results[rank] = payload[0]
                 continue
             failed_at, text, error = payload
             failures.append((failed_at, rank, text, error))
-            # The others now wait for a rank that is gone: don't wait for them for long.
+            # The other ranks now wait for a rank that is gone, so don't wait long for them.
             deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
     if failures:
-        # The others fail because the first took their connections along.
+        # The other ranks fail because the first one took their connections down.
         failures.sort(key=lambda failure: failure[0])
         _, rank, text, error = failures[0]
         also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""
@@ -216,7 +216,7 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
     if waiting:
         hung = sorted(waiting.values())
         for rank in hung:
-            os.kill(ranks[rank][0].pid, signal.SIGQUIT)  # writes the stack down
+            os.kill(ranks[rank][0].pid, signal.SIGQUIT)  # the rank writes its stack to a file
         time.sleep(0.3)
         lines = [f"ranks {hung} of {len(ranks)} did not end in time and were killed."]
         for rank in hung:

@@ -1,10 +1,10 @@
 """A certificate that packed documents are isolated from each other.
 
     python -m torchtitan.testing.isolation                 10,000 random packings
-    python -m torchtitan.testing.isolation --seconds 60    as many as fit
+    python -m torchtitan.testing.isolation --seconds 60    for 60 seconds
 
-Rows of documents and padding, told apart by positions, go through flex and varlen attention. The
-output and the gradients of queries, keys and values have to be those of torch's own causal
+Rows of documents and padding, marked by positions, go through flex and varlen attention. The
+output and the gradients of queries, keys and values have to equal those of torch's own causal
 attention, called on one document at a time: to the last bit on the CPU, within the rounding of
 bf16 on an accelerator.
 
@@ -26,7 +26,7 @@ from torchtitan.batch.documents import read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import attend, build_inner_attention
 
-# The largest error. Gradients are of order 10, of which bf16 has 8 bits.
+# Largest absolute error. Gradients are of order 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +36,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of the output, all [B, heads, T, D]"""
 
 Spans = list[list[tuple[int, int]]]
-"""For each row the (start, end) of its documents; every padding token is one."""
+"""For each row the (start, end) of its documents; every padding token is a document of its own."""
 
 
 def attend_by(attn_type: str, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
@@ -50,17 +50,17 @@ KERNELS: dict[str, AttentionFunction] = {
 
 
 def run_packed(kernel: AttentionFunction, inputs: Inputs, document_ids: Tensor) -> list[Tensor]:
-    """Output [B, H, T, D] and gradients of q, k and v."""
+    """Return the output [B, H, T, D] and the gradients of q, k and v."""
     *qkv, grad_out = inputs
     out = kernel(*qkv, document_ids).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, qkv, grad_out)]
 
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
-    """The same from torch's plain causal attention, in one call per document.
+    """Return the same as `run_packed`, by torch's plain causal attention, in one call per document.
 
-    A single token has a softmax weight of exactly 1, so that its query and key get gradients of
-    exactly 0, where torch rounds.
+    A single token has a softmax weight of exactly 1, so the gradients of its query and key are set to
+    exactly 0, where torch has rounding errors.
     """
     q, k, v, grad_out = (x.detach() for x in inputs)
     results = [torch.empty_like(x) for x in (q, q, k, v)]
@@ -81,9 +81,10 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
 
 
 def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """(a position for each token, spans) of documents and padding, whose positions are negative.
+    """Return (the position of each token, spans) of documents and padding.
 
-    A document may begin at a position inside: its beginning is elsewhere.
+    Positions of padding are negative. A document may begin at a position above 0, as a document does
+    whose beginning is in another row.
     """
     positions: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -96,19 +97,19 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            first = 0  # would read as one document with the one before
+            first = 0  # otherwise it would continue the document before it
         positions += range(first, first + end - start)
         spans.append((start, end))
     return positions, spans
 
 
 def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[str], int]:
-    """(what is wrong with the packing of this number, how many documents it has)."""
-    # Four in a row have one shape, so that a stale mask would fit.
+    """Return (problems found in packing number `index`, number of its documents)."""
+    # Four consecutive packings have one shape, so that a stale mask would fit and be found.
     shape_rng = random.Random(f"shape {seed} {index // 4}")
     n_rows, seq_len, head_dim = shape_rng.randint(1, 3), shape_rng.randint(1, 64), 16
     dtype = torch.float32
-    if device != "cpu":  # compiled for every shape, and for 16-bit numbers only
+    if device != "cpu":  # one shape, because kernels are compiled for each; only 16-bit numbers
         n_rows, seq_len, head_dim, dtype = 2, 256, 64, torch.bfloat16
     rng = random.Random(f"packing {seed} {index}")
     rows = [random_row(rng, seq_len) for _ in range(n_rows)]
@@ -118,7 +119,7 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     n_kv_heads = rng.choice([1, 2, 4])
     q, k, v, grad_out = (
-        # Heads in the third place, as projections leave them.
+        # Strides of [B, T, H, D], the layout of projections.
         torch.randn(n_rows, seq_len, n_heads, head_dim, generator=generator)
         .to(device, dtype)
         .transpose(1, 2)
@@ -145,9 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m torchtitan.testing.isolation",
         description="Certify that packed documents don't see each other.",
     )
-    parser.add_argument("--packings", type=int, default=10_000, help="how many (10,000)")
+    parser.add_argument("--packings", type=int, default=10_000, help="number of packings (10,000)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
-    parser.add_argument("--seed", type=int, default=0, help="which packings are drawn (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the packings (0)")
     parser.add_argument(
         "--device", default="cpu", help="cpu (fp32), or an accelerator (bf16; try 200 packings)"
     )
@@ -163,13 +164,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{packings} packings, {time.monotonic() - started:.0f} s")
     kind = "bitwise" if args.device == "cpu" else "within the rounding of bf16"
     print(
-        f"0 failures in {packings} packings: under {' and '.join(KERNELS)}, {documents} documents "
-        f"(padding tokens counted) are {kind} what they are alone, output and gradients"
+        f"0 failures in {packings} packings: under {' and '.join(KERNELS)}, output and gradients of "
+        f"{documents} documents (padding tokens included) are {kind} those of each document alone"
     )
     return 0
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)  # nothing here is large enough for two
+    torch.set_num_threads(1)  # the tensors are too small for more threads
     sys.exit(main())

@@ -20,14 +20,14 @@ from torchtitan.models.qwen3 import qwen3_args
 FAMILY = "qwen3"
 VOCAB, SEQ_LEN = 64, 64
 LR, MAX_NORM = 1e-2, 0.5
-# AdamW would turn gradients that are rounding errors into steps of full size without it.
+# With a smaller eps, AdamW would turn gradients that are rounding errors into steps of full size.
 EPS = 1e-3
 
 Batch = dict[str, Any]
 
 
 def add_tiny_flavors() -> None:
-    """Add `tiny`, `tiny_tied` and `tiny_moe` to the flavors of this process."""
+    """Register the flavors `tiny`, `tiny_tied` and `tiny_moe` in this process."""
     sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=VOCAB)
     dense = dataclasses.replace(qwen3_args["debugmodel"], hidden_dim=64, **sizes)
     qwen3_args["tiny"] = dataclasses.replace(dense, enable_weight_tying=False)
@@ -45,9 +45,9 @@ def tiny_job(
     seed: int | None = 0,
     **sections: dict[str, Any],
 ) -> JobConfig:
-    """A job in fp32 of a flavor of `add_tiny_flavors`, with a constant learning rate.
+    """Return an fp32 job of a flavor of `add_tiny_flavors`, with a constant learning rate.
 
-    sections: keywords by the name of their section, such as `training={"steps": 3}`.
+    sections: values of a section's keys, such as `training={"steps": 3}`.
     """
     model = dict(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type)
     values: dict[str, dict[str, Any]] = {
@@ -67,8 +67,11 @@ def tiny_job(
 
 
 def layout_of(name: str, world_size: int) -> dict[str, int]:
-    """Degrees for `world_size` ranks: "fsdp", "ddp", or two ranks of "hsdp" (replicas), "tp", "pp",
-    "cp" or "ep" and FSDP over the rest. One rank has no layout."""
+    """Return the parallel degrees of a layout for `world_size` ranks; {} for a single rank.
+
+    name: "fsdp", "ddp", or an axis of two ranks with FSDP over the rest: "hsdp" (replicas), "tp",
+        "pp", "cp", "ep".
+    """
     if world_size == 1 or name == "fsdp":
         return {}
     if name == "ddp":
@@ -81,14 +84,16 @@ def layout_of(name: str, world_size: int) -> dict[str, int]:
 def make_documents(
     seed: int, lengths: Sequence[int] = (5, 17, 9, 30, 2, 23, 11, 8)
 ) -> list[Tensor]:
-    """Documents of random tokens, each [length]."""
+    """Return documents of random tokens, each [length]."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
 
 
 def pack(documents: Sequence[Tensor]) -> tuple[Batch, Tensor]:
-    """One row [1, T] of documents, told apart by positions, and its labels; a document's last
-    token has none."""
+    """Return a row [1, T] of documents, with their positions, and its labels [1, T].
+
+    The label of a document's last token is ignored.
+    """
     tokens = torch.cat(list(documents))
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     ignored = torch.tensor([IGNORE_INDEX])
@@ -101,7 +106,7 @@ def num_valid(documents: Sequence[Tensor]) -> int:
 
 
 def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, T], 0 where the label is ignored; logits [B, T, V]."""
+    """Return the labels' log-probabilities [B, T], 0 where ignored; logits [B, T, V]."""
     losses = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
@@ -111,9 +116,9 @@ def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
 def run_step(
     engine: TrainingEngine, documents: Sequence[Tensor], num_microbatches: int = 2, **options: Any
 ) -> tuple[float, float]:
-    """One optimizer step on documents, dealt to ranks and microbatches; (loss, gradient norm).
+    """Run an optimizer step on documents, split over ranks and microbatches.
 
-    options: of `forward_backward_step`.
+    options: of `forward_backward_step`. Returns (loss, gradient norm).
     """
     own = documents[engine.dp_rank :: engine.dp_size]
     parts = [own[i::num_microbatches] for i in range(num_microbatches)]
@@ -129,7 +134,7 @@ def run_step(
 
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Every parameter of the model, whole, by name. Collective over all ranks."""
+    """Return name -> whole parameter, of the whole model. Collective over all ranks."""
     own = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for part in engine.model_parts
@@ -137,12 +142,14 @@ def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
     }
     if not engine.parallel_dims.pp_enabled:
         return own
-    return {name: tensor for one in all_ranks(own) for name, tensor in one.items()}
+    return {name: tensor for part in all_ranks(own) for name, tensor in part.items()}
 
 
 class PlainLoop:
-    """The engine's model without the engine: torch's causal attention on one document at a time,
-    and torch's AdamW. Starts from the engine's weights."""
+    """The engine's model without the engine, from the engine's weights.
+
+    It runs torch's causal attention on one document at a time, and torch's AdamW.
+    """
 
     def __init__(self, engine: TrainingEngine):
         args = dataclasses.replace(
@@ -166,11 +173,11 @@ class PlainLoop:
         self.max_norm = engine.job_config.training.max_norm
 
     def logprobs(self, document: Tensor) -> Tensor:
-        """[T - 1], of each token but the first."""
+        """Return the log-probability of each token but the first, [T - 1]."""
         return logprobs_of(self.model(document[None, :-1]).float(), document[None, 1:])[0]
 
     def run_step(self, documents: Sequence[Tensor]) -> tuple[float, float]:
-        """(loss, gradient norm) of one optimizer step."""
+        """Run an optimizer step; returns (loss, gradient norm)."""
         total = 0.0
         for document in documents:
             loss = -self.logprobs(document).sum() / num_valid(documents)

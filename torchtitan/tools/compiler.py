@@ -1,4 +1,4 @@
-"""What loads torch's compiler, which takes most of a second: asked for where it is used."""
+"""Parts of torch that load its compiler, which takes most of a second: imported on first use."""
 
 import functools
 from collections.abc import Callable
@@ -9,22 +9,22 @@ import torch
 
 
 def load_flex_attention() -> ModuleType:
-    """The module `torch.nn.attention.flex_attention`."""
-    import torch.nn.attention.flex_attention  # slow, see the top
+    """Return the module `torch.nn.attention.flex_attention`."""
+    import torch.nn.attention.flex_attention
 
     return torch.nn.attention.flex_attention
 
 
 def load_varlen() -> ModuleType:
-    """The module `torch.nn.attention.varlen`, which registers its operators."""
-    import torch.nn.attention.varlen  # slow, see the top
+    """Return the module `torch.nn.attention.varlen`, which registers its operators."""
+    import torch.nn.attention.varlen
 
     return torch.nn.attention.varlen
 
 
 def load_inductor() -> ModuleType:
-    """The module `torch._inductor`, with its `config`."""
-    import torch._inductor.config  # slow, see the top
+    """Return the module `torch._inductor`, with its `config`."""
+    import torch._inductor.config
 
     return torch._inductor
 
@@ -36,9 +36,9 @@ def compiled_on_first_call(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return what calls the function `name` of a module, loaded and compiled by the first call.
+    """Return a function that calls `name` of a module, which the first call loads and compiles.
 
-    mode, options: torch.compile's; options that this torch does not know are left out.
+    mode, options: of torch.compile; options that this torch does not know are left out.
     """
 
     @functools.cache

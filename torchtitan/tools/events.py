@@ -1,4 +1,4 @@
-"""What happened to a run, and when: starts, saves, faults and ends, one JSON line each.
+"""The history of a run: starts, saves, faults and ends, one JSON line each.
 
 `recording`, which `torchtitan.train.main` enters, listens to the package's logger. Every warning is
 an event, and so is a line that was logged with `extra=event(...)`.
@@ -28,7 +28,7 @@ MAX_EVENTS_PER_START = 10_000
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
     """Return the `extra` of a logging call that makes the line an event.
 
-    step: the optimizer steps that were done. details: finite numbers and texts.
+    step: the number of optimizer steps done. details: finite numbers and texts.
     """
     place = {} if step is None else {"step": step}
     return {"event": {"kind": kind, **place, **details}}
@@ -38,8 +38,8 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
 def recording(config: Any) -> Iterator[None]:
     """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
 
-    Rank 0 writes; an exception that leaves the block is written by the rank that raised it. A
-    write that fails is warned of once: a run is worth more than its history.
+    Rank 0 writes them, but an exception that leaves the block is written by the rank that raised
+    it. A write that fails does not end the run: there is one warning.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
@@ -53,7 +53,7 @@ def recording(config: Any) -> Iterator[None]:
             config.job.description,
             versions={
                 "torchtitan": torchtitan.__version__,
-                # Without its import, which readers of reports have no use for.
+                # Not imported here, because programs that only read reports do not need torch.
                 "torch": getattr(sys.modules.get("torch"), "__version__", None),
                 "python": platform.python_version(),
             },
@@ -92,7 +92,7 @@ class _EventLog(logging.Handler):
         details = {"kind": "warning"} if record.levelno >= logging.WARNING else None
         details = getattr(record, "event", details)
         if details is not None and self._num_written < MAX_EVENTS_PER_START:
-            with contextlib.suppress(TypeError, ValueError):  # the console's handler reports these
+            with contextlib.suppress(TypeError, ValueError):  # a bad format: the console reports it
                 self.write(message=record.getMessage(), **details)
 
     def write(self, kind: str, message: str, **details: Any) -> None:
@@ -101,7 +101,7 @@ class _EventLog(logging.Handler):
         self._num_written += 1
 
     def end_unfinished_line(self) -> None:
-        """Keep what a full disk cut short from swallowing the next line."""
+        """End a line that a full disk cut short, so that the next one begins on its own line."""
         with contextlib.suppress(OSError), open_file(self.path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -117,7 +117,7 @@ class _EventLog(logging.Handler):
 
 
 def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables -> {"section.key": value}."""
+    """Return nested tables as {"section.key": value}."""
     settings: dict[str, Any] = {}
     for key, value in config.items() if isinstance(config, dict) else ():
         name = f"{prefix}{key}"
@@ -129,7 +129,7 @@ def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def exit_code(error: BaseException) -> int:
-    """The code with which `torchtitan.train.main` exits after this error."""
+    """Return the code with which `torchtitan.train.main` exits after this error."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):

@@ -1,33 +1,38 @@
-"""Opening files in folders that others may have prepared.
+"""Opening files in folders that somebody else may have prepared, and the package's own assets.
 
-A name in a run's folder, or in data from elsewhere, may be a link to one of the user's own files, or
-a pipe or device that is read without end.
+A name in a run's folder, or in downloaded data, may be a link to one of the user's own files, or a
+pipe or device whose reader waits for ever.
 """
 
 import errno
+import json
 import os
 import stat
+from pathlib import Path
 from typing import IO, Any
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+_LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have some 10 MB
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
-    """`open` for regular files. It never waits, and writes through no link.
+    """Open a regular file as `open` does, without ever waiting or writing through a link.
 
-    Raises OSError, with the reason, for anything else, and in a writing mode for a link.
+    Raises OSError, with the reason, for anything but a regular file, and for a link when writing.
     """
     return open(path, mode, opener=open_descriptor, **options)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """`os.open` with the rules of `open_file`. Links among the folders above are followed."""
+    """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
     try:
-        # NONBLOCK, because opening a pipe waits for its other end. Regular files ignore it.
+        # Without NONBLOCK, opening a pipe waits for its other end. Regular files ignore the flag.
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
-            reason = "it is a link, which is not written through; remove it"
+            reason = "it is a link, and files are not written through links; remove it"
             raise OSError(errno.ELOOP, reason, path) from None
         if error.errno != errno.ENXIO:
             raise
@@ -39,3 +44,32 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a regular file", path)
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Raises ValueError, without the file's name, if the file holds anything else, is nested too
+    deeply or is larger than 256 MiB; OSError if it cannot be opened.
+    """
+    if (size := os.path.getsize(path)) > _LARGEST_JSON:
+        raise ValueError(f"it has {size} bytes, and at most {_LARGEST_JSON} are read")
+    with open_file(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"it must hold a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def find_shipped(path: str) -> str:
+    """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing.
+
+    So the default job finds its small tokenizer and dataset from any working folder.
+    """
+    given = Path(path)
+    copy = _ASSETS / given.name
+    is_default = given.parent == Path("tests/assets") and copy.is_dir()
+    return str(copy) if is_default and not given.exists() else path

@@ -12,17 +12,18 @@ from torchtitan.tools.logging import logger, warn_once
 
 LOCK_FILE = ".lock"
 
-# Path -> open file and number of holders. All objects of a process share its one lock on a file,
-# which is gone as soon as any of them closes the file.
+# Path -> open file and number of holders. A process has one lock on a file, and loses it as soon as
+# it closes any descriptor of that file, so all FolderLocks of a folder share one descriptor.
 _held: dict[str, tuple[int, int]] = {}
 
 
 class FolderLock:
-    """Holds `folder`, which is made if needed, for this process until `release` or its death.
+    """Locks `folder`, which is created if needed, until `release` or the end of this process.
 
-    It is a POSIX record lock, which NFS knows and child processes don't inherit: a data worker that
-    outlives the job does not keep it. The file says who holds it, and stays.
-    Raises RunError if another process holds the folder.
+    It is a POSIX record lock, because NFS supports these and child processes don't inherit them: a
+    data worker that outlives the job does not keep the folder locked. The lock file names the
+    holder, and is not removed.
+    Raises RunError if another process holds the lock.
     """
 
     def __init__(self, folder: str) -> None:
@@ -41,7 +42,7 @@ class FolderLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise RunError(
                     f"{folder} is in use by {owner}, and two jobs would overwrite and remove each "
-                    "other's checkpoints. Wait for that one or stop it, or give this one a "
+                    "other's checkpoints. Wait for that job or stop it, or give this job a "
                     "job.dump_folder or a checkpoint.folder of its own"
                 ) from None
             self._path = None
@@ -58,7 +59,7 @@ class FolderLock:
         )
 
     def release(self) -> None:
-        """Let others have the folder. May be called twice."""
+        """Unlock the folder, unless another FolderLock of this process holds it. Idempotent."""
         if self._path is None:
             return
         file, holders = _held.pop(self._path)

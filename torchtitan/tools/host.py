@@ -1,8 +1,8 @@
-"""Settings of the process that engines live in: changed on loan, and given back.
+"""The process that engines live in: settings that are changed for them, its peers, age and memory.
 
-A process may hold several engines, closed in any order. When the last one is closed, every setting
-goes back to what it was, unless somebody else has changed it meanwhile. Changes that are made while
-there is no engine stay.
+A process may hold several engines, closed in any order. When the last engine is closed, every
+setting goes back to its earlier value, unless other code has changed it since. Changes that are made
+while there is no engine stay.
 """
 
 import contextlib
@@ -16,19 +16,21 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+# ---- settings ----
+
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# What the last engine undoes, the latest first: calls before changes.
+# Run when the last engine is closed, latest entry first; the calls come before the changes.
 _at_close_calls = contextlib.ExitStack()
 _changes = contextlib.ExitStack()
 
 
 def move_in(engine: Any) -> None:
-    """Changes are on loan from here on, until `move_out(engine)`."""
+    """Register an engine: until `move_out(engine)`, changes are temporary."""
     _engines.add(engine)
 
 
 def move_out(engine: Any) -> None:
-    """If this is the last engine, put back what was changed. May be called twice."""
+    """Unregister an engine; the last one restores all changed settings. Idempotent."""
     if engine in _engines:
         _engines.discard(engine)
         if not _engines:
@@ -37,12 +39,12 @@ def move_out(engine: Any) -> None:
 
 
 def engines() -> list[Any]:
-    """The engines of this process."""
+    """Return the engines of this process."""
     return list(_engines)
 
 
 def at_last_move_out(at_close: Callable[[], None]) -> None:
-    """Call `at_close` when the last engine is closed; never, if there is none now."""
+    """Call `at_close` when the last engine is closed; never, if there is no engine now."""
     if _engines:
         _at_close_calls.callback(at_close)
 
@@ -53,29 +55,29 @@ def change(
     read: Callable[[], Any] | None = None,
     before: Any = None,
 ) -> None:
-    """Change a setting to `value`, on loan.
+    """Change a setting to `value` until the last engine is closed.
 
     read: None for a setting that cannot be read; it then goes back to `before`.
     """
     if read is not None:
         before = read()
 
-    def take_back() -> None:
+    def restore() -> None:
         if read is None or read() == value:
             write(before)
 
     if _engines:
-        _changes.callback(take_back)
+        _changes.callback(restore)
     write(value)
 
 
 def change_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module, class or config, on loan."""
+    """Set an attribute of a module, class or config until the last engine is closed."""
     change(value, lambda value: setattr(owner, name, value), lambda: getattr(owner, name))
 
 
 def change_environment(name: str, value: str) -> None:
-    """Set an environment variable, on loan."""
+    """Set an environment variable until the last engine is closed."""
 
     def write(value: str | None) -> None:
         if value is None:
@@ -86,13 +88,16 @@ def change_environment(name: str, value: str) -> None:
     change(value, write, lambda: os.environ.get(name))
 
 
+# ---- the process and its machine ----
+
+
 def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
-    """Get this signal within a second after the parent process is gone.
+    """Send this signal to this process within a second after the parent process is gone.
 
-    whole_group: all processes of this one's group get it.
+    whole_group: send it to all processes of this process's group.
 
-    Linux could send it (PR_SET_PDEATHSIG), but does so once for each thread of the parent, and a
-    second signal ends a run that is being saved.
+    Linux's PR_SET_PDEATHSIG would send it once for each thread of the parent, and a second signal
+    ends a run while it saves.
     """
     parent = os.getppid()
 
@@ -105,13 +110,13 @@ def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
 
 
 def has_peers() -> bool:
-    """Whether the environment describes this rank and others."""
+    """Return whether the environment (RANK, WORLD_SIZE) describes a job of several ranks."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
 
 
 def total_ram_bytes() -> int:
-    """This machine's RAM; 0 where the system doesn't say."""
+    """Return this machine's RAM; 0 if the system doesn't report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -119,9 +124,9 @@ def total_ram_bytes() -> int:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """This process's resident memory: now, and at its peak; the peak twice without /proc."""
+    """Return this process's resident memory, now and at its peak; without /proc, the peak twice."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":  # there it is bytes, elsewhere KiB
+    if sys.platform != "darwin":  # bytes on macOS, KiB elsewhere
         peak *= 1024
     try:
         with open("/proc/self/statm") as file:
@@ -132,7 +137,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def seconds_since_start() -> float:
-    """The age of this process; 0 where that is not known."""
+    """Return the age of this process; 0 if it is unknown."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -142,14 +147,14 @@ def seconds_since_start() -> float:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep up to 512 MiB of freed memory for the next tensors, for good.
+    """Let glibc keep up to 512 MiB of freed memory for the next tensors, permanently.
 
-    By default it returns much of it to the system, and a step on the CPU then spends 2 to 4 % on
-    page faults. Thresholds in the environment stay; so does what other C libraries do.
+    By default glibc returns much of it to the system, and a step on the CPU then spends 2 to 4 % on
+    page faults. No effect with another C library, or if the environment sets such thresholds.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "_threshold" not in chosen and "MALLOC_" not in chosen:
         trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
-        mallopt(mmap_threshold, 32 << 20)  # the largest that glibc takes
+        mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
         mallopt(trim_threshold, 512 << 20)

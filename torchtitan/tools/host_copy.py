@@ -1,8 +1,8 @@
 """Copies to the device and back that the host does not wait for.
 
-The host needs some numbers of a batch to build masks: how many documents, how long the longest.
-Reading them off the device would wait for all that is queued there, so a tensor on the device
-remembers the host's tensor that it is a copy of.
+To build masks the host needs some numbers of a batch, such as the number of documents and the
+longest length. Reading them from the device would wait for all its queued work, so a tensor on the
+device remembers the host tensor that it was copied from.
 """
 
 from collections.abc import Callable
@@ -15,29 +15,30 @@ from torchtitan.tools.utils import get_device_type
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Return x, if there is an accelerator in memory that it reads without the host's help."""
+    """Return x in pinned memory, which an accelerator reads by itself; without one, x as it is."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
     return x.pin_memory()
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Return x on `device`, copied from the host without waiting; `on_host` leads back to x."""
+    """Return x on `device`, copied from the host without waiting; `on_host` of the copy returns x."""
     source = pinned(x) if torch.device(device).type == get_device_type() else x
-    # A copy to the host must wait: the caller would read what is not there yet.
+    # A copy to the host must wait, or the caller would read memory that is not written yet.
     return remember_host(source.to(device, non_blocking=x.device.type == "cpu"), x)
 
 
 def remember_host(copy: Tensor, source: Tensor) -> Tensor:
-    """Return `copy`, and let `on_host` lead from it to `source` if that is on the host."""
-    is_counted = not (copy.is_inference() or source.is_inference())  # see on_host
-    if source.device.type == "cpu" and copy.device.type != "cpu" and is_counted:
+    """Return `copy`, for which `on_host` then returns `source` if that is on the host."""
+    # `on_host` compares the tensors' version counters, which inference tensors lack.
+    has_versions = not (copy.is_inference() or source.is_inference())
+    if source.device.type == "cpu" and copy.device.type != "cpu" and has_versions:
         copy._host_source = source, source._version, copy._version
     return copy
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return the host's tensor that x is a copy of; x if there is none, or either was changed."""
+    """Return the host tensor that x was copied from; x if unknown, or if either has changed since."""
     known = getattr(x, "_host_source", None)
     if known is None:
         return x
@@ -46,7 +47,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def fetch(x: Tensor) -> Tensor:
-    """Return `on_host(x)`, after copying x to the host, once, if there is none."""
+    """Return `on_host(x)`, or a copy of x on the host, which later calls find again."""
     known = on_host(x)
     if known.device.type != "cpu":
         known = x.cpu()
@@ -55,9 +56,9 @@ def fetch(x: Tensor) -> Tensor:
 
 
 def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a tensor [n] to the host, and return a function that gives its numbers.
+    """Start to copy a tensor [n] to the host, and return a function that returns its numbers.
 
-    That function waits for what was queued before this call, and for nothing queued since.
+    That function waits for work queued before this call, but for none queued since.
     """
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()

@@ -2,12 +2,12 @@
 
     python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
 
-torchrun itself answers Ctrl-C with a traceback and exit code 1, also if the ranks have saved, and
-kills a rank whose save takes longer than 30 seconds. Here the ranks get the signal, and time. After
-a failure the last line is the sentence of the rank that failed first, below torchrun's report, and
-the exit code is that rank's.
+torchrun itself answers Ctrl-C with a traceback and exit code 1, even if the ranks have saved, and
+kills a rank whose save takes longer than 30 seconds. This launcher passes the signal on to the
+ranks, and waits for them. After a failure the last line, below torchrun's report, is the message of
+the rank that failed first, and the exit code is that rank's.
 
-Not for `--max-restarts`: ranks that a signal ends would be started again.
+Don't use it with `--max-restarts`: it would restart ranks that a signal ended.
 """
 
 import logging
@@ -28,9 +28,9 @@ _passed_on: list[int] = []
 
 
 def main(arguments: list[str]) -> None:
-    """Run torchrun with its own arguments; exits with the code of the rank that failed first."""
+    """Run torchrun with these arguments, and exit with the code of the rank that failed first."""
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
             signal.signal(number, _pass_on)
 
     from torch.distributed.elastic.multiprocessing import PContext
@@ -48,8 +48,12 @@ def main(arguments: list[str]) -> None:
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sentence = _interruption(failure)
-        if sentence is None:
+        for number in _passed_on:
+            if failure.exitcode in (-number, 128 + number):
+                name = signal.Signals(number).name
+                sentence = f"interrupted by {name}; what was not saved is lost"
+                break
+        else:
             print(error, file=sys.stderr)
             sentence = _sentence(rank, failure)
         print(sentence, file=sys.stderr, flush=True)
@@ -59,29 +63,21 @@ def main(arguments: list[str]) -> None:
 
 
 def _pass_on(number: int, _frame: Any) -> None:
-    """Send the signal to the ranks; without any, end as it would."""
+    """Send the signal to the ranks; before they have started, end this process."""
     if not _running:
         end_now(number, f"{signal.Signals(number).name}: the run ends before its ranks have begun")
     _passed_on.append(number)
-    logging.disable()  # torchrun would report the codes of ranks that end as they should
+    logging.disable()  # torchrun would report the exit codes of these ranks as failures
     for pid in _running[0].pids().values():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _interruption(failure: "ProcessFailure") -> str | None:
-    """What to say if the rank ended by a signal that came through here."""
-    for number in _passed_on:
-        if failure.exitcode in (-number, 128 + number):
-            return f"interrupted by {signal.Signals(number).name}; what was not saved is lost"
-    return None
-
-
 def _sentence(rank: int, failure: "ProcessFailure") -> str:
     if failure.exitcode < 0:
         return (
-            f"error: rank {rank} was ended by {failure.signal_name()}; if nobody sent it, look for "
-            "the kernel's out-of-memory killer (SIGKILL), or for a crash above"
+            f"error: rank {rank} was ended by {failure.signal_name()}; if nobody sent the signal, look "
+            "for the kernel's out-of-memory killer (SIGKILL), or for a crash above"
         )
     message: Any = failure.message
     if isinstance(message, dict):  # as `torchtitan.train` and torch's `record` write it

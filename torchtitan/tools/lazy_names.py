@@ -1,4 +1,4 @@
-"""Names that a package offers, whose modules are loaded on first use."""
+"""Names of a package whose modules are loaded on first use."""
 
 import importlib
 from collections.abc import Callable, Mapping

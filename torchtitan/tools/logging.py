@@ -1,6 +1,6 @@
 """The package's one logger.
 
-It is named, not the root logger: a program that embeds the engine keeps its own logging set-up
+It is not the root logger, so that a program that embeds the engine keeps its own logging set-up
 and gets these records by propagation. Only our own `main()` calls `init_logger`.
 """
 
@@ -15,7 +15,7 @@ _logged: set[str] = set()
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """If stdout is closed (`| head`), the run goes on silently."""
+    """Writes to stdout; if that is closed (`| head`), the run goes on silently."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -27,7 +27,7 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 class _LineFormatter(logging.Formatter):
-    """`[titan] 12:34:56 message`; from WARNING up the level stands before the message."""
+    """Formats a line as `[titan] 12:34:56 message`, with the level too from WARNING up."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
@@ -37,15 +37,15 @@ class _LineFormatter(logging.Formatter):
 def init_logger() -> None:
     """Print the package's records from INFO up on stdout, each line marked with [titan].
 
-    May be called again: there is always one handler, bound to the present sys.stdout.
+    Another call replaces the handler, and so binds it to the present sys.stdout.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may take ASCII only
+    if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = _StdoutHandler(sys.stdout)
     handler.setFormatter(_LineFormatter())
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
-    # A library that puts a handler on the root logger would print each line a second time.
+    # Otherwise a library's handler on the root logger would print each line a second time.
     logger.propagate = False
     # Must be set before the profiler loads, or Kineto writes INFO lines to stderr.
     os.environ["KINETO_LOG_LEVEL"] = "5"

@@ -1,6 +1,6 @@
-"""Signals that ask a run to end: which they are, and which part of the run hears them.
+"""The signals that end a run, and the thread that reacts to them.
 
-`torchtitan.train` listens before it loads torch, so nothing heavy is imported here.
+`torchtitan.train` starts it before it loads torch, so nothing heavy is imported here.
 """
 
 import functools
@@ -15,36 +15,36 @@ from typing import Any
 from torchtitan.tools.host import has_peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# `timeout` sends one signal twice: to its child, and to the child's process group.
+# `timeout` sends its signal twice: to its child, and to the child's process group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
-# How long a rank that was told to end goes on with its imports, and then waits for the others.
+# After a signal, a rank goes on importing for this long, and then waits this long for its peers.
 _SECONDS_TO_IMPORT = 60
 _SECONDS_TO_MEET = 8
 
 
 class SignalThread:
-    """Between `start` and `close`, a thread calls `hear(number)` for the first of SIGNALS.
+    """Between `start` and `close`, a thread calls `hear(number)` for the first signal of SIGNALS.
 
-    A second one ends the process at once, with 128 + its number, even if the main thread hangs.
-    Signals that are ignored (SIGHUP under nohup), or for which the process has a handler of its
-    own, are left alone. Of several such threads the one that was started last hears.
+    A second signal ends the process at once, with exit code 128 + its number, even if the main
+    thread hangs. Signals that are ignored (SIGHUP under nohup), or for which the process has a
+    handler of its own, are left alone. Of several such threads, the last one started gets signals.
 
-    takes_sigint: else SIGINT raises KeyboardInterrupt, as usual.
+    takes_sigint: if False, SIGINT raises KeyboardInterrupt as usual.
     """
 
     def __init__(self, hear: Callable[[int], None], takes_sigint: bool = True) -> None:
         self._hear, self._takes_sigint = hear, takes_sigint
-        self.handlers: dict[int, Any] = {}  # signal -> its handler before
+        self.handlers: dict[int, Any] = {}  # signal -> the handler to restore
 
     def start(self) -> None:
-        free = [signal.SIG_DFL, _left_to_thread]
+        replaceable = [signal.SIG_DFL, _left_to_thread]
         if self._takes_sigint:
-            free.append(signal.default_int_handler)
-        heard = [number for number in SIGNALS if signal.getsignal(number) in free]
-        if not heard or threading.current_thread() is not threading.main_thread():
+            replaceable.append(signal.default_int_handler)
+        taken = [number for number in SIGNALS if signal.getsignal(number) in replaceable]
+        if not taken or threading.current_thread() is not threading.main_thread():
             return
-        # Python runs handlers in the main thread, which may hang in a collective. It writes each
-        # signal's number into the wakeup pipe at once, and a thread reads that.
+        # Python runs handlers in the main thread, which may hang in a collective. But it writes each
+        # signal's number into the wakeup pipe at once, which a thread can read.
         read, self._written_by_signals = os.pipe()
         os.set_blocking(self._written_by_signals, False)
         self._thread = threading.Thread(
@@ -54,7 +54,7 @@ class SignalThread:
         self._wakeup_before = signal.set_wakeup_fd(
             self._written_by_signals, warn_on_full_buffer=False
         )
-        self.handlers = {number: signal.signal(number, _left_to_thread) for number in heard}
+        self.handlers = {number: signal.signal(number, _left_to_thread) for number in taken}
         _listening.append(self)
         _leave_signals_of_forks_alone()
 
@@ -89,12 +89,12 @@ _listening: list[SignalThread] = []
 
 
 def _left_to_thread(_number: int, _frame: Any) -> None:
-    pass
+    """The handler of signals that the thread reads from the pipe."""
 
 
 @functools.cache
 def _leave_signals_of_forks_alone() -> None:
-    """A signal to a forked child must not be written into this process's pipe."""
+    """Give forked children the old handlers, so that their signals don't enter this pipe."""
 
     def restore() -> None:
         if _listening:
@@ -107,16 +107,16 @@ def _leave_signals_of_forks_alone() -> None:
 
 
 def end_now(number: int, message: str) -> None:
-    """End this process as the signal would, with a message on stderr."""
+    """Print a message on stderr and end this process with the signal's exit code."""
     print(message, file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
 class StartSignals:
-    """Ends a rank that gets a signal before it trains, after telling the other ranks.
+    """Ends a rank that gets a signal before training, after it has told the other ranks.
 
-    Until ranks have met nobody can be told, and the others would wait for this one for minutes. So
-    it first goes on to where they meet, and waits there for a few seconds at most.
+    Ranks can tell each other only once they have met, and would wait for a missing rank for minutes.
+    So this rank first goes on to their meeting, and waits there for a few seconds at most.
     """
 
     def __init__(self) -> None:
@@ -126,18 +126,21 @@ class StartSignals:
         self._seconds_left = _SECONDS_TO_IMPORT
 
     def start(self) -> None:
-        """Idempotent. A process without peers keeps Python's own handling of signals."""
+        """React to signals from now on; a process without peers keeps Python's own handling.
+
+        Idempotent.
+        """
         if not self._thread.handlers and has_peers():
             self._thread.start()
 
     def wait_for_peers(self) -> None:
-        """What comes next is the wait for other ranks."""
+        """Say that the wait for the other ranks begins, which a signal shortens."""
         self._seconds_left = _SECONDS_TO_MEET
         if self._number:
             self._end_later()
 
     def tell_by(self, tell: Callable[[str], None]) -> None:
-        """From here on a signal ends this rank at once, after `tell(message)`."""
+        """Let a signal end this rank at once from now on, after `tell(message)`."""
         self._tell = tell
         if self._number:
             self._end()

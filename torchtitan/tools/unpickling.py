@@ -1,6 +1,7 @@
 """Reading pickles without executing them.
 
-A pickle may name any function and have it called. Here it can name only what its reader lists.
+A pickle may name any function for the reader to call. Here it may name only functions and classes
+that the caller lists.
 """
 
 import io
@@ -10,14 +11,14 @@ from typing import IO, Any
 
 import torch
 
-# (module, name) -> what stands for it.
+# (module, name) -> the function or class to use for it.
 Names = dict[tuple[str, str], Any]
 
 
 def read_plain(data: Any, what: str) -> Any:
-    """The numbers, strings, bytes, tensors and containers of these that `data` was pickled from.
+    """Return the numbers, strings, bytes, tensors and containers of these that `data` holds.
 
-    what: begins the message of the ValueError that is raised if there is anything else in it.
+    Raises ValueError, whose message begins with `what`, if it holds anything else.
     """
     if not isinstance(data, bytes):
         raise ValueError(f"{what} must be bytes, got a {type(data).__name__}")
@@ -25,8 +26,8 @@ def read_plain(data: Any, what: str) -> Any:
 
 
 def refusal(name: str) -> str:
-    """Why a file that names this function or class is not read."""
-    return f"it names {name}, which is no plain data and might execute code; nothing was executed"
+    """Return the reason why a file that names this function or class is not read."""
+    return f"it names {name}, which is not plain data and might execute code; nothing was executed"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -44,14 +45,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
-    """What `file` holds, if it names nothing but `names`; else ValueError, which begins with
-    `what`."""
-    # A pickle can also set attributes of the classes that it names.
+    """Return the object in `file`, which may name only `names`.
+
+    Raises ValueError, whose message begins with `what`, if it names anything else or is damaged.
+    """
+    # A pickle can set attributes of the classes that it names: they are restored afterwards.
     classes = [cls for cls in names.values() if isinstance(cls, type)]
     before = [dict(vars(cls)) for cls in classes]
     try:
         return _Unpickler(file, names).load()
-    except Exception as error:  # of a damaged pickle anything may come
+    except Exception as error:  # a damaged pickle may raise any type
         raise ValueError(f"{what} cannot be read: {error or type(error).__name__}") from error
     finally:
         for cls, attributes in zip(classes, before, strict=True):
@@ -69,7 +72,7 @@ _PLAIN: Names = {
     ("collections", "deque"): deque,
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    # A pickled tensor names it; torch's own executes what it reads.
+    # A pickled tensor names this function. Torch's own version executes code that it reads.
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(
         io.BytesIO(data), weights_only=True
     ),

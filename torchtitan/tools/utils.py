@@ -18,8 +18,8 @@ import torch
 
 from torchtitan.tools.logging import logger
 
-# A test or a client can pin a device type here; None means "ask at use", because probing at import
-# would start the CUDA driver for everybody who only wants a config.
+# A test or a client can set a device type here. None looks for a device on each use, not on import,
+# which would start the CUDA driver even for a program that only needs a config.
 device_type: str | None = None
 
 
@@ -41,7 +41,7 @@ def get_device_info() -> tuple[str, ModuleType]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current device of this thread: a new thread starts with the first one."""
+    """Make `device` the current device of this thread; a new thread starts with device 0."""
     if device.type != "cpu":
         get_device_info()[1].set_device(device)
 
@@ -52,9 +52,9 @@ def get_device_type() -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that this process may still allocate there; inf if the system does not say.
+    """Return the bytes that this process can still allocate on `device`; inf if unknown.
 
-    Of the host's memory, an equal share of what is free for the ranks on it.
+    On a CPU, the host's free memory divided by the number of ranks on it.
     """
     if device.type == "cpu":
         try:
@@ -84,9 +84,9 @@ _PARAMETERS: MutableMapping[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyD
 
 
 def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """(names of a method's parameters, whether it takes other keywords too).
+    """Return (names of a method's parameters, whether it takes any other keyword).
 
-    Remembered for each function: reading a signature takes longer than a small layer does.
+    Cached for each function, because reading a signature takes longer than a small layer.
     """
     function = getattr(method, "__func__", method)
     if function not in _PARAMETERS:
@@ -99,8 +99,8 @@ def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 class GarbageCollection:
     """Collect Python garbage on chosen steps, at the same moment on every rank.
 
-    Automatic collection strikes ranks at different times, and the slowest one holds up every
-    collective. It is off from construction until `close()`, which restores it.
+    Automatic collection pauses ranks at different times, and every collective waits for the slowest
+    rank. It is off from construction until `close()`, which restores it.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
@@ -130,7 +130,7 @@ class GarbageCollection:
             gc.enable()
         if self._stop_watching_cycles is not None:
             self._stop_watching_cycles()
-            torch.cuda.memory._record_memory_history(enabled=None)  # the watch has turned it on
+            torch.cuda.memory._record_memory_history(enabled=None)  # warn_tensor_cycles enabled it
             self._stop_watching_cycles = None
 
     @staticmethod
@@ -143,8 +143,8 @@ class GarbageCollection:
         logger.log(level, "[GC] %s: %.2f seconds", reason, seconds)
 
 
-# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry counts
-# whose words all occur in the device's name, so the longer names come first.
+# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry whose words
+# all occur in the device's name is taken, so longer names come first.
 _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("A100",), 312e12),
     (("H100", "NVL"), 835e12),
@@ -171,7 +171,7 @@ def get_peak_flops(device_name: str) -> float | None:
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
-    if " MIG " in device_name:  # a slice of a device
+    if " MIG " in device_name:  # only a part of a device
         return None
     for words, peak in _PEAK_FLOPS:
         if all(word in device_name for word in words):

@@ -226,7 +226,7 @@ FAULTS = [
     Fault(
         name="step that is not there",
         message="config error: checkpoint.load_step must be a step saved in …outputs/checkpoint', "
-        "got 3; there is step-2, step-4, and -1 takes the newest",
+        "got 3; saved are step-2, step-4, and -1 takes the newest",
         cause="checkpoint.load_step names a step that was not saved, or has been removed.",
         remedy="Name one of those that are listed.",
         arrange=resume("--checkpoint.load_step=3"),
@@ -390,8 +390,8 @@ FAULTS = [
     ),
     Fault(
         name="checkpoint folder outside the dump folder",
-        message="config error: checkpoint.folder is a path inside job.dump_folder, so it has no '..', "
-        "got '../elsewhere'",
+        message="config error: checkpoint.folder is a path inside job.dump_folder, so it must not "
+        "contain '..', got '../elsewhere'",
         cause="Two jobs with dump folders of their own could meet there.",
         remedy="Change job.dump_folder.",
         arrange=flags("--checkpoint.folder=../elsewhere"),
@@ -424,8 +424,8 @@ FAULTS = [
     Fault(
         name="two jobs in one checkpoint folder",
         message="error: …outputs/checkpoint is in use by process … on … since …, and two jobs would "
-        "overwrite and remove each other's checkpoints. Wait for that one or stop it, or give this "
-        "one a job.dump_folder or a checkpoint.folder of its own",
+        "overwrite and remove each other's checkpoints. Wait for that job or stop it, or give this "
+        "job a job.dump_folder or a checkpoint.folder of its own",
         cause="The same job was started twice, or two jobs have one dump folder.",
         remedy="Stop the other job, or set job.dump_folder. A job that has died holds nothing.",
         arrange=start_in_folder_of_other_job,

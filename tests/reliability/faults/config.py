@@ -135,7 +135,7 @@ FAULTS = [
     flag_fault(
         "home folder of nobody",
         ("--job.dump_folder=~nobody-of-that-name/run",),
-        "job.dump_folder must be a whole path, as '~' at its beginning is nobody's home folder here, "
+        "job.dump_folder must not begin with '~', which was not replaced by a home folder, "
         "got '~nobody-of-that-name/run'; …",
         "The user is mistyped, or unknown on this machine.",
         "Give the whole path.",
@@ -158,7 +158,7 @@ FAULTS = [
     flag_fault(
         "negative clipping",
         ("--training.max_norm=-1",),
-        "training.max_norm must be above 0, got -1…; use inf to clip nothing",
+        "training.max_norm must be above 0, got -1…; use inf to turn clipping off",
         "-1 was meant to turn clipping off.",
         "Give inf for that.",
     ),
@@ -238,7 +238,7 @@ FAULTS = [
     flag_fault(
         "NaN for a fraction",
         ("--lr_scheduler.decay_ratio=nan",),
-        "lr_scheduler.decay_ratio is a fraction, from 0 to 1, got nan; choose one in between",
+        "lr_scheduler.decay_ratio is a fraction from 0 to 1, got nan; choose a value in that range",
         "It was computed, and the computation failed.",
         "Give a number from 0 to 1.",
     ),

@@ -127,7 +127,7 @@ FAULTS = [
     line_fault(
         "half of a surrogate pair",
         '{"text": "a \\ud800 b"}',
-        "the text has half of a surrogate pair, '\\ud800', which is no character; …",
+        "the text has half of a surrogate pair, '\\ud800', which is not a character; …",
         "A text was cut in the middle of a character outside the basic plane.",
     ),
     line_fault(
@@ -213,7 +213,7 @@ FAULTS = [
         "folder/data.csv",
         "a,b\n",
         "training.dataset_path must be a data file or a folder with files of one kind (…), got "
-        "'…folder' with none of them",
+        "'…folder' with no such file",
         "The folder is another one, or its files end otherwise.",
         "Correct training.dataset_path, or rename the files.",
     ),
@@ -238,7 +238,7 @@ FAULTS = [
     ),
     Fault(
         name="dataset of a hub that is offline",
-        message="error: the dataset 'allenai/c4' is on the hub, which cannot be reached or has none: "
+        message="error: cannot load the dataset 'allenai/c4' from the hub: "
         "…; set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
         "training.dataset to 'local'",
         cause="This machine has no network, or HF_HUB_OFFLINE is set.",

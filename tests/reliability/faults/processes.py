@@ -247,7 +247,8 @@ FAULTS = [
     ),
     Fault(
         name="out of memory",
-        message="error: out of memory, 2.00 GiB more were wanted, with training.local_batch_size = "
+        message="error: out of memory, 2.00 GiB more were requested, with "
+        "training.local_batch_size = "
         "1, training.seq_len = 32, activation_checkpoint.mode = 'none'; lower local_batch_size…",
         cause="Activations, states and temporary tensors do not fit on the device.",
         remedy="Lower local_batch_size, recompute activations, or shard over more ranks.",
@@ -258,7 +259,7 @@ FAULTS = [
     Fault(
         name="data worker that is killed",
         message="error: a data worker was killed, most often for lack of host memory; lower "
-        "training.dataloader.num_workers (now 1), or look into the kernel's log (…)",
+        "training.dataloader.num_workers (now 1), or look at the kernel's log (…)",
         cause="The kernel ends processes when host memory runs out.",
         remedy="Use fewer data workers, or more memory.",
         arrange=flags(_BROKEN, "--training.dataloader.num_workers=1", "--training.steps=1000"),

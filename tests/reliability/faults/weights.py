@@ -21,7 +21,7 @@ TO_HF = "scripts/checkpoint_conversion/convert_to_hf.py"
 GENERATE = "scripts.generate.test_generate"
 LR = "optimizer.param_groups.norm.weight.lr"
 REFUSED = (
-    "it names posix.mkdir, which is no plain data and might execute code; nothing was executed"
+    "it names posix.mkdir, which is not plain data and might execute code; nothing was executed"
 )
 HARM = "Somebody made the file to have code executed where it is read."
 DAMAGED = "The file was cut or changed on its way, and has no hashes to tell."

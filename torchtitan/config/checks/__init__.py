@@ -1,7 +1,8 @@
 """Rules that a config has to obey.
 
-A rule only reads the config and yields what is wrong: the rule, the key, the value it got and what
-to change. It touches no device, process group or data. The first message is raised.
+A rule is a generator that reads the config and yields a message for each problem: the rule, the key,
+its value and what to change. It touches no device, process group or data. The first message is
+raised.
 """
 
 from collections.abc import Collection
@@ -10,7 +11,7 @@ from typing import Any
 from torchtitan.config.checks import files, layout, model, values
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.job_config import JobConfig
-from torchtitan.tools.errors import ConfigError  # noqa: F401 (where others import it from)
+from torchtitan.tools.errors import ConfigError  # noqa: F401 (other modules import it from here)
 
 
 def check_job_config(
@@ -38,7 +39,9 @@ def check_job_config(
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),
         files.checkpoint_folders(job_config),
-        files.places(job_config, builds_data),
+        files.output_paths(job_config),
+        files.writable_folders(job_config, builds_data),
+        files.dataset_paths(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))
@@ -79,10 +82,10 @@ def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
 
 
 def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
-    """Raise ConfigError for a dataset that is not registered, or a local one that is not there."""
+    """Raise ConfigError for an unregistered dataset, or for local data that does not exist."""
     refuse(files.datasets(job_config, known))
 
 
 def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
-    """Raise ConfigError if a token has no row in the embedding. A larger model is fine."""
+    """Raise ConfigError if a token has no row in the embedding. Unused rows are fine."""
     refuse(model.tokenizer(tokenizer, model_args))

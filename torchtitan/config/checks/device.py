@@ -1,4 +1,4 @@
-"""What the device's kernels and compiler lack; asked once the model and the mesh are known."""
+"""Limits of the device's kernels and compiler, checked once the model and the mesh are known."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +12,8 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     training, ac = job_config.training, job_config.activation_checkpoint
     if get_device_type() == "cpu":
-        # torch 2.13's compiler miscounts what backward needs on the CPU: for sdpa, which may draw
-        # random numbers, it saves the generator's state where it expects a split parameter's mesh.
+        # torch 2.13's compiler mixes up the saved inputs of a backward on the CPU: sdpa may draw
+        # random numbers, and the generator's state takes the place of a split parameter's mesh.
         recomputes_all = ac.mode == "full" or (
             ac.mode == "selective" and ac.selective_ac_option != "op"
         )
@@ -27,14 +27,14 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
             )
         return
     if training.enable_cpu_offload and not parallel_dims.uses_fsdp:
-        # Parameters would be made on the host and nothing would bring them to the device.
+        # Parameters would be created on the host, and nothing would move them to the device.
         yield (
-            "training.enable_cpu_offload is carried out by FSDP, which this layout does not use, as "
-            "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise the "
-            "former, or turn enable_cpu_offload off"
+            "training.enable_cpu_offload is done by FSDP, which this layout does not use because "
+            "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise "
+            "data_parallel_shard_degree, or turn enable_cpu_offload off"
         )
-    # An accelerator's kernel for "varlen" has limits (the CPU's is our own). It also serves
-    # gathered keys, whatever model.attn_type is.
+    # The accelerator's kernel for "varlen" has limits, unlike our own kernel for the CPU. It also
+    # runs where context parallelism gathers the keys, whatever model.attn_type is.
     method = job_config.parallelism.context_parallel_rotate_method
     if parallel_dims.cp_enabled and method == "allgather":
         setting = "parallelism.context_parallel_rotate_method = 'allgather'"
@@ -48,13 +48,13 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
             f"{setting} gives no gradient through the log-sum-exp of the scores on an "
             f"accelerator, and model {job_config.model.name!r} needs it; set {remedy}"
         )
-    # See `maybe_enable_amp` for where autocast is off.
+    # Without FSDP and autocast the kernel gets training.dtype; `maybe_enable_amp` has the cases.
     key, dtype = "training.mixed_precision_param", training.mixed_precision_param
     is_split = parallel_dims.tp_enabled or parallel_dims.pp_enabled
     if not parallel_dims.uses_fsdp and (is_split or training.dtype == "bfloat16"):
         key, dtype = "training.dtype", training.dtype
     if dtype == "float32":
         yield (
-            f"{setting} needs 16-bit numbers on an accelerator, as its attention kernel knows no "
-            f"others, got {key} = {dtype!r}; set that to 'bfloat16', or {remedy}"
+            f"{setting} needs 16-bit numbers on an accelerator, because its attention kernel takes "
+            f"no other type, got {key} = {dtype!r}; set {key} to 'bfloat16', or {remedy}"
         )

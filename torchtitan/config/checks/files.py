@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.tools.shipped import find_shipped
+from torchtitan.tools.files import find_shipped
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -28,8 +28,8 @@ def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
     if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
         yield (
             f"checkpoint.load_step must be a step saved in {folder!r}, got "
-            f"{checkpoint.load_step}; there is {', '.join(found) or 'nothing'}, "
-            f"and -1 takes the newest or starts afresh"
+            f"{checkpoint.load_step}; saved are {', '.join(found) or 'none'}, "
+            f"and -1 takes the newest, or starts without a checkpoint if there is none"
         )
 
 
@@ -49,15 +49,14 @@ def checkpoint_of_one_rank(job_config: JobConfig, world_size: int) -> Iterator[s
     checkpoint, mode = job_config.checkpoint, job_config.comm.mode
     if mode == "fake_backend" and world_size > 1 and checkpoint.enable and not checkpoint.load_only:
         yield (
-            f"checkpoint.enable = True with comm.mode = {mode!r} would save the parts of one rank of "
-            f"{world_size}; set checkpoint.enable to False"
+            f"checkpoint.enable = True with comm.mode = {mode!r} would save only one rank's part of "
+            f"the model, of {world_size} ranks; set checkpoint.enable to False"
         )
 
 
-def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for a bare engine, which reads no data and writes less."""
-    # What a job writes doesn't climb out of its dump folder into another job's. An absolute path is
-    # a deliberate choice.
+def output_paths(job_config: JobConfig) -> Iterator[str]:
+    # A relative path must not leave the dump folder, where it could reach another job's files. An
+    # absolute path is a deliberate choice.
     for key in (
         "checkpoint.folder",
         "job.save_config_file",
@@ -67,27 +66,29 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         "profiling.save_memory_snapshot_folder",
         "comm.save_traces_folder",
     ):
-        place = value_of(job_config, key) or ""
-        if ".." in place.split(os.sep):
+        path = value_of(job_config, key) or ""
+        if ".." in path.split(os.sep):
             yield (
-                f"{key} is a path inside job.dump_folder, so it has no '..', got {place!r}; correct "
-                "it, change job.dump_folder, or give the whole path"
+                f"{key} is a path inside job.dump_folder, so it must not contain '..', got {path!r}; "
+                "correct it, change job.dump_folder, or give an absolute path"
             )
-    checkpoint, job = job_config.checkpoint, job_config.job
-    for key, name in (
-        ("job.save_config_file", job.save_config_file),
-        (
-            "metrics.save_jsonl_file",
-            job_config.metrics.save_jsonl_file if job_config.metrics.enable_jsonl else None,
-        ),
-    ):
+    files = {"job.save_config_file": job_config.job.save_config_file}
+    if job_config.metrics.enable_jsonl:
+        files["metrics.save_jsonl_file"] = job_config.metrics.save_jsonl_file
+    for key, name in files.items():
         if name is None:
             continue
-        if not os.path.basename(name) or os.path.isdir(os.path.join(job.dump_folder, name)):
+        path = os.path.join(job_config.job.dump_folder, name)
+        if not os.path.basename(name) or os.path.isdir(path):
             yield (
                 f"{key} must name a file under job.dump_folder, got {name!r}, which is a folder; "
                 "give a name"
             )
+
+
+def writable_folders(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    """builds_data: False for a bare engine, which may write nothing."""
+    checkpoint, job = job_config.checkpoint, job_config.job
     draws_pareto = job_config.activation_checkpoint.visualize_memory_budget_pareto
     if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
         if not job.dump_folder:
@@ -97,7 +98,10 @@ def places(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield from _unwritable("job.dump_folder", job.dump_folder, unfinished)
         if checkpoint.enable and not checkpoint.load_only:
             yield from _unwritable("checkpoint.folder", steps, unfinished)
-    for name, section in data_sections(job_config).items() if builds_data else ():
+
+
+def dataset_paths(job_config: JobConfig) -> Iterator[str]:
+    for name, section in data_sections(job_config).items():
         path = section.dataset_path
         is_there = bool(path) and os.path.exists(path)
         if is_there and not os.path.isfile(path) and not os.path.isdir(path):
@@ -129,7 +133,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
-    """The folder with the tokenizer, and with the weights to start from, has to be there."""
+    """The folder with the tokenizer, and with the initial weights, must exist."""
     path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     starts_from_it = checkpoint.enable and loads_from_it and not _own_steps(job_config)
@@ -142,7 +146,10 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
 
 
 def _unwritable(key: str, folder: str, unfinished: list[str]) -> Iterator[str]:
-    """unfinished: the markers of interrupted saves, which a full disk may be full of."""
+    """Yield a message if `folder` cannot be created or written to.
+
+    unfinished: markers of interrupted saves. If the disk is full, removing these saves is a remedy.
+    """
     path = os.path.abspath(folder)
     existing = path
     while not os.path.lexists(existing):
@@ -153,7 +160,7 @@ def _unwritable(key: str, folder: str, unfinished: list[str]) -> Iterator[str]:
             f"{existing!r} is a file; choose another"
         )
     try:
-        # os.access believes that root may write everywhere.
+        # Tried out, because for root os.access calls every folder writable.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
             os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
             with open(os.path.join(trial, "file"), "w") as file:
@@ -174,12 +181,12 @@ def _checkpoint_folder(job_config: JobConfig) -> str:
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
-    """Names of this run's step folders."""
+    """Return the names of this run's step folders, sorted."""
     return sorted(glob.glob("step-*", root_dir=_checkpoint_folder(job_config)))
 
 
 def _looks_local(path: str) -> bool:
-    """Whether `path` means a place on this machine, and not a hub dataset like owner/name."""
+    """Return whether `path` is a path on this machine rather than a hub dataset like owner/name."""
     if "://" in path:
         return False
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:

@@ -13,7 +13,7 @@ from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
 
 def choices(job_config: JobConfig) -> Iterator[str]:
-    """A config built in Python did not pass the type checks that TOML and flags do."""
+    """Values are among the choices; a config built in Python has not been through a parser."""
     for key, value, annotation in _settings(job_config):
         # Literal[...], or Literal[...] | None
         members = (annotation, *get_args(annotation))
@@ -24,8 +24,8 @@ def choices(job_config: JobConfig) -> Iterator[str]:
             yield f"{key} must be one of {names}, got {value!r}{guess(value, allowed)}"
 
 
-# The least and the most that a number may be: beyond that lie typing errors, and numbers that some
-# library does not take. -inf: another rule holds for the least.
+# (smallest, largest) value -> keys. Values outside are typing errors, or too large for some library.
+# -inf: another rule checks the smallest value.
 _RANGES: dict[tuple[float, float], str] = {
     (1, 10**9): "training.seq_len training.local_batch_size training.dataloader.prefetch_factor "
     "validation.seq_len validation.local_batch_size validation.dataloader.prefetch_factor "
@@ -54,7 +54,7 @@ _FRACTIONS = (
 
 
 def numbers(job_config: JobConfig) -> Iterator[str]:
-    # Each rule is written so that nan, which compares false with everything, fails too.
+    # Comparisons with nan are false, so each condition states what is allowed: nan then fails.
     for (smallest, largest), keys in _RANGES.items():
         for key in keys.split():
             value = value_of(job_config, key)
@@ -67,7 +67,7 @@ def numbers(job_config: JobConfig) -> Iterator[str]:
     for key in _FRACTIONS.split():
         value = value_of(job_config, key)
         if value is not None and not 0 <= value <= 1:
-            yield f"{key} is a fraction, from 0 to 1, got {value}; choose one in between"
+            yield f"{key} is a fraction from 0 to 1, got {value}; choose a value in that range"
     for key in ("optimizer.beta1", "optimizer.beta2"):
         value = value_of(job_config, key)
         if not 0 <= value < 1:
@@ -76,12 +76,14 @@ def numbers(job_config: JobConfig) -> Iterator[str]:
     max_norm = job_config.training.max_norm
     if not (0 < max_norm <= 1e38 or max_norm == math.inf):
         wanted = "at most 1e38" if max_norm > 0 else "above 0"
-        yield f"training.max_norm must be {wanted}, got {max_norm}; use inf to clip nothing"
+        yield f"training.max_norm must be {wanted}, got {max_norm}; use inf to turn clipping off"
 
 
 def texts(job_config: JobConfig) -> Iterator[str]:
-    """Paths, names and log lines cannot hold NUL, or half of a surrogate pair, which is what
-    Python makes of a bad byte on the command line."""
+    """Texts are valid UTF-8 without NUL, because they end up in paths, names and log lines.
+
+    Python turns a bad byte on the command line into half of a surrogate pair, which is not UTF-8.
+    """
     for key, value, _ in _settings(job_config):
         for text in value if isinstance(value, list) else [value]:
             try:
@@ -96,12 +98,12 @@ def texts(job_config: JobConfig) -> Iterator[str]:
 
 
 def home_folders(job_config: JobConfig) -> Iterator[str]:
-    """Flags and TOML have their `~` replaced already, unless there is no such user."""
+    """Paths do not begin with `~`. In flags and TOML it is expanded already, for known users."""
     for key, value, _ in _settings(job_config):
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             yield (
-                f"{key} must be a whole path, as '~' at its beginning is nobody's home folder here, "
-                f"got {value!r}; use os.path.expanduser, or begin with './'"
+                f"{key} must not begin with '~', which was not replaced by a home folder, got "
+                f"{value!r}; use os.path.expanduser, or begin with './'"
             )
 
 
@@ -109,8 +111,8 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
     keep = checkpoint.keep_latest_k
     if keep < 0 or keep == 1:
         yield (
-            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, as the only checkpoint "
-            f"would be deleted while its successor is still being written, got {keep}; "
+            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, because the only "
+            f"checkpoint would be deleted while the next is still being written, got {keep}; "
             f"use 2 to keep as few as possible"
         )
     if not checkpoint.enable:
@@ -121,7 +123,7 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
             f"checkpoint.async_mode must be one of {', '.join(modes)}, got "
             f"{checkpoint.async_mode!r}"
         )
-    # Hugging Face files hold a model's weights and nothing else.
+    # Hugging Face files hold only a model's weights.
     for key, needed in (
         ("initial_load_in_hf", "initial_load_model_only"),
         ("initial_load_in_hf_quantized", "initial_load_in_hf"),
@@ -135,7 +137,10 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
-    """For a model without a state_dict_adapter; model: how a message names it."""
+    """A model without a state_dict_adapter neither loads nor saves Hugging Face files.
+
+    model: its name in the message.
+    """
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         if checkpoint.enable and getattr(checkpoint, key):
             yield (
@@ -149,7 +154,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
     if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
         yield (
             f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
-            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; have it saved, "
+            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; turn saving on, "
             f"or leave the limit out"
         )
     option = ac.selective_ac_option
@@ -192,7 +197,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
 
 
 def unavailable(job_config: JobConfig) -> Iterator[str]:
-    """Keys of the reference that are refused; `--help` does not list them."""
+    """Features of the reference that this version lacks; `--help` does not list their keys."""
     if job_config.fault_tolerance.enable:
         yield (
             "fault_tolerance.enable = True needs replicas under torchft, which this version does not "
@@ -221,8 +226,8 @@ def validation(job_config: JobConfig) -> Iterator[str]:
     training, section = job_config.training, job_config.validation
     if section.enable and (section.seq_len or 0) > training.seq_len:
         yield (
-            f"validation.seq_len must not be above training.seq_len, which sets how many positions "
-            f"the model knows, got {section.seq_len} with {training.seq_len}; set it to "
+            f"validation.seq_len must not be above training.seq_len, for which the model's positions "
+            f"are computed, got {section.seq_len} with {training.seq_len}; set it to "
             f"{training.seq_len} or less"
         )
     if section.steps < 1 and section.steps != -1:
@@ -233,7 +238,7 @@ def validation(job_config: JobConfig) -> Iterator[str]:
 
 
 def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every (dotted key, value, annotation) of a config section and the sections inside it."""
+    """Yield (dotted key, value, annotation) of a config section and the sections inside it."""
     hints = get_type_hints(type(section))
     for field in dataclasses.fields(section):
         key, value = prefix + field.name, getattr(section, field.name)

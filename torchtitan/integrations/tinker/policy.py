@@ -23,8 +23,7 @@ from torchtitan.integrations.tinker.types import (
 )
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.tools.errors import LostConnectionError
-from torchtitan.tools.failures import as_run_error
+from torchtitan.tools.errors import LostConnectionError, as_run_error
 from torchtitan.tools.logging import logger
 
 BASE = "base"
