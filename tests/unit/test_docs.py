@@ -40,10 +40,11 @@ from torchtitan.tools.logging import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# Written from tables with tests of their own.
+ROOT_PAGES = ("CHANGELOG", "CONTRIBUTING", "README")
+# Without the page that is written from tables with tests of their own.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+    for path in [*sorted(DOCS.glob("*.md")), *(ROOT / f"{name}.md" for name in ROOT_PAGES)]
     if path.name != "faults.md"
 }
 
@@ -54,6 +55,29 @@ FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page])
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the documentation site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_links_are_headings(page):
+    missing = []
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[page]):
+        target = (ROOT / page).parent.joinpath(file) if file else ROOT / page
+        if anchor not in anchors_of(target.read_text()):
+            missing.append(f"{file}#{anchor}")
+    assert missing == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = {"index.md", "CHANGELOG.md", "CONTRIBUTING.md", *(path.name for path in DOCS.glob("*.md"))}
+    assert sorted(listed) == sorted(pages)
 
 
 @pytest.mark.parametrize("page", PAGES)
