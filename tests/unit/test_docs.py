@@ -379,7 +379,7 @@ FIELDS += ["Files here", "Files in 0.2.2", "Tests"]
 
 def field_of(unit: str, name: str) -> str:
     (text,) = re.findall(
-        rf"^(?:{name}): (.*?)(?=^[\w#][\w#.]*(?: [\w.]+){{0,2}}: |\Z)", UNITS[unit], re.M | re.S
+        rf"^- \*\*(?:{name}):\*\* (.*?)(?=^- \*\*|\Z)", UNITS[unit], re.M | re.S
     )
     return text
 
@@ -424,7 +424,7 @@ def test_unit_of_the_patch_set_names_files_and_tests_that_exist(unit):
             assert name in known | checks, name
 
 
-@pytest.mark.parametrize("unit", [unit for unit in UNITS if "\nFigures: " in UNITS[unit]])
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if "**Figures:**" in UNITS[unit]])
 def test_figures_of_the_patch_set_are_those_of_other_pages(unit):
     text = field_of(unit, "Figures")
     commands = re.findall(r"`([^`]+\.py)`", text)
