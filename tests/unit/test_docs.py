@@ -76,7 +76,12 @@ def test_anchors_of_links_are_headings(page):
 
 def test_every_page_is_in_the_navigation_of_the_site():
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    pages = {"index.md", "CHANGELOG.md", "CONTRIBUTING.md", *(path.name for path in DOCS.glob("*.md"))}
+    pages = {
+        "index.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        *(path.name for path in DOCS.glob("*.md")),
+    }
     assert sorted(listed) == sorted(pages)
 
 
@@ -279,7 +284,10 @@ GIVEN = {
 def readme_trained(names, output):
     assert "OptimStepResult" in output and names["logits"].shape == (4, 128, 2048)
     controller = names["controller"]
-    assert controller.trainer.policy_version == 2 and Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
+    assert (
+        controller.trainer.policy_version == 2
+        and Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
+    )
 
 
 def weights_were_sent(names, output):
@@ -378,9 +386,7 @@ FIELDS += ["Files here", "Files in 0.2.2", "Tests"]
 
 
 def field_of(unit: str, name: str) -> str:
-    (text,) = re.findall(
-        rf"^- \*\*(?:{name}):\*\* (.*?)(?=^- \*\*|\Z)", UNITS[unit], re.M | re.S
-    )
+    (text,) = re.findall(rf"^- \*\*(?:{name}):\*\* (.*?)(?=^- \*\*|\Z)", UNITS[unit], re.M | re.S)
     return text
 
 
