@@ -1,5 +1,6 @@
 """Write docs/faults.md: `python -m tests.reliability.faults`."""
 
+import dataclasses
 import re
 import sys
 
@@ -7,6 +8,7 @@ from tests.reliability import jobs
 from tests.reliability.faults import CHAPTERS, LIMIT_SECONDS, Fault, all_faults, chapter
 
 BOOK = jobs.ROOT / "docs/faults.md"
+ABOVE = "As above"
 INTRODUCTION = """\
 # What can go wrong
 
@@ -87,13 +89,27 @@ def render() -> str:
     for module, heading in CHAPTERS.items():
         lines.append(f"## {heading}\n")
         lines += ["| fault | message | cause | remedy | exit code |", "|---|---|---|---|---|"]
-        lines += [_row(fault) for fault in chapter(module)]
+        cause = remedy = ""  # of the last row that has its own
+        for fault in chapter(module):
+            cause = fault.cause if not fault.cause.startswith(ABOVE) else cause
+            remedy = fault.remedy if not fault.remedy.startswith(ABOVE) else remedy
+            texts = {"cause": _full(fault.cause, cause), "remedy": _full(fault.remedy, remedy)}
+            lines.append(_row(dataclasses.replace(fault, **texts)))
         lines.append("")
     return "\n".join(lines)
 
 
 def title_of(module: str, fault: Fault) -> str:
     return f"{module}: {fault.name}"
+
+
+def _full(text: str, above: str) -> str:
+    """The text, with `above` in place of "As above": a reader who searches sees a single row."""
+    if not text.startswith(ABOVE):
+        return text
+    further = text.removeprefix(ABOVE).lstrip(".; ")
+    is_key = "." in further.partition(" ")[0].rstrip(".")
+    return f"{above} {further if is_key else further[:1].upper() + further[1:]}".strip()
 
 
 def _row(fault: Fault) -> str:
