@@ -39,10 +39,11 @@ from torchtitan.tools.logging import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-# Written from tables with tests of their own.
+ROOT_PAGES = ("CHANGELOG", "CONTRIBUTING", "README")
+# Without the page that is written from tables with tests of their own.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+    for path in [*sorted(DOCS.glob("*.md")), *(ROOT / f"{name}.md" for name in ROOT_PAGES)]
     if path.name != "faults.md"
 }
 
@@ -53,6 +54,34 @@ FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page])
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the documentation site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_links_are_headings(page):
+    missing = []
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[page]):
+        target = (ROOT / page).parent.joinpath(file) if file else ROOT / page
+        if anchor not in anchors_of(target.read_text()):
+            missing.append(f"{file}#{anchor}")
+    assert missing == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = {
+        "index.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        *(path.name for path in DOCS.glob("*.md")),
+    }
+    assert sorted(listed) == sorted(pages)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -253,6 +282,11 @@ GIVEN = {
 
 def readme_trained(names, output):
     assert "OptimStepResult" in output and names["logits"].shape == (4, 128, 2048)
+    controller = names["controller"]
+    assert (
+        controller.trainer.policy_version == 2
+        and Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
+    )
 
 
 def weights_were_sent(names, output):
@@ -296,12 +330,15 @@ def phase_is_on_record(names, output):
     assert kinds == ["start", "phase", "end"]
 
 
-def policy_took_a_step_and_guesses_are_answered(names, output):
+def policy_took_a_step(names, output):
     assert names["done"].policy_version == 1 and names["done"].lr == 1e-4
+    assert not any(Path().iterdir())  # nothing was asked to be written
+
+
+def guesses_are_answered(names, output):
     prompt, turn = names["Prompt"]("?", (1,), "5"), names["Turn"]
     replies = [names["Guess"].reply(None, prompt, [turn(guess)]) for guess in "375"]
     assert replies == [">", "<", None]
-    assert not any(Path().iterdir())  # nothing was asked to be written
 
 
 THEN = {
@@ -311,7 +348,8 @@ THEN = {
     "docs/documents.md": labels_are_left_out,
     "docs/embedding.md": metrics_and_the_critics_gradient_are_those_by_hand,
     "docs/report.md": phase_is_on_record,
-    "docs/rl.md": policy_took_a_step_and_guesses_are_answered,
+    "docs/rl.md": policy_took_a_step,
+    "docs/rl_reference.md": guesses_are_answered,
 }
 
 
@@ -324,6 +362,7 @@ def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypat
     with mock.patch.dict(train_spec._extra_train_specs), mock.patch.dict(DATASETS):
         try:
             for block in blocks:
+                block = re.sub(r"--training\.steps=\d+", "--training.steps=2", block)
                 code = compile(block.replace("/tmp/", f"{tmp_path}/"), page, "exec")
                 if NOT_RUN not in block:
                     exec(code, names)
@@ -346,9 +385,7 @@ FIELDS += ["Files here", "Files in 0.2.2", "Tests"]
 
 
 def field_of(unit: str, name: str) -> str:
-    (text,) = re.findall(
-        rf"^(?:{name}): (.*?)(?=^[\w#][\w#.]*(?: [\w.]+){{0,2}}: |\Z)", UNITS[unit], re.M | re.S
-    )
+    (text,) = re.findall(rf"^- \*\*(?:{name}):\*\* (.*?)(?=^- \*\*|\Z)", UNITS[unit], re.M | re.S)
     return text
 
 
@@ -392,7 +429,7 @@ def test_unit_of_the_patch_set_names_files_and_tests_that_exist(unit):
             assert name in known | checks, name
 
 
-@pytest.mark.parametrize("unit", [unit for unit in UNITS if "\nFigures: " in UNITS[unit]])
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if "**Figures:**" in UNITS[unit]])
 def test_figures_of_the_patch_set_are_those_of_other_pages(unit):
     text = field_of(unit, "Figures")
     commands = re.findall(r"`([^`]+\.py)`", text)

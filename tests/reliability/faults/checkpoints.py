@@ -297,7 +297,7 @@ FAULTS = [
         message="error: the newest checkpoint, of step 4, holds weights only "
         "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
         "checkpoint.load_step to an earlier full one, or start a new run",
-        cause="The run ended with checkpoint.last_save_model_only, and is now to go on.",
+        cause="The run ended with checkpoint.last_save_model_only, and somebody wants to continue it.",
         remedy="Set checkpoint.load_step to an earlier step, or start a new run with these weights "
         "as checkpoint.initial_load_path.",
         arrange=resume("--training.steps=6", change=keep_weights_only),
@@ -400,7 +400,7 @@ FAULTS = [
         name="empty dump folder",
         message="config error: job.dump_folder must name a folder, got ''; the default is "
         "'./outputs'",
-        cause="An environment variable in the command that is not set, say.",
+        cause="For example, an environment variable in the command is not set.",
         remedy="Give the folder.",
         arrange=flags("--job.dump_folder="),
     ),

@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         name="value of another type in TOML",
         message="config error: [training] steps = 'ten': expected int, got str; the default is 10000",
-        cause="Quotes around a number, say.",
+        cause="For example, a number is in quotes.",
         remedy="Write a value of the type that the message names.",
         arrange=toml('[training]\nsteps = "ten"\n'),
     ),
@@ -246,7 +246,7 @@ FAULTS = [
         "path that is not text",
         ("--metrics.save_tb_folder=tb\udcff",),
         "metrics.save_tb_folder must be text without NUL characters and in UTF-8, got …",
-        "The shell passed on a byte that is no character, from a file name say.",
+        "The shell passed on a byte that is not a character, for example from a file name.",
         "Rename the file.",
     ),
     flag_fault(

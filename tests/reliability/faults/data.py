@@ -102,14 +102,14 @@ FAULTS = [
         "line that is not JSON, read by a data worker",
         '{"text": "one"',
         "not valid JSON (…); every line must be one object like …",
-        "As above; what a worker raises is told without the worker's stack.",
+        "As above; the worker's stack is not printed.",
         "--training.dataloader.num_workers=1",
     ),
     line_fault(
         "line that is not JSON, read by one of two ranks",
         '{"text": "one"',
         "not valid JSON (…)…",
-        "As above; the other rank says that rank's message has the reason.",
+        "As above; the other rank points to this message.",
         ranks=2,
     ),
     line_fault(

@@ -214,7 +214,7 @@ FAULTS = [
         message="config error: experimental.custom_import names a module to import, and "
         "'tests.reliability.broken' fails at …broken.py, line …: SystemExit: 0…",
         cause="The module is a script that calls sys.exit.",
-        remedy="Have it do that under `if __name__ == '__main__':` only.",
+        remedy="Call sys.exit only under `if __name__ == '__main__':`.",
         arrange=flags(_BROKEN),
         environment=breaks("exit", step=None),
     ),
@@ -231,7 +231,7 @@ FAULTS = [
         name="code that ends the process during training",
         message="error: sys.exit(0) was called during the run, at …broken.py, line …",
         cause="A dataset, a reward function or another module of one's own calls sys.exit.",
-        remedy="Have it raise an error.",
+        remedy="Raise an error instead.",
         arrange=flags(_BROKEN),
         environment=breaks("exit"),
         exit_code=1,
@@ -282,8 +282,8 @@ FAULTS = [
         name="rank that fails",
         message="error: rank 0 ends because rank 1 failed: the disk is gone …error: the disk is gone "
         "(TORCHTITAN_TRACEBACK=1 shows the stack)",
-        cause="One rank has an error; the others could only wait for it.",
-        remedy="Mend what that rank's message says.",
+        cause="One rank has an error, so the remaining ranks cannot go on.",
+        remedy="Correct what that rank's message names.",
         arrange=flags(_BROKEN, "--training.steps=1000"),
         environment=breaks("fail to read", rank=1),
         ranks=2,

@@ -70,7 +70,7 @@ FAULTS = [
     rl_fault(
         "reward that is not a number",
         RETURNS + "nan for the completion …",
-        "A division of 0 by 0, say.",
+        "For example, 0 was divided by 0.",
         MENDS_REWARD,
         reward=f"{REWARDS}:returns_nan",
         exit_code=1,
@@ -104,7 +104,7 @@ FAULTS = [
         "error: grading failed at …: TypeError: takes_one() takes 1 positional argument but 2 were "
         "given; …",
         "It is called with the completion and the expected answer.",
-        "Let it take both.",
+        "Give the function both parameters.",
         reward=f"{REWARDS}:takes_one",
         exit_code=1,
     ),
@@ -177,7 +177,7 @@ FAULTS = [
         "vLLM that is not installed",
         "error: rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it with "
         "`pip install vllm`, or set the backend to 'local'",
-        "vLLM is no dependency of this package.",
+        "vLLM is not a dependency of this package.",
         "Install it, or sample with the trainer's own modules.",
         "--rl.generator.backend=vllm",
     ),
@@ -193,7 +193,7 @@ FAULTS = [
     rl_fault(
         "prompt that is no text",
         "error: …prompts.jsonl, line 1: not valid JSON: …surrogates not allowed",
-        "Half of a surrogate pair, which is no character.",
+        "The text has half of a surrogate pair, which is not a character.",
         "Write the file again with a tool that keeps characters whole.",
         prompts='{"prompt": "\\ud800"}\n',
         exit_code=1,

@@ -23,9 +23,9 @@ LR = "optimizer.param_groups.norm.weight.lr"
 REFUSED = (
     "it names posix.mkdir, which is not plain data and might execute code; nothing was executed"
 )
-HARM = "Somebody made the file to have code executed where it is read."
-DAMAGED = "The file was cut or changed on its way, and has no hashes to tell."
-FETCH = "Fetch it again, from where you trust."
+HARM = "Somebody made the file so that reading it executes code."
+DAMAGED = "The file was cut or changed on its way, and there are no hashes to show it."
+FETCH = "Fetch it again, from a source that you trust."
 
 
 def step_in(folder: Path) -> Path:
@@ -277,7 +277,7 @@ FAULTS = [
     resuming(
         name="checkpoint that reads a file elsewhere",
         message="error: …../../../secret in …step-4 leads out of the folder, to …/secret…",
-        cause="`.metadata` was made by somebody who wants another file read.",
+        cause="Somebody made `.metadata` so that another file is read.",
         remedy=FETCH,
         arrange=resume(lambda step: hostile.redirect_files(step, "../../../secret")),
     ),
@@ -335,8 +335,8 @@ FAULTS = [
     resuming(
         name="data position of another dataset",
         message="error: the data position in the checkpoint is not one of this dataset and dataloader (…); start the data over with checkpoint.exclude_from_loading = ['dataloader']",
-        cause="The data was changed since, to a kind whose position is told in another way.",
-        remedy="Resume with the data of before, or leave its position out.",
+        cause="The data were changed since then, to a kind with another form of position.",
+        remedy="Resume with the earlier data, or leave out the position.",
         arrange=resume(
             lambda s: hostile.replace_entry(
                 s, "dataloader.dp_rank_0", saved(pickle.dumps({"position": 7}))
@@ -425,7 +425,7 @@ FAULTS = [
     from_hf_files(
         name="index that leads out of its folder",
         message="error: …model.safetensors.index.json names a file that is not beside it, for a: '../secret'; an index can only name files of its own folder",
-        cause="Somebody made the index to have another file read or written.",
+        cause="Somebody made the index so that another file is read or written.",
         arrange=hf(model=ONE_TENSOR, index={"weight_map": {"a": "../secret"}}),
     ),
     from_hf_files(
@@ -511,7 +511,7 @@ FAULTS = [
     converting(
         name="conversion of a folder without a checkpoint",
         message="error: …hf is not the folder of a finished checkpoint",
-        cause="The path is wrong; that of a run's step folder is wanted.",
+        cause="The path is wrong; it must be a step folder of a run.",
         remedy="Give <dump_folder>/checkpoint/step-<N>.",
         arrange=convert("hf", "new"),
         module=TO_HF,
