@@ -24,12 +24,12 @@ _at_close_calls = contextlib.ExitStack()
 _changes = contextlib.ExitStack()
 
 
-def move_in(engine: Any) -> None:
+def move_in(engine: object) -> None:
     """Register an engine: until `move_out(engine)`, changes are temporary."""
     _engines.add(engine)
 
 
-def move_out(engine: Any) -> None:
+def move_out(engine: object) -> None:
     """Unregister an engine; the last one restores all changed settings. Idempotent."""
     if engine in _engines:
         _engines.discard(engine)
