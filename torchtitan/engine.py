@@ -649,10 +649,15 @@ class TrainingEngine(EngineState):
         self._check_trains("optim_step")
         self.offloader.check_here("optim_step", "model", "optimizer", "grad")
         self.update.check_arguments(lr, max_norm, denominator)
+        # All ranks have the same verdicts and raise together, so the watch need not compare them.
+        self.update.settle()
+        is_counted = self.step != self._loaded.step  # a caller counts before the step
+        number = self._steps_done + (0 if is_counted else 1)
         with self.watch.call():
             # Parameters that a client's forward left gathered have no gradients.
             self.runner.reshard()
+            decision = self.update.decide(number, max_norm, denominator)
+        if decision.is_known:
             self.update.settle()
-            is_counted = self.step != self._loaded.step  # a caller counts before the step
-            number = self._steps_done + (0 if is_counted else 1)
-            return self.update.step(number, lr, max_norm, denominator, advance_schedule)
+        with self.watch.call():
+            return self.update.apply(decision, lr, advance_schedule)

@@ -167,7 +167,7 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
         "step": {
             "event.synchronize in backward": 1,
             "event.synchronize, late in backward": 20,
-            "copy of a number in step/update.py step": 1,
+            "copy of a number in step/update.py apply": 1,
         }
     },
     "qwen3 moe ep": _norm_and_counts(4),

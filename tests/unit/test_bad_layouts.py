@@ -64,31 +64,35 @@ BAD_LAYOUTS = {
         3,
         {"tensor_parallel_degree": 3},
         {},
-        ["tensor_parallel_degree must divide n_heads", "got 3 with 16", "fits is 1, 2, 4, 8, 16"],
+        [
+            "tensor_parallel_degree must divide n_heads",
+            "got 3 with 16",
+            "choices are 1, 2, 4, 8, 16",
+        ],
     ),
     "tp, key heads": (
         4,
         {"tensor_parallel_degree": 4},
         {"changes": {"n_kv_heads": 2}},
-        ["tensor_parallel_degree must divide n_kv_heads", "got 4 with 2", "fits is 1, 2"],
+        ["tensor_parallel_degree must divide n_kv_heads", "got 4 with 2", "choices are 1, 2"],
     ),
     "tp, vocabulary": (
         2,
         {"tensor_parallel_degree": 2},
         {"changes": {"vocab_size": 2049}},
-        ["tensor_parallel_degree must divide vocab_size", "got 2 with 2049", "fits is 1"],
+        ["tensor_parallel_degree must divide vocab_size", "got 2 with 2049", "choices are 1"],
     ),
     "tp, feed-forward": (
         4,
         {"tensor_parallel_degree": 4},
         {"changes": {"hidden_dim": 130}},
-        ["tensor_parallel_degree must divide ffn_hidden_dim", "got 4 with 130", "fits is 1, 2"],
+        ["tensor_parallel_degree must divide ffn_hidden_dim", "got 4 with 130", "choices are 1, 2"],
     ),
     "tp, experts": (
         4,
         {"tensor_parallel_degree": 4},
         {"model": MOE, "changes": {"moe_inter_dim": 6}},
-        ["tensor_parallel_degree must divide moe_inter_dim", "got 4 with 6", "fits is 1, 2"],
+        ["tensor_parallel_degree must divide moe_inter_dim", "got 4 with 6", "choices are 1, 2"],
     ),
     # --- context parallelism ---
     "cp, sequence": (
@@ -221,7 +225,7 @@ BAD_LAYOUTS = {
         2,
         {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3},
         {},
-        ["pipeline_parallel_microbatch_size must divide", "got 3 with 8", "fits is 1, 2, 4, 8"],
+        ["pipeline_parallel_microbatch_size must divide", "got 3 with 8", "choices are 1, 2, 4, 8"],
     ),
     "pp, a layer left out": (
         2,
@@ -279,7 +283,11 @@ BAD_LAYOUTS = {
         3,
         {"expert_parallel_degree": 3},
         {"model": MOE, "changes": {}},
-        ["expert_parallel_degree must divide the number of experts", "got 3 with", "fits is 1, 2"],
+        [
+            "expert_parallel_degree must divide the number of experts",
+            "got 3 with",
+            "choices are 1, 2",
+        ],
     ),
     "ep, no experts": (
         2,

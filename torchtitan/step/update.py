@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,23 @@ class _Verdict:
     step: int
     read: Callable[[], list[float]]
     log_bad_losses: Callable[[], None]
+
+
+class Decision(NamedTuple):
+    """A step before its update.
+
+    skip: True if the optimizers must not update; a bool on the device if only the device knows; None
+        if every step updates.
+    """
+
+    grad_norm: Tensor
+    skip: Tensor | bool | None
+    verdict: _Verdict | None
+
+    @property
+    def is_known(self) -> bool:
+        """True if the host knows whether the step is skipped."""
+        return not isinstance(self.skip, Tensor)
 
 
 class StepLosses:
@@ -226,15 +244,14 @@ class Update:
 
     # ---- the step ----
 
-    def step(
-        self,
-        number: int,
-        lr: float | None,
-        max_norm: float | None,
-        denominator: Tensor | float | None,
-        advance_schedule: bool = True,
-    ) -> OptimStepResult:
-        """See `TrainingEngine.optim_step`. number: of this step, for messages."""
+    def decide(
+        self, number: int, max_norm: float | None, denominator: Tensor | float | None
+    ) -> Decision:
+        """Divide and clip the gradients, and decide whether the step is skipped; see
+        `TrainingEngine.optim_step`. number: of this step, for messages.
+
+        The step before must be settled.
+        """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
@@ -243,17 +260,22 @@ class Update:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        self.settle()  # the step before
         self._check_has_gradients(grad_norm)
         skip = self._is_to_skip(grad_norm, total)
         if isinstance(skip, Tensor):
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             read = host_copy.read_later(torch.stack([x.double() for x in numbers]))
-            self._verdict = verdict = _Verdict(number, read, self.losses.take(number))
+            self._verdict = _Verdict(number, read, self.losses.take(number))
         elif skip is not None:
             known = [float(skip), grad_norm.item(), 1.0]
             self._verdict = _Verdict(number, lambda: known, lambda: self.losses.take(number)())
-            self.settle()
+        return Decision(grad_norm, skip, self._verdict)
+
+    def apply(
+        self, decision: Decision, lr: float | None, advance_schedule: bool
+    ) -> OptimStepResult:
+        """Update the weights, unless the step is skipped; advance the schedule and zero the gradients."""
+        grad_norm, skip, verdict = decision
         self.before_update()
         if lr is not None:
             lr = float(lr)  # parameter groups would keep a reference to a tensor
@@ -274,6 +296,7 @@ class Update:
         self.optimizers.zero_grad()
         self._begin_step()
         if isinstance(skip, Tensor):
+            assert verdict is not None
             return _LateOptimStepResult(grad_norm, lr, verdict)
         return OptimStepResult(grad_norm, lr, bool(skip))
 
@@ -321,10 +344,7 @@ class Update:
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        """True if the optimizers must not update; a bool on the device if they skip there.
-
-        None if every step updates. total: what `_divide_gradients` returned.
-        """
+        """See `Decision.skip`. total: what `_divide_gradients` returned."""
         skip = None
         # Steps in backward have been made already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
@@ -337,7 +357,7 @@ class Update:
         return skip
 
     def settle(self) -> None:
-        """Count, report or raise the device's verdict on the last step.
+        """Count, report or raise the verdict on the last step, which is the same on all ranks.
 
         Waits until the device has computed that step's gradient norm, and not for its update.
         """
