@@ -29,10 +29,12 @@ _ROWS_AT_ONCE = 2**9
 class WeightSource(Protocol):
     """The attributes of a `TrainingEngine` that a stream reads."""
 
-    model_parts: list[nn.Module]
-    device: torch.device
-    pp_schedule: Any
-
+    @property
+    def model_parts(self) -> list[nn.Module]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def pp_schedule(self) -> Any: ...
     @property
     def weights_version(self) -> int: ...
 
