@@ -279,6 +279,16 @@ def test_launcher_ends_with_the_sentence_and_code_of_the_first_failure(
     assert "Traceback" not in lines[0]
 
 
+def test_launcher_names_a_port_that_another_program_has(monkeypatch):
+    monkeypatch.setattr(launch, "SIGNALS", ())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options = ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        with pytest.raises(SystemExit, match=f"^error: .*port: {port}.* set a free --master-port"):
+            launch.main([*options, "-m", "torchtitan.train"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saves", [True, False])
 def test_ctrl_c_ends_two_training_ranks_with_a_sentence(saves, tmp_path):

@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
             signal.signal(number, _pass_on)
 
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> None:
             sentence = _sentence(rank, failure)
         print(sentence, file=sys.stderr, flush=True)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except DistNetworkError as error:
+        sys.exit(f"error: torchrun's port cannot be used ({error}); set a free --master-port")
     finally:
         PContext.start = start
 
