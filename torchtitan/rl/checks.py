@@ -83,7 +83,8 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
     if job_config.rl.async_steps:
         yield (
             f"rl.async_steps is for the loop of torchtitan.rl.train, got "
-            f"{job_config.rl.async_steps}; set it to 0: clients decide how far they run ahead"
+            f"{job_config.rl.async_steps}; set it to 0: clients decide by themselves how far they run "
+            "ahead"
         )
 
 
