@@ -49,8 +49,6 @@ REFERENCE_PATHS = (
     "rl/client.py",
     "experiments/rl/",
 )
-# Old paths of modules, for other programs: the package itself does not import them.
-REFERENCE_PATHS = ("components/", "hf_datasets/", "tools/profiling.py", "experiments/rl/")
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP_X, _GAP_Y, _BEND_SPACE = 116, 30, 24, 34, 30
 

@@ -406,7 +406,7 @@ def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
         promised.copy_(result)
         return x
 
-    monkeypatch.setattr(context_parallel, "_OPS", SimpleNamespace(wait_tensor=wait_tensor))
+    monkeypatch.setattr(context_parallel, "OPS", SimpleNamespace(wait_tensor=wait_tensor))
     monkeypatch.setattr(
         context_parallel,
         "start_all_gather",
