@@ -58,7 +58,11 @@ BAD_LAYOUTS = {
         3,
         {"tensor_parallel_degree": 3},
         {},
-        ["tensor_parallel_degree must divide n_heads", "got 3 with 16", "choices are 1, 2, 4, 8, 16"],
+        [
+            "tensor_parallel_degree must divide n_heads",
+            "got 3 with 16",
+            "choices are 1, 2, 4, 8, 16",
+        ],
     ),
     "tp, key heads": (
         4,
@@ -273,7 +277,11 @@ BAD_LAYOUTS = {
         3,
         {"expert_parallel_degree": 3},
         {"model": MOE, "changes": {}},
-        ["expert_parallel_degree must divide the number of experts", "got 3 with", "choices are 1, 2"],
+        [
+            "expert_parallel_degree must divide the number of experts",
+            "got 3 with",
+            "choices are 1, 2",
+        ],
     ),
     "ep, no experts": (
         2,
