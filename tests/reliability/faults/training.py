@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(
         name="eleven bad steps in a row",
-        message="error: step 12: the gradient norm is nan, 11 time(s) in a row; …",
+        message="error: step 12: the gradient norm is nan, 11 time(s) in a row (…",
         cause="Weights that are not finite give no finite gradient any more.",
         remedy="Go back to a checkpoint before the first bad step, with a lower optimizer.lr.",
         arrange=flags(EXPLODES, "--training.steps=20"),
