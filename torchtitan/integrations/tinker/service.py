@@ -102,7 +102,7 @@ class Service:
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
     ):
         self._config, self._put = job_config, put
-        self._name = job_config.rl.serve.base_model
+        self._name = self._base_model = job_config.rl.serve.base_model
         self._states = client.states_folder
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
@@ -112,7 +112,6 @@ class Service:
         self._sessions = _Sessions()
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self._model_id = ""  # of the training run that owns the policy
-        self._base_model = self._name
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
         self._clone_numbers = itertools.count(1)
         post, get = "POST", "GET"
