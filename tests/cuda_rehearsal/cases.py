@@ -149,7 +149,7 @@ _TAKE_MEMORY = "copy to host in checkpoint/staging.py _take_memory"
 # A rollout asks for each token whether rows go on; a step returns numbers.
 _RL_STEPS = {
     "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
-    "copy of pageable in generation/kv_cache.py pick": 2,
+    "copy of pageable in generation/kv_cache.py keep_last": 2,
     "copy of pageable in generation/kv_cache.py put_rows": 2,
     "copy of pageable in rl/decoding.py _continue_rows": 2,
     "copy of pageable in rl/decoding.py continue_prompts": 4,

@@ -77,6 +77,7 @@ def train_overlapped(runs):
     return found
 
 
+@pytest.mark.slow
 def test_collectives_beside_products_are_fused_and_rows_of_any_length_stay_right():
     even = Run("llama3", seq_len=16, compiled="post_grad_passes", async_tp=True)
     odd = dataclasses.replace(even, seq_len=13)

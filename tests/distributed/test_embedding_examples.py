@@ -74,7 +74,9 @@ def test_examples_on_two_data_parallel_ranks(alone, tmp_path):
         assert numbers_in(output["dpo"], "loss") == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize(
+    "axis", [pytest.param("tensor", marks=pytest.mark.slow), "context", "pipeline"]
+)
 def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis, alone, tmp_path):
     names = ["sft", "score", "ppo", "dpo"]
     outputs = run_examples(names, 2, tmp_path, **{f"{axis}_parallel_degree": 2})

@@ -266,6 +266,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 def test_lengths_losses_kernels_and_checkpointing_change_nothing():
     for run, found in zip(VARIANTS, run_ranks(train_all, 2, VARIANTS, [(1, 1, 2)])[1], strict=True):
         assert_same(found, train(run))

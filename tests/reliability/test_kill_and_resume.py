@@ -78,8 +78,8 @@ def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        [],
-        # kill_anywhere has asynchronous saves in CI
+        # kill_anywhere has synchronous and asynchronous saves in CI
+        pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--checkpoint.async_mode=async"], marks=pytest.mark.slow),
         ["--training.dataloader.num_workers=2"],
     ],

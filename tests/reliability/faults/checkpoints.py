@@ -366,9 +366,9 @@ FAULTS = [
         message="Continuing from …, but training.dataset was 'local' when it was saved and is 'python_docs' now: "
         "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
         "['dataloader'] starts from its beginning…training.dataset_path was …data.json' when it was saved and is None "
-        "now…error: the checkpoint's data position is one in …"
-        "documents but dataset 'python_docs' holds …: resume with the same data, or start this data "
-        "over with checkpoint.exclude_from_loading = ['dataloader']",
+        "now…error: the checkpoint's data position is for …documents, but dataset 'python_docs' holds "
+        "…: resume with the same data, or begin with this data from its start: "
+        "checkpoint.exclude_from_loading = ['dataloader']",
         cause="training.dataset or dataset_path was changed, or the files there have.",
         remedy="Leave the data position out with checkpoint.exclude_from_loading.",
         arrange=resume(
