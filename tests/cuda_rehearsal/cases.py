@@ -70,6 +70,13 @@ CASES = {
 
 # Together a few minutes: marked slow, and not run in CI, where others stand for them.
 SLOW = {
+    "qwen3 moe compile",
+    "scores lists",
+    "deepseek_v3 ep op flex",
+    "gpt_oss tp ep",
+    "llama3 hsdp tp",
+    "trainer validates",
+    "generation",
     "llama3 flex",
     "llama3 hsdp flex",
     "trainer",
@@ -107,6 +114,9 @@ SLOW = {
 }
 
 SLOW_FAULTS = {
+    "documents are counted on the host",
+    "batch is copied from pageable memory",
+    "documents are read back from the device",
     "gradient norm is read in each step",
     "states go to pageable memory",
     "batches are not pinned",

@@ -26,7 +26,13 @@ def one_process():
     return run_ranks(train, 1, Layout())[0]
 
 
-@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(TWO_RANKS, id="2 ranks"),
+        pytest.param(FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_every_layout_learns_and_balances_as_one_process_does(layouts, one_process):
     assert one_process["losses"][-1] < one_process["losses"][0] - 0.3
     assert one_process["biases"].abs().amax() > 0.005 and not one_process["counts"].any()

@@ -58,7 +58,7 @@ def run_roles(folder, n_ranks, *flags, kill_after=None):
     return run_ranks(run_part, n_ranks, folder, list(flags), kill_after, init_process_group=False)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_both(ahead, tmp_path):
     flags = [*STEPS, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
     both = run_roles(tmp_path / "both", 2, *flags)
@@ -150,6 +150,7 @@ def draw_slowly(dump_folder, flags):
     return run_part(dump_folder, flags)
 
 
+@pytest.mark.slow
 def test_weights_change_while_generating_ranks_draw(tmp_path):
     flags = [*FSDP, "--training.steps=8", "--rl.async_steps=2", "--rl.generator.ranks=2"]
     flags += ["--rl.generator.in_flight", "--rl.sampling.max_tokens=12", "--rl.log_samples=-1"]

@@ -110,7 +110,13 @@ def last_step(output):
     return max(map(int, re.findall(r"step: +(\d+)/", output)), default=0)
 
 
-@pytest.mark.parametrize("is_told_to_end", [False, True], ids=["killed", "told to end"])
+@pytest.mark.parametrize(
+    "is_told_to_end",
+    [
+        pytest.param(False, id="killed", marks=pytest.mark.slow),
+        pytest.param(True, id="told to end"),
+    ],
+)
 def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp_path):
     """Whether one of them is killed, or the whole job is told to end; and the run goes on."""
     arguments = [
