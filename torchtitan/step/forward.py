@@ -188,7 +188,9 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
-    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask.
+    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask. If its
+    # rows differ between ranks, a pipeline runs different numbers of microbatches. By default FSDP
+    # gathers and reduces once per call; with fsdp_reshard_after_forward = "always" such ranks hang.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
     if config.optimizer.early_step_in_backward:
         update.prepare_early_step(len(batches) + n_fillers())
