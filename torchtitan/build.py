@@ -32,7 +32,7 @@ from torchtitan.distributed.determinism import (
     use_deterministic_kernels,
 )
 from torchtitan.distributed.fsdp import scale_gradients
-from torchtitan.distributed.processes.failure_watch import Alone, watch_over
+from torchtitan.distributed.processes.failure_watch import Watch, watch_over
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.models.hf_config import from_hf_config
@@ -79,7 +79,7 @@ class EngineParts:
     update: Update
     train_context: Callable[[], AbstractContextManager[None]]
     maybe_enable_amp: AbstractContextManager[None]
-    watch: Alone
+    watch: Watch
     runner: Runner
 
 
@@ -101,7 +101,8 @@ def build(
 
     seed: fills the parameters. tokenizer, dataloader: saved in checkpoints; None without data.
     train_state: the counters of a checkpoint. process: returns the model's inputs of a batch.
-    has_clients_backward: a client calls backward itself, as the clients of the reference's DDP do.
+    has_clients_backward: a client may call backward itself. True for a `Trainer` without a dataloader:
+        it is driven by a client of torchtitan 0.2.x, which counts on that version's DDP.
     groups_before: process groups that are not the engine's.
     """
     training, dims, device = config.training, layout.parallel_dims, layout.device
@@ -122,6 +123,7 @@ def build(
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     schedule = has_first_stage = has_last_stage = None
     if dims.pp_enabled:
+        # The schedule gets loss_fn for clients of 0.2.x that call it; `Runner` passes its own each time.
         schedule, model_parts, has_first_stage, has_last_stage = spec.pipelining_fn(
             model, dims, config, device, model_args, spec.parallelize_fn, loss_fn
         )

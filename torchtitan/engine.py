@@ -12,7 +12,9 @@ B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
 
     microbatches    one batch on every rank, or a list of batches. Their rows and T may differ, and
                     data-parallel ranks may have lists of different lengths, empty ones too;
-                    all ranks of a pipeline give the same list.
+                    all ranks of a pipeline give the same list. A trainer calls
+                    `forward_backward_step` once for each of a step's `gradient_accumulation_steps`
+                    batches; under a pipeline the call splits one batch into microbatches by rows.
     labels          [B, T], or a list with one tensor per microbatch; None takes each batch's own entry
                     "labels", if it has one.
     head            computed in place of logits, such as `TokenLogProbs()`, so that the logits never
@@ -39,7 +41,7 @@ from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.processes.failure_watch import Alone
+from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
@@ -76,7 +78,7 @@ class EngineState:
     step: int = 0
     ntokens_seen: int = 0
     _loaded = _Loaded()
-    watch: Alone = Alone()
+    watch: Watch = Watch()
 
     def _adopt(self, parts: build.EngineParts) -> None:
         self.context_sharding = parts.context_sharding
@@ -441,8 +443,8 @@ class TrainingEngine(EngineState):
 
     def model_inputs(self, batch: TokenBatch) -> ModelInputs:
         """Return what `post_dataloading_process` returns for the batch."""
-        is_clients = is_overridden(self, "post_dataloading_process", TrainingEngine)
-        given: Any = batch.as_dict() if is_clients else batch
+        is_overridden_by_client = is_overridden(self, "post_dataloading_process", TrainingEngine)
+        given: Any = batch.as_dict() if is_overridden_by_client else batch
         return ModelInputs(*self.post_dataloading_process(given, batch.labels))
 
     @overload
@@ -554,9 +556,10 @@ class TrainingEngine(EngineState):
         input_dict, labels: microbatches and their labels, see the top of this module.
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows; a list is not split.
-        global_valid_tokens: the loss denominator, counted over the whole global batch (all
-            ranks, all microbatches). None does not divide a loss_fn's sums: for weights that
-            hold the denominator already, or for `optim_step(denominator=...)`.
+        global_valid_tokens: the loss denominator, counted over the whole global batch: all
+            microbatches of the step, over the data-parallel ranks only, because the ranks that share
+            rows would count them twice. None does not divide a loss_fn's sums: for weights that hold
+            the denominator already, or for `optim_step(denominator=...)`.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
             (sum, metrics, output), see `StepOutput`. The default is the train spec's loss, which
             under tensor parallelism gets a DTensor split along V, unless `disable_loss_parallel`
@@ -580,7 +583,8 @@ class TrainingEngine(EngineState):
         If loss_fn fails on some ranks, the other ranks raise RunError at the end of the call. The
         engine stays usable, as after any error that all ranks raise, but some microbatches are missing
         in the gradients: call `optimizers.zero_grad()`. If anything else fails on some ranks, all
-        ranks raise, and the engine is lost; see `torchtitan.distributed.processes.failure_watch`.
+        ranks raise, and the engine is lost. Inside a pipeline schedule every failure but one of a
+        caller's function loses the engine. See `torchtitan.distributed.processes.failure_watch`.
         """
         self._check_trains("forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")

@@ -84,7 +84,7 @@ def main(
             signal_at_parents_death(signal.SIGTERM)
         with exit_on_config_error(_report_config_error if has_peers() else None):
             config = ConfigManager(config_cls).parse_args()
-            resolve_job(config)
+            resolve_job(config)  # only its checks; the trainer resolves the job for itself
             if check_config is not None:
                 check_config(config)
         _run(config, trainer_class)
@@ -118,7 +118,11 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             signals.at_start.tell_by(lambda _: None)
         allow_open_files()
         with events.recording(config):
-            trainer = (trainer_class or __getattr__("Trainer"))(config)
+            if trainer_class is None:
+                from torchtitan.trainer import Trainer  # here, because it loads everything heavy
+
+                trainer_class = Trainer
+            trainer = trainer_class(config)
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))

@@ -187,6 +187,7 @@ class Trainer(TrainingEngine):
         ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
         reading on its own rank, and ValueError on the other ranks.
         """
+        # A client may pass an iterator of its own, over (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:
@@ -219,22 +220,22 @@ class Trainer(TrainingEngine):
 
     def train_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> None:
         """Fetch, forward, backward, update and log one step of the global batch."""
-        step = self.next_step(data_iterator)
+        read = self.next_step(data_iterator)
         if self.isolation_probe is not None:
             freq = self.job_config.debug.check_document_isolation_freq
             if (self.step - 1) % freq == 0:
-                self.isolation_probe.check(self.step, step.batches[0])
-        is_clients = is_overridden(self, "forward_backward_step", TrainingEngine)
+                self.isolation_probe.check(self.step, read.batches[0])
+        is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
         losses = []
-        for i, batch in enumerate(step.batches):
+        for i, batch in enumerate(read.batches):
             assert batch.labels is not None
-            given: Any = batch.as_dict() if is_clients else batch
-            is_last = i + 1 == len(step.batches)
+            given: Any = batch.as_dict() if is_overridden_by_client else batch
+            is_last = i + 1 == len(read.batches)
             with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
                     input_dict=given,
                     labels=batch.labels,
-                    global_valid_tokens=max(step.counts.num_valid_tokens, 1),
+                    global_valid_tokens=max(read.counts.num_valid_tokens, 1),
                 )
             losses.append(loss)
         if self._stop is not None:
@@ -242,9 +243,9 @@ class Trainer(TrainingEngine):
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
             self.update.settle()  # the norm is read below, so this waits for nothing more
-            self._log_step(step, torch.stack(losses).sum(), result)
+            self._log_step(read, torch.stack(losses).sum(), result)
 
-    def _log_step(self, step: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
+    def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
         """loss: this rank's token losses summed and divided by the global token count."""
         # The mean of a rank without any valid token is 0, not NaN. Ranks that share rows take the
         # mean of the rows.
@@ -254,7 +255,9 @@ class Trainer(TrainingEngine):
             torch.distributed.all_reduce(
                 rows_loss, group=self.parallel_dims.get_mesh("cp").get_group()
             )
-        local_avg_loss = rows_loss * step.counts.num_valid_tokens / max(step.num_valid_tokens, 1)
+        local_avg_loss = (
+            rows_loss * read.counts.num_valid_tokens / max(read.num_valid_on_this_rank, 1)
+        )
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()

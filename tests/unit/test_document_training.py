@@ -35,7 +35,7 @@ def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
 def one_step(trainer):
     """Microbatches of the first step, as the loss gets them, with their counts."""
     step = trainer.next_step(trainer.batch_generator(trainer.dataloader))
-    return step.batches, step.num_valid_tokens, step.counts.num_valid_tokens
+    return step.batches, step.num_valid_on_this_rank, step.counts.num_valid_tokens
 
 
 def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path):

@@ -455,6 +455,30 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
     ]
 
 
+def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_documents(
+    tmp_path, caplog
+):
+    engine = make_engine(tmp_path)
+    batch, labels = random_batch(2, 32, 0)
+    with engine.train_context(), engine.maybe_enable_amp:
+        microbatch = engine.prepare(batch, labels)
+        own = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs).sum()
+    engine.backward(own)
+    for number, factor in ((1, math.nan), (2, 1.0)):
+        batch["input"].sample_ids = torch.tensor([[number, number], [7, 7]])
+        engine.forward_backward_step(
+            input_dict=batch,
+            labels=labels,
+            global_valid_tokens=1.0,
+            loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
+        )
+    engine.optim_step()
+    assert engine.weights_version == 0
+    assert (
+        "nan, is that of microbatch 2 of 3, row 1 (document 1), row 2 (document 7)" in caplog.text
+    )
+
+
 def test_overflow_in_backward_is_told_from_a_bad_loss(tmp_path, caplog):
     engine = make_engine(tmp_path)
     backward(engine)

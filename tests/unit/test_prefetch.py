@@ -67,7 +67,7 @@ def test_position_is_that_of_the_step_that_trains_while_the_next_one_is_read():
     for n in range(4):
         step = steps.next_step()
         assert numbers(step) == [2 * n + 1, 2 * n + 2]
-        assert step.counts.num_valid_tokens == step.num_valid_tokens == 4 * n + 3
+        assert step.counts.num_valid_tokens == step.num_valid_on_this_rank == 4 * n + 3
         wait_until_idle(steps)
         assert loader.last == 2 * n + 4
         assert steps.state_dict() == {"last": 2 * n + 2}

@@ -35,8 +35,8 @@ class DocumentMask:
     """A query sees itself and the keys before it in its own document.
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None for plain causal rows without a kernel's mask, and for a client's mask, of
-        which only `lowered` is known.
+        of its own. None in two cases: without any mask, where rows are plain causal and `lowered` is
+        None too; and for a client's mask, of which only `lowered` is known.
     window: a query sees itself and the window - 1 tokens before it.
     whole_rows: every row is one document.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen; for flex on the CPU it is

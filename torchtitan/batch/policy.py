@@ -60,10 +60,10 @@ class DocumentPolicy:
         return self.attn_mask_type != "causal"
 
     def pack(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
-        """Return the batch as a `TokenBatch`, with the ids of the documents that attention keeps apart.
+        """Convert a dict to a `TokenBatch`, with the ids of the documents that attention keeps apart.
 
-        A batch with attention masks of its own gets no ids. Of a `TokenBatch` only the labels are
-        replaced, if there are `labels`.
+        No token moves: documents are laid into rows by the dataset. A batch with attention masks of its
+        own gets no ids. A `TokenBatch` is returned as it is, or with `labels` if they are given.
         Raises ValueError for `input` that is not [B, T] or has ids outside the model's vocabulary, and
         for a batch that lacks the source of its documents' boundaries.
         """
@@ -111,7 +111,7 @@ class DocumentPolicy:
         return labels.masked_fill(ends, IGNORE_INDEX)
 
     def pack_masked(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:
-        """Return the batch as a `TokenBatch` with the labels of `mask_labels`."""
+        """Convert a dict to a `TokenBatch`, as `pack` does, with the labels of `mask_labels`."""
         batch = self.pack(batch, labels)
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 

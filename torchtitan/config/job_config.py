@@ -144,7 +144,9 @@ class Training:
     eos_token: str | None = None
     # Token that begins each document; None takes the bos_token of tokenizer_config.json
     bos_token: str | None = None
-    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
+    # Sequences per data-parallel rank in one forward and backward; a pipeline splits them into
+    # microbatches of parallelism.pipeline_parallel_microbatch_size
+    local_batch_size: int = 8
     # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
     global_batch_size: int = -1

@@ -39,7 +39,7 @@ class StepCounts:
 class Step:
     """One step's batches on this rank, with the labels that count.
 
-    counts: of all data-parallel ranks. num_valid_tokens: of this rank.
+    counts: of all data-parallel ranks. num_valid_on_this_rank: this rank's part of their valid tokens.
     error: raised by reading in place of a further batch.
     position: of the dataloader after the batches.
     items: (input_dict, labels) of each batch, as the dataloader made it.
@@ -47,7 +47,7 @@ class Step:
 
     batches: list[TokenBatch]
     counts: StepCounts
-    num_valid_tokens: int = 0
+    num_valid_on_this_rank: int = 0
     error: Exception | None = None
     position: Any = None
     items: list[tuple[Batch, Tensor]] = dataclasses.field(default_factory=list)
@@ -59,20 +59,23 @@ def read_step(
     pack: Callable[[Batch, Tensor], TokenBatch],
     sum_over_ranks: Callable[[StepCounts], StepCounts],
 ) -> Step:
-    """Read the batches of a step and count them over all ranks; an error of reading is in the step."""
+    """Read the batches of a step and count their tokens; an error of reading is in the step.
+
+    sum_over_ranks: over the data-parallel ranks, whose batches differ.
+    """
     step = Step([], StepCounts(0))
     try:
         for _ in range(num_batches):
             item = next(iterator)
             batch = pack(*item)
-            step.num_valid_tokens += batch.num_valid
+            step.num_valid_on_this_rank += batch.num_valid
             step.items.append(item)
             step.batches.append(batch)
     except (StopIteration, DataloaderExhaustedError):
         step.counts.num_ran_out = 1
     except Exception as error:  # raised once the other ranks know
         step.error, step.counts.num_failed = error, 1
-    step.counts.num_valid_tokens = step.num_valid_tokens
+    step.counts.num_valid_tokens = step.num_valid_on_this_rank
     step.counts = sum_over_ranks(step.counts)
     return step
 
@@ -85,8 +88,9 @@ class StepsAhead:
     batches_per_step, n_steps: nothing is read beyond these.
     pack: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
     device: the dataloader pins memory for it.
-    n_duplicates: the number of ranks that read the same data; None if only one rank reads. Counts are
-        summed over ranks in host memory, by a process group that all ranks make here.
+    n_duplicates: the number of ranks that read the same data; None if there is only one data-parallel
+        group, so that nothing is summed. Otherwise counts are summed over ranks in host memory, by a
+        process group that all ranks make here.
     """
 
     def __init__(

@@ -50,10 +50,14 @@ class PipelineSchedule:
 
     name: the name of torch's schedule, in upper or lower case.
     stages: this rank's stages, in the order of the model.
-    loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here.
-    n_microbatches: the number of microbatches that a whole batch is split into.
+    loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here. Used by calls
+        without a loss_fn of their own, as clients of 0.2.x make them.
+    n_microbatches: the number of microbatches that a whole batch is split into; only clients of 0.2.x
+        call with a whole batch.
     csv_path: a file with an order of actions, which replaces the named schedule's order.
-    replicas: a mesh of ranks that hold the same stages unsharded and read different data. Each step
+
+    Attribute, set after construction:
+    replicas: a mesh of ranks that hold the same stages unsharded and read different data. Each `step`
         sums gradients over it. None by default.
     """
 
@@ -99,8 +103,8 @@ class PipelineSchedule:
         context_mbs: a factory of context managers per microbatch. On each stage, the microbatch's
             forward and backward each run in a new context.
 
-        Or takes a whole batch, `step(inputs, target=labels, losses=[], **keywords)`. The batch is
-        split into `n_microbatches`, and the outputs are concatenated.
+        Or takes a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, for clients of
+        0.2.x. The batch is split into `n_microbatches`, and the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
@@ -248,7 +252,7 @@ class PipelineSchedule:
     def _summed(self, forward_only: bool) -> Iterator[None]:
         """Sum the gradients computed inside: over replicas, and a tied embedding's over its copies.
 
-        Gradients of earlier steps are summed already, so they are set aside and added at the end.
+        Gradients of earlier calls of `step` are summed already: they are set aside and added at the end.
         """
         parts = [stage.submod for stage in self.stages]
         copies = tied_copies.copies_in(parts)
@@ -270,7 +274,7 @@ class PipelineSchedule:
                 other_rank = self.stages[0].stage_index_to_group_rank[other]
                 tied_copies.sum_gradients(copies, self.group, other_rank)
         except BaseException:
-            # Drop the gradients of the failed step, and keep those of the steps before it.
+            # Drop the gradients of the failed call, and keep those of the calls before it.
             for parameter, gradient in zip(parameters, earlier, strict=True):
                 parameter.grad = gradient
             raise
@@ -292,8 +296,9 @@ class PipelineSchedule:
         """
         schedule_class = self.schedule_class
         if issubclass(schedule_class, PipelineScheduleSingle):
-            # 1F1B pairs a send of forward with a receive of backward. Without backward there is no
-            # partner, and with too few microbatches the neighbour issues another pair: NCCL hangs.
+            # 1F1B issues the send of a forward and the receive of a backward as one pair. Without
+            # backward the neighbour issues no matching pair, and with fewer microbatches than stages
+            # it pairs other operations: NCCL would hang.
             if schedule_class is Schedule1F1B and (forward_only or n < self.num_stages):
                 schedule_class = ScheduleGPipe
             schedule = schedule_class(self.stages[0], n, loss_fn=self.loss_fn, scale_grads=False)

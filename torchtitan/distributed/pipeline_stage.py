@@ -35,7 +35,7 @@ class HiddenStates:
 class VariableShapeStage(PipelineStage):
     """One stage of a pipeline whose microbatches may differ in shape.
 
-    hidden_states: size and dtype of the stage's input and output; a stage with None cannot run.
+    hidden_states: size and dtype of what is sent between stages; a stage with None cannot run.
 
     Read in torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
     override its private methods to allocate for each microbatch; forward and backward are torch's.

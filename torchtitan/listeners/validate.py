@@ -115,13 +115,13 @@ class Validator(BaseValidator):
 
         Ranks may have unequal numbers of batches. Afterwards modules have their old training flags.
         """
-        is_clients = is_overridden(self, "post_dataloading_process", Validator)
+        is_overridden_by_client = is_overridden(self, "post_dataloading_process", Validator)
         runner = Runner(
             model_parts,
             torch.device(get_device_type()),
             lambda batch: ModelInputs(
                 *self.post_dataloading_process(
-                    batch.as_dict() if is_clients else batch, batch.labels, model_parts
+                    batch.as_dict() if is_overridden_by_client else batch, batch.labels, model_parts
                 )
             ),
             self.validation_context,

@@ -39,7 +39,7 @@ def dpo(
 
     A `loss_fn` for `TrainingEngine.forward_backward_step` with `head=TokenLogProbs()`,
     `metrics=METRICS` and, under context parallelism, `whole_rows=True`. The engine divides by
-    `global_valid_tokens`: give the number of pairs of all ranks and microbatches.
+    `global_valid_tokens`: give the number of pairs of all microbatches, over the data-parallel ranks.
 
     The batch has
         pair_ids [B, T] int64: k for a label of the chosen answer of the microbatch's pair k, which

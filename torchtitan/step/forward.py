@@ -32,7 +32,7 @@ from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import whole_tensor
-from torchtitan.distributed.processes.failure_watch import Alone
+from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.loss.cross_entropy import LossFunction, default_head
 from torchtitan.step.outputs import Reductions, StepMetrics, StepOutput
 from torchtitan.step.update import Update
@@ -77,7 +77,7 @@ class ModelInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """One microbatch for the model and the loss, on the model's device.
+    """One batch of a call, or under a pipeline some of its rows, on the model's device.
 
     inputs, kwargs: arguments of the model's forward. labels: [B, T], or None. batch: the caller's
         entries, for loss and output functions. Under context parallelism all hold this rank's tokens,
@@ -85,7 +85,8 @@ class Microbatch:
     join: turns outputs for this rank's tokens into outputs for whole rows; collective.
     is_filler: this rank runs it only because other ranks have more microbatches.
     reduces_gradients: True for the last microbatch of a call; gradients of the earlier ones may wait
-        and be reduced with it.
+        and be reduced with it. Ignored under a pipeline: the schedule reduces after the last microbatch
+        of each call.
     """
 
     inputs: Tensor
@@ -131,6 +132,7 @@ def forward(
     check_head(runner, head)
     has_head = head is not None
     batches, is_single = read_batches(engine.packing, microbatches, labels, has_head, has_head)
+    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
     def output_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -173,8 +175,8 @@ def forward_backward(
         if loss_fn is None:
             raise ValueError(
                 "the loss without a loss_fn is a sum over tokens, and needs global_valid_tokens to "
-                "divide it: give the valid tokens of all ranks and microbatches, or 1.0 and "
-                "optim_step(denominator=...)"
+                "divide it: give the valid tokens of all microbatches, summed over the "
+                "data-parallel ranks, or 1.0 and optim_step(denominator=...)"
             )
         global_valid_tokens = 1.0
     # A count on an accelerator is not checked, because reading it waits for the device.
@@ -186,6 +188,9 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
+    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask. If its
+    # rows differ between ranks, a pipeline runs different numbers of microbatches. By default FSDP
+    # gathers and reduces once per call; with fsdp_reshard_after_forward = "always" such ranks hang.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
     if config.optimizer.early_step_in_backward:
         update.prepare_early_step(len(batches) + n_fillers())
@@ -193,35 +198,39 @@ def forward_backward(
     # With whole rows, all ranks that share the rows compute the same loss.
     is_joined = whole_rows and runner.sharding is not None
     is_default = loss_fn is None and head is None and not is_joined
+    # Functions of the caller may fail. Under a pipeline a caller may give them on the last stage's
+    # ranks only, so every rank has to expect them.
     has_functions = not (loss_fn is None and head is None) or runner.schedule is not None
-    if is_default:
-        head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
+    model_head = head
+    if is_default:  # None if the engine's loss is computed from logits
+        model_head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
 
-    def loss_of(logits: Tensor, microbatch: Microbatch) -> Tensor:
+    def loss_of(outputs: Any, microbatch: Microbatch) -> Tensor:
         if is_joined:
-            logits = microbatch.join(whole_tensor(logits))
+            outputs = microbatch.join(whole_tensor(outputs))
         elif loss_fn is not None:
-            logits = whole_tensor(logits)
+            outputs = whole_tensor(outputs)
 
         def compute() -> Tensor:
             if loss_fn is None:
-                return logits if is_default else -logits.logprobs.sum()
-            returned = loss_fn(logits, microbatch.labels, microbatch.batch)
+                # The outputs of the default head are the summed loss already.
+                return outputs if is_default else -outputs.logprobs.sum()
+            returned = loss_fn(outputs, microbatch.labels, microbatch.batch)
             if collected is not None:
                 join = Microbatch.join if is_joined else microbatch.join
                 returned = collected.take(returned, join)
             return scalar_loss(returned)
 
-        if loss_fn is None and head is None:  # may be collective
-            loss = engine.loss_fn(logits, microbatch.labels)
+        if loss_fn is None and model_head is None:  # may be collective
+            loss = engine.loss_fn(outputs, microbatch.labels)
         else:
-            loss = runner.watch.attempt(compute, lambda: zero_loss(logits))
+            loss = runner.watch.attempt(compute, lambda: zero_loss(outputs))
         return loss / global_valid_tokens
 
     with on_error(update.forget_microbatches):
         update.had_backward = True
         microbatches = runner.microbatches(
-            batches, head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
+            batches, model_head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
         losses = runner.run(microbatches, loss_of, backward=True)
         # fp32 whatever dtype the loss function returns: ranks without a loss have to match it.
@@ -263,7 +272,7 @@ def backward(engine: Engine, loss: Tensor) -> None:
     with on_error(update.forget_microbatches):
         update.had_backward = True
         engine.runner.backward(loss)
-        update.losses.add(loss.detach().reshape(1), [])
+        update.losses.add(loss.detach().reshape(1), [None])
 
 
 # ---- checks ----
@@ -389,9 +398,13 @@ def model_inputs(
         padding_mask = entries.pop("attention_masks")
         masks["attention_masks"] = model.get_padding_masks(padding_mask)
     elif policy.attn_type != "sdpa" and "attention_masks" not in entries:
+        # A client's model may override get_attention_masks, as in torchtitan 0.2.x: it takes a dict of
+        # the batch's entries, and returns a kernel's mask. So the ids go back into a dict, the model's
+        # own `DocumentMask` leaves it in the kernel's form, and `Decoder.forward` wraps it again.
         for_masks = dict(entries)
         if batch.document_ids is not None:
-            # The mask gets this source of boundaries only, or it would compare the others again.
+            # The ids are known already: leave out all other sources, so that read_document_ids does
+            # not compare them again.
             for key in (*BOUNDARY_KEYS, "positions"):
                 for_masks.pop(key, None)
             for_masks["document_ids"] = batch.document_ids
@@ -424,16 +437,26 @@ def model_inputs(
 class Runner:
     """Calls the model on microbatches, in the contexts that the job wants.
 
-    process: returns the model's inputs of a batch that is on the device.
+    model_parts: the model, or this rank's stages of a pipeline.
+    device: where batches are copied to, and where the model is.
+    process: returns the model's inputs of a batch that is on the device. An engine's is
+        `TrainingEngine.model_inputs`, which a client may override as `post_dataloading_process`.
     train_context, amp: contexts around every forward; train_context is around backward, too.
-    schedule, has_last_stage: under pipeline parallelism.
+    sharding: cuts rows for the context-parallel ranks; None without context parallelism.
+    schedule: the pipeline's schedule; None without pipeline parallelism.
+    has_last_stage: this rank gets the model's outputs.
+    has_value_head: outputs are values [B, T, 1], and the model takes no head.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
+    has_replicas: ranks hold copies of the model or of its shards, as under DDP and HSDP.
+    keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
+        them after a backward, too.
     gradient_factor: losses are multiplied by it before backward. Not 1 where gradients are averaged
         over ranks for a client's own backward, and the engine's losses are to be summed.
     watch: has a failure in a caller's function raise on all ranks.
-    dp_group: the ranks that read different batches. filler: makes the batch that they run to keep
-        step with each other.
+    dp_group: the ranks that read different batches; None if all ranks read the same.
+    filler: makes the batch that these ranks run to keep step with each other.
+    more_follow: further calls come before the optimizer step; see `more_microbatches_follow`.
     """
 
     model_parts: list[nn.Module]
@@ -449,7 +472,7 @@ class Runner:
     has_replicas: bool = False
     keeps_weights: bool = False
     gradient_factor: float = 1.0
-    watch: Alone = dataclasses.field(default_factory=Alone)
+    watch: Watch = dataclasses.field(default_factory=Watch)
     dp_group: dist.ProcessGroup | None = None
     filler: Callable[[], TokenBatch] | None = None
     more_follow: bool = dataclasses.field(default=False, init=False)
@@ -554,7 +577,9 @@ class Runner:
 
         microbatches: taken one at a time; a pipeline takes all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
-        None on pipeline ranks without the last stage. If this fails, the model can be called again.
+        None on pipeline ranks without the last stage. If this fails, the model can be called again,
+        except inside a pipeline schedule, where every failure but one of a caller's function loses the
+        engine.
         """
         with on_error(self.recover):
             if self.schedule is not None:
@@ -595,6 +620,9 @@ class Runner:
                 return on_output(logits, microbatch)
             return zero_loss(logits) if backward else None
 
+        # On the last stage torch calls loss_fn(output, target) for each microbatch. The target is the
+        # Microbatch itself, so that `call` runs on_output. Torch puts the results into `outputs`, those
+        # of calls without backward too.
         outputs: list[Any] = []
         inputs = {
             "arg_mbs": [(microbatch.inputs,) for microbatch in microbatches],
@@ -606,6 +634,8 @@ class Runner:
             "return_outputs": False,
         }
         if microbatches:
+            # Sends between two ranks are not counted, so a failure in here cannot be shown to be the
+            # same on all ranks: the flag then stays False, and the engine is lost.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
@@ -626,9 +656,10 @@ class Runner:
 
     @property
     def backward_orders_ranks(self) -> bool:
-        """True if this rank's backward ends only after every other rank's last loss function.
+        """True if a backward on this rank cannot end before all ranks have called their last loss_fn.
 
-        False on an accelerator, where the host does not wait for the collectives of backward.
+        Then the ranks need not wait for each other to learn whether a loss_fn has failed. False on an
+        accelerator, where the host does not wait for the collectives of backward.
         """
         if self.device.type != "cpu":
             return False
@@ -645,14 +676,17 @@ class Runner:
     # ---- around a microbatch ----
 
     def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """Experts count the tokens of all microbatches but fillers."""
+        """Return a context in which experts do not count tokens, if the microbatch is a filler."""
         if microbatch.is_filler:
             return without_counting(self.model_parts)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last ones before the optimizer step."""
+        """A context for calls that are not the last ones before the optimizer step.
+
+        Ignored under a pipeline: the schedule reduces after the last microbatch of each call.
+        """
         before, self.more_follow = self.more_follow, True
         try:
             yield

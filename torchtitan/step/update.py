@@ -96,8 +96,8 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n], on the device. sample_ids: of each microbatch, [rows, 2], or None; see
-        `batch.documents.SAMPLE_IDS`."""
+        """losses: [n], on the device. sample_ids: n entries, of each microbatch [rows, 2], or None if
+        unknown, as for a caller's own loss; see `batch.documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:
@@ -115,8 +115,7 @@ class StepLosses:
             if not bad:
                 return
             first = bad[0]
-            # Fillers come last and have no ids.
-            ids = sample_ids[first] if first < len(sample_ids) else None
+            ids = sample_ids[first]
             rows = "".join(
                 f", row {i} (document{f' {a}' if a == b else f's {a} to {b}'})"
                 for i, (a, b) in enumerate([] if ids is None else ids[:_MAX_ROWS_NAMED].tolist(), 1)

@@ -3,8 +3,9 @@
 - A function of the caller fails. That rank finishes the call without the function, with losses of
   0, so that its collectives match the other ranks'. Then all ranks raise; the engine stays usable.
 - Any other failure, on all ranks and after the same collectives. All raise; the engine stays usable.
-- Any other failure, on some ranks only. The other ranks wait in collectives that the failed ranks
-  never enter, so every rank aborts the engine's groups. All ranks raise, and the engine is lost.
+- Any other failure, on some ranks only, or inside a pipeline schedule, whose sends between two ranks
+  are not counted. Other ranks may wait in collectives that the failed ranks never enter, so every
+  rank aborts the engine's groups. All ranks raise, and the engine is lost.
 
 Ranks send messages through the store of the default process group, where a thread of each rank
 waits for them. A step without a failure sends no message.
@@ -40,8 +41,11 @@ _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
 _watches = itertools.count()  # numbers this process's watches, which all ranks make in one order
 
 
-class Alone:
-    """The watch of a process without other ranks: failures are raised where they happen."""
+class Watch:
+    """The watch of an engine.
+
+    This base class is that of a process without other ranks: failures are raised where they happen.
+    """
 
     counts_collectives = True
 
@@ -67,7 +71,7 @@ class Alone:
         """Stop watching. All ranks call this once the engine makes no more collective calls."""
 
 
-class FailureWatch(Alone):
+class FailureWatch(Watch):
     """This rank's part of the watch, which all ranks of the default process group make together.
 
     groups: the groups that steps communicate over; they are aborted when the engine is lost.
@@ -264,13 +268,13 @@ def _text_of(error: BaseException) -> str:
 
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
-) -> Alone:
+) -> Watch:
     """Make the watch of an engine. Collective.
 
     groups: those that the engine made, apart from its meshes' groups, which are added.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return Alone()
+        return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     groups = {*groups, *(mesh.get_group() for mesh in meshes)}
     if device.type == "cpu":
