@@ -154,6 +154,31 @@ def test_unequal_lists_give_the_step_of_one_process(ranks, tmp_path):
             assert difference <= 2e-5 * scale, f"{layout.name}: {name}"
 
 
+def step_on_unequal_rows(reshard: str, dump_folder: str) -> list[float]:
+    """The global loss and the gradient norm of one batch per rank: 3 rows or 1 row."""
+    layout = Layout("FSDP 2, PP 2", dp_shard=2, pp=2)
+    reshard = f"--parallelism.fsdp_reshard_after_forward={reshard}"
+    flags = [*layout.overrides(), *batch_flags(*DENSE), reshard]
+    with build_engine("llama3", flags, dump_folder) as engine:
+        batch, labels = microbatch(0)
+        n_rows = 3 - 2 * engine.dp_rank
+        batch = {name: values.repeat(n_rows, 1) for name, values in batch.items()}
+        loss = engine.forward_backward_step(
+            input_dict=batch, labels=labels.repeat(n_rows, 1), global_valid_tokens=10
+        )
+        loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+        return [loss, engine.optim_step().grad_norm.item()]
+
+
+@pytest.mark.slow
+def test_pipelines_may_split_unequal_batches_whenever_weights_are_gathered(tmp_path):
+    by_default, always = (
+        run_ranks(step_on_unequal_rows, 4, reshard, str(tmp_path), timeout_seconds=60)
+        for reshard in ("default", "always")
+    )
+    assert always == [pytest.approx(numbers, rel=1e-5) for numbers in by_default]
+
+
 class FailedOnPurpose(Exception):
     pass
 

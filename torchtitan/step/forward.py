@@ -188,10 +188,11 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
-    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask. If its
-    # rows differ between ranks, a pipeline runs different numbers of microbatches. By default FSDP
-    # gathers and reduces once per call; with fsdp_reshard_after_forward = "always" such ranks hang.
-    n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
+    # One batch is one batch on every rank, so that no rank needs fillers. A pipeline may split it into
+    # unequal numbers of microbatches, which matters if FSDP gathers weights for each of them.
+    gathers_each = config.parallelism.fsdp_reshard_after_forward == "always"
+    is_equal = is_single and not (runner.schedule is not None and gathers_each)
+    n_fillers = num_fillers(len(batches), None if is_equal else runner.dp_group, runner.device)
     if config.optimizer.early_step_in_backward:
         update.prepare_early_step(len(batches) + n_fillers())
 
