@@ -1,5 +1,7 @@
 """Separators and document ids, against a loop over tokens."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,8 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask
+from torchtitan.config.job_config import Model
+from torchtitan.config.mask_types import BOUNDARY_SOURCES
 
 EOS = 2
 
@@ -237,6 +241,16 @@ def test_explicit_boundaries_win_over_the_mask_type():
 def test_block_causal_without_an_end_of_text_id_says_what_to_do():
     with pytest.raises(ValueError, match="end-of-text id.*position_block_causal"):
         read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
+
+
+def test_unknown_mask_type_is_refused_and_not_read_from_end_of_text_tokens():
+    with pytest.raises(ValueError, match="model.attn_mask_type must be one of causal.*'blok'"):
+        read_document_ids({"input": torch.ones(1, 3)}, "blok", EOS)
+
+
+def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
+    literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
+    assert get_args(literal) == tuple(BOUNDARY_SOURCES)
 
 
 def test_cu_seqlens_that_stop_early_leave_padding():

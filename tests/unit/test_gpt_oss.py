@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed.seeded_init import seeded_init
@@ -174,6 +175,17 @@ def test_documents_see_neither_each_other_nor_the_future(attn_type):
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     assert first_difference(args, 3, positions) == list(range(3, 10))
     assert first_difference(args, 12, positions) == list(range(12, 24))
+
+
+@pytest.mark.parametrize(("attn_type", "last"), [("flex", 23), ("varlen", 8)])
+def test_clients_mask_replaces_the_windows_under_flex_only(attn_type, last, monkeypatch):
+    args = tiny_args(n_layers=1, attn_type=attn_type, attn_mask_type="position_block_causal")
+    documents = DocumentMask.of_documents(torch.zeros(1, 24, dtype=torch.int32))
+    kernels_form = documents.lower(attn_type).lowered
+    # A mask with a window of its own replaces them under both.
+    for mask, end in ((documents, last), (kernels_form, last), (documents.with_window(8), 12)):
+        monkeypatch.setattr(GptOssModel, "get_attention_masks", lambda *_, mask=mask: mask)
+        assert first_difference(args, 5) == list(range(5, end + 1))
 
 
 def test_flex_and_varlen_give_the_same_logits_from_end_of_text_tokens():

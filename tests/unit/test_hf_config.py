@@ -182,7 +182,11 @@ def test_both_spellings_of_rope_and_experts_say_the_same():
         (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),
-        (QWEN_2_5_7B, {"use_sliding_window": True}, "use_sliding_window = True.* not implemented"),
+        (
+            QWEN_2_5_7B,
+            {"use_sliding_window": True},
+            "use_sliding_window = True.*qwen models have no sliding windows here",
+        ),
         (QWEN_2_5_7B, {"layer_types": ["sliding_attention"]}, "layer_types"),
         (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = True.* no biases"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),

@@ -1,5 +1,8 @@
 """Context parallelism of a batch: pad rows, keep a rank's tokens and mask, join the ranks' outputs.
 
+Start with `ContextSharding`, whose `pad` and `shard` prepare a batch, and `join_outputs`. `cp_shard`
+does the work of `shard`.
+
 B rows, T tokens per row, cp ranks.
 """
 
@@ -171,7 +174,7 @@ def cp_shard(
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = {name: x for name, x in boundaries.items() if x is not None}
         starts = _starts_on_host(known, n_rows, seq_len)
-    # With several masks, balance the work of the widest.
+    # With several masks, balance the one with the most work, windows not considered.
     widest = None
     if attention_masks is not None and starts:
         widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.config.mask_types import END_OF_TEXT, reads_positions
 from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.logging import logger
 
@@ -208,9 +209,10 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with the host's copies of its tokens and boundaries, if the host has all of them.
+    """Return the batch with its tokens and boundaries in host memory, if the host has a copy of each.
 
-    Otherwise the batch as it is, because sources on two devices cannot be read together.
+    Nothing is copied here; `tools.host_copy` remembers copies. If one is missing, the batch is returned
+    as it is, because sources on two devices cannot be read together.
     """
     copies = {
         key: on_host(batch[key])
@@ -225,18 +227,18 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     """Return the document ids [B, T] int32 of a batch, from one source of boundaries.
 
     Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`), because they
-    are exact. Without any, attn_mask_type "block_causal" uses the end-of-text token and
-    "position_block_causal" the positions.
+    are exact. Without any, attn_mask_type "position_block_causal" uses the positions, and the other
+    types the end-of-text token.
 
     Warns once per process if the batch has a second source, and once if the two disagree, with the
     first place where they do. Positions and end-of-text tokens are compared, too, and warned about only
     if they disagree. A comparison waits for an accelerator: there only the first such batch is compared;
     on the CPU every batch is, until a disagreement was found.
-    Raises ValueError if the batch lacks the source, if the end-of-text token is needed and unknown, or
-    if a source does not fit the shape of the input.
+    Raises ValueError if the batch lacks the source, if the end-of-text token is needed and unknown, if
+    a source does not fit the shape of the input, or for an unknown attn_mask_type.
     """
     source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
-    if source is None and attn_mask_type == "position_block_causal":
+    if source is None and reads_positions(attn_mask_type):
         source = "positions"
         if batch.get("positions") is None:
             raise ValueError(
@@ -253,7 +255,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
             "model.attn_mask_type to 'position_block_causal'"
         )
     else:
-        source = _END_OF_TEXT
+        source = END_OF_TEXT
         document_ids = document_ids_from_eos(batch["input"], eos_id)
     for other in (*BOUNDARY_KEYS, "positions"):
         if other != source and batch.get(other) is not None:
@@ -261,11 +263,9 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
             _warn_of_second_source(source, document_ids, other, partial(_READ[other], only_other))
     if source == "positions" and eos_id is not None:
         read = partial(_read_end_of_text, batch["input"], eos_id, document_ids)
-        _warn_of_second_source(source, document_ids, _END_OF_TEXT, read)
+        _warn_of_second_source(source, document_ids, END_OF_TEXT, read)
     return document_ids
 
-
-_END_OF_TEXT = "end-of-text tokens"
 
 # Pairs of sources that this process has compared, and pairs that it has found to disagree.
 _seen_together: set[tuple[str, str]] = set()
@@ -280,7 +280,11 @@ def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tens
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """True on the CPU until a disagreement was found; on an accelerator, once."""
+    """Return whether to compare the two sources `pair` in this batch, and remember the pair.
+
+    x: a tensor of the batch, for its device. On the CPU every batch is compared until two disagree;
+    on an accelerator only the first batch is.
+    """
     is_new = pair not in _seen_together
     _seen_together.add(pair)
     return pair not in _seen_to_disagree and (is_new or x.device.type == "cpu")

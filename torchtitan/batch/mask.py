@@ -29,18 +29,19 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-# Hashed by identity. It is the mask function of its BlockMask, which lets `of` recover this object.
+# Hashed by identity. As the mask_mod of its BlockMask it lets `of` read starts and window back; a
+# VarlenMetadata has no such reference.
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
     """A query sees itself and the keys before it in its own document.
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None in two cases: without any mask, where rows are plain causal and `lowered` is
-        None too; and for a client's mask, of which only `lowered` is known.
+        of its own. None if unknown: for a client's mask, of which only `lowered` is known, and for
+        plain causal rows without a kernel's mask.
     window: a query sees itself and the window - 1 tokens before it.
     whole_rows: every row is one document.
-    lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen; for flex on the CPU it is
-        in the BlockMask's mask function), or bool [B, 1, T, T] (sdpa).
+    lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
+        (sdpa). On the CPU a BlockMask's mask_mod is a second DocumentMask, with VarlenMetadata here.
     part: set if this rank holds only some tokens of the rows.
     """
 
@@ -52,7 +53,10 @@ class DocumentMask:
 
     @classmethod
     def of(cls, mask: Any) -> "DocumentMask":
-        """Return the mask for a client's BlockMask or VarlenMetadata, or for None, which is causal."""
+        """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal.
+
+        Starts and window are known again if the BlockMask was made by this class.
+        """
         if isinstance(mask, cls):
             return mask
         mask_mod = getattr(mask, "mask_mod", None)
@@ -187,7 +191,11 @@ class DocumentMask:
         return DocumentMask(self.starts, self.window, self.whole_rows, self.lowered, part)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
-        """Return `starts`, [1, T] zeros for whole rows, or cumulative lengths; None if unknown."""
+        """Return where documents begin, in one of three forms, or None if that is unknown.
+
+        int32 [B, T]: the column where each token's document begins. [1, T] of zeros: each row is one
+        document. 1-D, from a VarlenMetadata: cumulative lengths through all rows laid end to end.
+        """
         if self.whole_rows or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
         if isinstance(self.lowered, VarlenMetadata):

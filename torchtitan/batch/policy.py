@@ -22,6 +22,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.config.job_config import Training
+from torchtitan.config.mask_types import reads_positions
 from torchtitan.tools.host_copy import to_device
 
 
@@ -79,7 +80,7 @@ class DocumentPolicy:
     def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
 
-        Under a causal mask, which keeps no documents apart, they are read as under "block_causal".
+        Under attn_mask_type "causal" they are read as under "block_causal".
         Raises ValueError as `pack` does.
         """
         packed = batch if isinstance(batch, TokenBatch) else self.pack(batch)
@@ -105,7 +106,7 @@ class DocumentPolicy:
             return labels
         ends = last_tokens(self.document_ids(batch))
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-        reads_eos = self.attn_mask_type != "position_block_causal" and not has_explicit
+        reads_eos = not has_explicit and not reads_positions(self.attn_mask_type)
         if reads_eos and self.eos_id is not None:
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
         return labels.masked_fill(ends, IGNORE_INDEX)
@@ -116,9 +117,10 @@ class DocumentPolicy:
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
     def attended_pairs(self, batch: TokenBatch) -> int:
-        """Return the sum of squared document lengths: the pairs of tokens that attention works on.
+        """Return the square of each document's length, added up, for FLOP counts.
 
-        FLOP counts take both halves of each square, and under a causal mask the square of whole rows.
+        Under attn_mask_type "causal" it is the square of each row's length. All pairs of a document
+        count: later tokens, and tokens outside of a layer's window or chunk, too.
         """
         if batch.document_ids is None:
             return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2

@@ -82,9 +82,9 @@ class Model:
     print_after_conversion: bool = False  # Log the model's modules after the conversion
     # Attention kernel; None takes the flavor's. On a GPU varlen needs 16-bit numbers
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
-    # Earlier tokens that a token attends to: all of its row (causal), or those of its document, where
-    # documents end with the end-of-text token (block_causal) or wherever positions do not count up
-    # by one (position_block_causal); None takes the flavor's
+    # A token attends to itself and the earlier tokens of its row (causal) or of its document. Documents
+    # end with the end-of-text token (block_causal), or begin wherever positions do not go up by one
+    # (position_block_causal). None takes the flavor's
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
     # Output one value per token, [B, T, 1], in place of logits, for critics and reward models. Needs
     # a loss function of your own, and so an engine driven from Python

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
+from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
@@ -354,7 +355,7 @@ def _build(
     infinite: bool,
 ) -> ParallelAwareDataloader:
     """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
-    if job_config.model.attn_mask_type == "position_block_causal":
+    if reads_positions(job_config.model.attn_mask_type):
         raise ValueError(
             "model.attn_mask_type 'position_block_causal' reads document boundaries from "
             "'positions', which text datasets don't have: set it to 'block_causal', which reads "

@@ -8,8 +8,9 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both methods compute what one process computes, under every mask that keeps documents apart. The
-mask passed to attention has a `ContextPart`, which says which tokens the rank holds.
+Both methods compute what one process computes, "alltoall" under every mask and "allgather" under
+masks whose document boundaries are known. The mask passed to attention has a `ContextPart`, which
+says which tokens the rank holds.
 
 This file has the chunks of a row and the communication of attention. `batch.context` shards a
 batch and its masks, and `config.context_layout` has the row lengths.
@@ -125,7 +126,8 @@ def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
 def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
     """Return the chunks that each rank holds, [cp, n] on the host.
 
-    starts: [1 or B, T] on the host, the first key that each query sees; only "ptrr" needs it.
+    starts: [1 or B, T] on the host, the column where each token's document begins; only "ptrr" needs
+        it. Windows are not considered, so the work of layers with a window is overestimated.
     Raises ValueError for an unknown balancer, for rows that it cannot cut into equal chunks, and
     for "ptrr" without `starts`.
     """

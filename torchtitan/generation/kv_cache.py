@@ -48,8 +48,8 @@ class CachedAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return [B, H, T, Dv], and with `return_lse` the log-sum-exp of the scores [B, H, T].
 
-        q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: bool [1 or B, 1, T, S], True for the slots
-        that a token sees.
+        q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: a bool tensor [1 or B, 1, T, S], not a
+        BlockMask: True for the slots that a token sees.
         """
         if not self.stored:  # only now are batch size, heads, dtype and device known
             self.stored = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)]

@@ -1,9 +1,10 @@
 """The attention kernels, with masks for packed documents, on CPU and accelerators.
 
 B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value heads, D head size.
-Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. The mask is a `DocumentMask`, built
-once per batch and shared by all layers, or one that a client made with torch: a `BlockMask` (flex)
-or a `VarlenMetadata` (varlen).
+Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask` to
+`attend`. It was lowered once per batch to the form that the kernel takes: a bool tensor or nothing
+(sdpa), a `BlockMask` (flex) or a `VarlenMetadata` (varlen). Clients may bring the last two, which
+`DocumentMask.of` wraps.
 
 torch trains flex and varlen on accelerators only. On the CPU the same wrappers run
 `attention_cpu.document_attention` if the mask was made from documents, else
@@ -386,7 +387,8 @@ def attend(
 
     mask: a `DocumentMask`, or an argument of `DocumentMask.of`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
-    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window,
+        because a layer's window is lost in a VarlenMetadata. A BlockMask is used as it is.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
     Raises TypeError if the wrapper takes another kind of mask, and ValueError for sdpa with a
     window or `return_lse`.
@@ -413,6 +415,7 @@ def attend(
         q, k, v = (part.tokens_to_heads(x) for x in (q, k, v))
         rows = (q.shape[0], q.shape[2])
     attn_type = inner_attention.attn_type
+    # `Decoder.forward` has lowered its masks already; this is for other callers.
     options = _kernel_options(attn_type, mask.lower(attn_type), window, return_lse)
     if attn_type == "varlen":
         results = inner_attention(q, k, v, scale=scale, **options)
@@ -438,14 +441,17 @@ def _kernel_options(
                 "attn_type 'sdpa' has no sliding window and returns no log-sum-exp, which this "
                 "model needs; set model.attn_type to 'flex' or 'varlen'"
             )
-        fits, expected = lowered is None or mask.starts is not None, "no attention_masks"
+        fits = lowered is None or mask.starts is not None
+        expected = "no attention_masks"
         options = {"attn_mask": lowered}
     elif attn_type == "varlen":
-        fits, expected = isinstance(lowered, VarlenMetadata), "a VarlenMetadata"
+        fits = isinstance(lowered, VarlenMetadata)
+        expected = "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
-    else:  # a BlockMask contains the window
+    else:  # flex, and the kernel of `generation.kv_cache`; both masks contain the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
-        fits, expected = is_block_mask or attn_type == "cache", "a BlockMask"
+        fits = is_block_mask or attn_type == "cache"  # the cache takes a bool tensor
+        expected = "a BlockMask"
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(

@@ -33,6 +33,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask, Masks, map_masks, positions_of_rank, shards_of
+from torchtitan.config.mask_types import check_mask_type
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer
 
 PROJECTION_STD = 0.02
-_MASK_TYPES = ("causal", "block_causal", "position_block_causal")
 
 
 class FeedForward(nn.Module):
@@ -253,11 +253,7 @@ class Decoder(ModelProtocol):
 
     def __init__(self, model_args: DecoderArgs):
         super().__init__(model_args)
-        if model_args.attn_mask_type not in _MASK_TYPES:
-            raise ValueError(
-                f"attn_mask_type must be one of {', '.join(_MASK_TYPES)}, got "
-                f"{model_args.attn_mask_type!r}"
-            )
+        check_mask_type(model_args.attn_mask_type)
         if model_args.attn_type == "sdpa" and model_args.attn_mask_type != "causal":
             raise ValueError(
                 f"attn_type 'sdpa' cannot keep documents apart, got attn_mask_type "
@@ -390,7 +386,10 @@ class Decoder(ModelProtocol):
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
     ) -> AttentionMasksType:
-        """Return the layers' mask or dict of masks: BlockMask for flex, VarlenMetadata for varlen.
+        """Return the kernel's own form of the layers' mask, or of each mask in a dict of masks.
+
+        For flex it is a BlockMask, which includes a layer's window. For varlen it is a VarlenMetadata,
+        which has no window: a layer with a window passes it to `attend`.
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
         there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
@@ -417,6 +416,8 @@ class Decoder(ModelProtocol):
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
         """Return the layers' mask for rows [B, T] of one document each, for any mask type.
 
+        It is a DocumentMask, or a dict of them, that has the kernel's form in `lowered`.
+
         padding_mask: zero at padding and nonzero at tokens. Padding sees only itself, and no token
         sees padding. Raises ValueError for padding between tokens.
         """
@@ -424,7 +425,11 @@ class Decoder(ModelProtocol):
         return self._lowered_masks(DocumentMask.of_documents(document_ids, padding_mask.device))
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
-        """Return the mask of all layers, or a dict: `Attention.mask_name` -> mask."""
+        """Return the DocumentMask of all layers, or a dict: `Attention.mask_name` -> DocumentMask.
+
+        Families with windows or chunks override it. `get_attention_masks` and `get_padding_masks` call
+        it, and `generation.kv_cache` for a row that is one document.
+        """
         return documents
 
     def _lowered_masks(self, documents: DocumentMask) -> Masks:

@@ -190,9 +190,9 @@ def _llama3(config: Config) -> dict[str, Any]:
 
 def _qwen3(config: Config) -> dict[str, Any]:
     is_qwen2 = config["model_type"] == "qwen2"
-    _require(config, "use_sliding_window", {False}, "sliding windows are not implemented")
+    _require(config, "use_sliding_window", {False}, "qwen models have no sliding windows here")
     if "sliding_attention" in (config.get("layer_types") or ()):
-        raise _refusal(config, "layer_types", "sliding windows are not implemented")
+        raise _refusal(config, "layer_types", "qwen models have no sliding windows here")
     if not is_qwen2:
         _require(config, "attention_bias", {False}, "Qwen 3 blocks have no biases")
     _require_rope_type(config, {"default"})

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.checks.common import problem_in, refuse, value_of
 from torchtitan.config.checks.values import choices
+from torchtitan.config.mask_types import reads_positions
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
 from torchtitan.rl.jsonl_task import chat_variables
@@ -259,7 +260,7 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"{loss.entropy_coef}; turn it off, or set both to 0"
         )
     mask_type = job_config.model.attn_mask_type
-    if batch.packing and mask_type != "position_block_causal":
+    if batch.packing and not reads_positions(mask_type):
         yield (
             f"rl.batch.packing keeps the samples of a row apart by their positions, got "
             f"model.attn_mask_type = {mask_type!r}; set it to 'position_block_causal' with "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch
-from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch, shards_of
+from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch
 from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
     IGNORE_INDEX,
@@ -29,6 +29,7 @@ from torchtitan.batch.documents import (
     warn_of_restarts,
 )
 from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
+from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import whole_tensor

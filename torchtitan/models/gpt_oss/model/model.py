@@ -62,6 +62,7 @@ class Attention(decoder.Attention):
             apply_rope=apply_rotary_emb,
             mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
         )
+        # Again here, because varlen's metadata holds no window.
         self.window = model_args.sliding_window_size if use_sliding_attention else None
         self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
 

@@ -44,7 +44,8 @@ class Transformer(Llama3):
         head: Callable[..., Any] | None = None,
     ) -> Any:
         """As `Decoder.forward`. Raises ValueError for sdpa with rows longer than a chunk."""
-        if not isinstance(attention_masks, dict):  # no chunked mask
+        # Without a mask of chunks, which only a dict has, sdpa needs rows that fit into one chunk.
+        if not isinstance(attention_masks, dict):
             shards = shards_of(attention_masks)
             self.model_args.check_chunks(tokens.shape[1] * (1 if shards is None else shards.cp))
         return super().forward(tokens, attention_masks, positions, head)
