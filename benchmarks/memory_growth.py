@@ -4,8 +4,9 @@
 
 A Llama 3 of two layers, so small that a step takes milliseconds; several ranks divide it by FSDP.
 "In use" is what malloc has handed out and not got back: a leak shows there. Resident memory also grows
-while the heap settles, by up to 4 MiB between steps 200 and 4,000, since freed memory is kept. The
-documents are alike by default. With python_docs it grows further until every document was read once:
+while the heap settles, by 3 to 5 MiB between steps 200 and 2,500, and is flat from there, because
+`keep_freed_memory` has large blocks stay in the heap. With glibc's own thresholds (MALLOC_ARENA_MAX=2 in
+the environment) it grew by 0.5 MiB. The documents are alike by default. With python_docs it grows further until every document was read once:
 the tokenizer's cache of words fills, and the heap grows for the largest module that is parsed.
 """
 
