@@ -1,5 +1,6 @@
 """For `experimental.custom_import`: the disk is full when a checkpoint's `.metadata` is written."""
 
+import tests.reliability.tiny_flavor  # noqa: F401
 from torchtitan.checkpoint import folder
 
 open_file = folder.open_file

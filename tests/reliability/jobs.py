@@ -24,10 +24,11 @@ from torchtitan.testing.gloo import PRELOADED_MODULES
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
 
-# A job of a tenth of a second per step, repeated bit for bit when it is run again.
+# A job of milliseconds per step, repeated bit for bit when it is run again.
 TINY_JOB = [
     "--model.name=llama3",
     "--model.flavor=debugmodel",
+    "--experimental.custom_import=tests.reliability.tiny_flavor",
     f"--model.hf_assets_path={TOKENIZER}",
     "--training.dataset=local",
     f"--training.dataset_path={ROOT}/tests/assets/c4_test/data.json",

@@ -43,8 +43,6 @@ SAVING = [
 ]
 TRAIN = [
     *jobs.TINY_JOB,
-    "--experimental.custom_import=tests.reliability.tiny_flavor",
-    "--model.flavor=tiny",
     *SAVING,
 ]
 RL = [

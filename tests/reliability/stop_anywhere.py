@@ -38,8 +38,6 @@ SECONDS_OF_PYTHON_ITSELF = 0.5  # before its first line is ours
 START_SECONDS = 120
 JOB = [
     *jobs.TINY_JOB,
-    "--experimental.custom_import=tests.reliability.tiny_flavor",
-    "--model.flavor=tiny",
     f"--training.steps={STEPS}",
     "--metrics.enable_jsonl",
     "--checkpoint.enable",

@@ -11,8 +11,6 @@ from tests.reliability import jobs
 
 JOB = [
     *jobs.TINY_JOB,
-    "--experimental.custom_import=tests.reliability.tiny_flavor",
-    "--model.flavor=tiny",
     "--training.steps=5",
     "--training.local_batch_size=2",
     "--metrics.enable_jsonl",

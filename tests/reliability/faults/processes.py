@@ -240,7 +240,7 @@ FAULTS = [
     Fault(
         name="batch that no device can hold",
         message="error: training.local_batch_size = 10000000 rows of training.seq_len = 2048 cannot "
-        "fit: one hidden state of the model takes 9766 GiB, and the device has …",
+        "fit: one hidden state of the model takes 610 GiB, and the device has …",
         cause="The batch of one rank is counted in rows, not in tokens.",
         remedy="Lower training.local_batch_size; set training.global_batch_size for a large batch.",
         arrange=flags("--training.local_batch_size=10000000", "--training.seq_len=2048"),
@@ -366,11 +366,11 @@ FAULTS = [
     ),
     Fault(
         name="time limit that comes near",
-        message="stopped after step …: training.time_limit_minutes = 0.08 leaves no more time; its "
+        message="stopped after step …: training.time_limit_minutes = 0.02 leaves no more time; its "
         "checkpoint is whole, and the same command goes on",
         cause="The scheduler's limit is near, and training.time_limit_minutes says so.",
         remedy="Start the same command again.",
-        arrange=flags(*LONG_SAVING, "--training.time_limit_minutes=0.08", "--metrics.log_freq=10"),
+        arrange=flags(*LONG_SAVING, "--training.time_limit_minutes=0.02", "--metrics.log_freq=10"),
         exit_code=0,
         check=one_step_is_whole,
     ),

@@ -228,11 +228,11 @@ FAULTS = [
     resuming(
         name="resume from a checkpoint with a hole",
         message="error: …step-4/.metadata is damaged: its 1 chunks of output.weight do not cover every "
-        "number of the [2048, 256] once; load another checkpoint",
+        "number of the [2048, 16] once; load another checkpoint",
         cause="The checkpoint was put together, or written, in part.",
         remedy=FETCH,
         arrange=resume(
-            lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 256]))
+            lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 16]))
         ),
     ),
     resuming(
