@@ -130,7 +130,8 @@ def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows
 def make_trainer(dump_folder: str, overrides: list[str]):
     """A trainer of the debug model on dealt rows, in fp32, that logs every step.
 
-    The model has 2 of its layers, or with a flag `FOUR_LAYERS` or the `WHOLE_MODEL`.
+    The model has 2 layers and a quarter of the width, or with a flag 4 layers (`FOUR_LAYERS`), or
+    is the `WHOLE_MODEL`.
     """
     from torchtitan.config import ConfigManager
     from torchtitan.protocols import train_spec as train_spec_module
@@ -139,14 +140,15 @@ def make_trainer(dump_folder: str, overrides: list[str]):
     name = "llama3_on_dealt_rows"
     if name not in train_spec_module._extra_train_specs:
         spec = train_spec_module.get_train_spec("llama3")
+        small = dataclasses.replace(spec.model_args["debugmodel"], dim=64, n_heads=4)
         train_spec_module.register_train_spec(
             name,
             dataclasses.replace(
                 spec,
                 model_args={
                     "debugmodel": spec.model_args["debugmodel"],
-                    "shallow": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2),
-                    "four_layers": dataclasses.replace(spec.model_args["debugmodel"], n_layers=4),
+                    "shallow": dataclasses.replace(small, n_layers=2),
+                    "four_layers": dataclasses.replace(small, n_layers=4),
                 },
                 build_dataloader_fn=build_dealt_rows,
                 build_tokenizer_fn=None,
@@ -204,13 +206,14 @@ def train_on_this_rank(dump_folder: str, overrides: list[str]) -> dict[str, Any]
 
 
 def validation_losses(dump_folder: str, overrides: list[str]) -> list[float]:
-    """Validation losses, after 1 and 2 steps, of the debug model on real text."""
+    """Validation losses, after 1 and 2 steps, of a small model on real text."""
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
 
     config = ConfigManager().parse_args(
         [
             f"--job.dump_folder={dump_folder}",
+            "--experimental.custom_import=tests.reliability.tiny_flavor",
             "--training.seq_len=64",
             "--training.steps=2",
             "--training.mixed_precision_param=float32",

@@ -16,6 +16,7 @@ from tests.unit.document_runs import (
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.mask import DocumentMask
 
+pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
 # Of logits of size 1.
 ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, atol=6e-2)}
 
@@ -140,7 +141,7 @@ def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_pat
     assert calls == [(2, 128)] * 2
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+@pytest.mark.parametrize("attn_type", [pytest.param("flex", marks=pytest.mark.slow), "varlen"])
 def test_changing_layouts_do_not_recompile_a_compiled_model(attn_type, tmp_path):
     from torch._dynamo.utils import counters
 

@@ -21,6 +21,8 @@ from torchtitan.tools import host, utils
 from torchtitan.tools.errors import ConfigError
 from torchtitan.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+
 VOCAB = 2048
 
 

@@ -12,6 +12,7 @@ from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.testing.gloo import run_ranks
 
+pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
 PROBE = "--debug.check_document_isolation_freq=1"
 STEPS = "--training.steps=4"
 
@@ -259,7 +260,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["FSDP", pytest.param("DDP", marks=pytest.mark.slow)])
 def test_sound_model_passes_on_two_ranks(tmp_path, layout):
     args = str(tmp_path), LAYOUTS[layout]
     assert run_ranks(train_on_this_rank, 2, *args, init_process_group=False) == [4, 4]
