@@ -70,6 +70,7 @@ CASES = {
 
 # Together a few minutes: marked slow, and not run in CI, where others stand for them.
 SLOW = {
+    "llama4 flex compile",
     "qwen3 moe compile",
     "scores lists",
     "deepseek_v3 ep op flex",
@@ -114,6 +115,7 @@ SLOW = {
 }
 
 SLOW_FAULTS = {
+    "staging does not wait for the update",
     "documents are counted on the host",
     "batch is copied from pageable memory",
     "documents are read back from the device",

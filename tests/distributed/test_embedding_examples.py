@@ -75,7 +75,8 @@ def test_examples_on_two_data_parallel_ranks(alone, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "axis", [pytest.param("tensor", marks=pytest.mark.slow), "context", "pipeline"]
+    "axis",
+    [*(pytest.param(axis, marks=pytest.mark.slow) for axis in ("tensor", "context")), "pipeline"],
 )
 def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis, alone, tmp_path):
     names = ["sft", "score", "ppo", "dpo"]

@@ -113,7 +113,9 @@ def measure_cases(cases: list, dump_folder: str) -> list[dict]:
     return [measure(layout, case, dump_folder) for layout, case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param("more of 4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, "more of 4"))]
+)
 def test_unequal_lists_give_the_step_of_one_process(ranks, tmp_path):
     cases = CASES[ranks]
     world_size = cases[0][0].world_size

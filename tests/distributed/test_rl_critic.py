@@ -22,10 +22,11 @@ PACKED += ["--model.attn_mask_type=position_block_causal"]
 CASES = {name: (2, flags) for name, flags in LAYOUTS.items()}
 CASES["FSDP, packed rows"] = (2, [*LAYOUTS["FSDP"], *PACKED])
 CASES["HSDP"] = (4, [*LAYOUTS["FSDP"], *LAYOUTS["DDP"]])
+SLOW = {"HSDP", "DDP", "CP"}  # policies run in the last two in CI
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "HSDP")) for name in CASES]
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
 def test_first_steps_are_those_of_one_process(case, one_process, tmp_path):
     n_ranks, flags = CASES[case]

@@ -47,7 +47,10 @@ def one_process(tmp_path_factory):
     return run, turns_of_episodes(folder)
 
 
-@pytest.mark.parametrize("layout", ["FSDP", "TP", "PP", "CP"])
+@pytest.mark.parametrize(
+    "layout",
+    ["FSDP", "PP", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP", "CP"))],
+)
 def test_layouts_take_the_steps_of_one_process(layout, one_process, tmp_path):
     """Ranks that share a model draw together, however few of their dialogues go on."""
     expected, episodes = one_process

@@ -41,7 +41,9 @@ def preset_on_one_process(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", ["FSDP", "TP", "PP"])
+@pytest.mark.parametrize(
+    "layout", ["FSDP", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP", "PP"))]
+)
 def test_preset_takes_the_first_steps_of_one_process(layout, preset_on_one_process, tmp_path):
     overrides = ["--training.steps=5", *LAYOUTS[layout]]
     runs = run_ranks(run_on_this_rank, 2, tmp_path, overrides, None, "copy_cpu")
@@ -59,7 +61,7 @@ def assert_first_steps_of_one_process(runs, one_process):
             assert step[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], abs=2e-5)
 
 
-RESUMED = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=6"]
+RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4"]
 RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
 
 
@@ -69,11 +71,11 @@ def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
     with pytest.raises(RankFailure, match="ended without a word"):
-        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 9)
+        run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides, 6)
     resumed = run_ranks(run_on_this_rank, world_size, tmp_path / "killed", overrides)[0]
 
-    assert [step["step"] for step in resumed["steps"]] == list(range(7, 13))
-    assert numbers(resumed) == numbers(unbroken)[6:]
+    assert [step["step"] for step in resumed["steps"]] == [5, 6, 7, 8]
+    assert numbers(resumed) == numbers(unbroken)[4:]
     assert resumed["digest"] == unbroken["digest"]
 
 
@@ -108,7 +110,7 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     # Batches end at steps 4, 8, 12 and so on; the checkpoint due at step 6 is saved at step 8.
-    overrides = [*RESUMED, "--training.steps=16", *SEVERAL_UPDATES]
+    overrides = [*RESUMED, "--training.steps=16", "--checkpoint.interval=6", *SEVERAL_UPDATES]
     overrides += [f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]
     with pytest.raises(RankFailure, match="ended without a word"):

@@ -34,7 +34,10 @@ def test_packed_documents_of_odd_length_with_isolation_probe(tmp_path):
     assert_same(run_layout(TP, str(tmp_path / "tp"), 3, documents), alone)
 
 
-@pytest.mark.parametrize(("first", "second"), [(TP, ONE_PROCESS), (ONE_PROCESS, TP)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(TP, ONE_PROCESS), pytest.param(ONE_PROCESS, TP, marks=pytest.mark.slow)],
+)
 def test_checkpoint_of_one_layout_continues_on_the_other(first, second, tmp_path):
     saved = [
         "--checkpoint.enable",

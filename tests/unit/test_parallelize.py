@@ -51,7 +51,9 @@ def test_one_process_without_options_gets_the_model_as_it_is():
     assert [name for name, _ in model.named_modules()] == names
 
 
-@pytest.mark.parametrize("attn_type", ["sdpa", "flex", "varlen"])
+@pytest.mark.parametrize(
+    "attn_type", ["sdpa", pytest.param("flex", marks=pytest.mark.slow), "varlen"]
+)
 @pytest.mark.parametrize("mode, option", [("full", "op"), ("selective", "op"), ("selective", "1")])
 def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type, mode, option):
     mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"

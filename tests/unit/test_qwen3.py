@@ -141,7 +141,10 @@ def test_tied_files_have_no_head_and_reading_gives_one_tensor_twice():
     assert "lm_head.weight" in untied.to_hf(state)
 
 
-@pytest.mark.parametrize("attn_type", ["sdpa", "flex", "varlen"])
+@pytest.mark.parametrize(
+    "attn_type",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sdpa", "flex")), "varlen"],
+)
 def test_debug_preset_learns(attn_type, tmp_path):
     from torchtitan.trainer import Trainer
 
@@ -168,6 +171,7 @@ def test_debug_preset_learns(attn_type, tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow  # CI compiles the blocks of llama3 and gpt_oss
 def test_compiled_blocks_give_the_same_loss_and_gradients():
     torch.manual_seed(0)
     model = Qwen3Model(tiny_args(enable_weight_tying=True))
