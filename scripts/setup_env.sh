@@ -41,10 +41,12 @@ prepare_python() {
     fi
     echo "installing (once; a few minutes)" >&2
     # A line for each package that is fetched, and pip's own for everything that goes wrong.
-    "$venv/bin/python" -m pip install --constraint "$constraints" \
+    "$venv/bin/python" -m pip install --no-compile --constraint "$constraints" \
       --editable "$root${extras:+[$extras]}" |
       sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^\(Installing\) collected.*/  \1 them all/p' >&2
     [ "${PIPESTATUS[0]}" = 0 ] || return 1
+    # On all cores, where pip has one. Packages have templates that are no Python.
+    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
     echo "$wanted" >"$stamp"
   fi
   PYTHON="$venv/bin/python"
