@@ -177,7 +177,9 @@ def validated(dump_folder, flags):
     config = ConfigManager().parse_args(
         [
             f"--job.dump_folder={dump_folder}",
-            "--model.flavor=debugmodel_flex_attn",
+            "--experimental.custom_import=tests.reliability.tiny_flavor",
+            "--model.attn_type=flex",
+            "--model.attn_mask_type=block_causal",
             "--training.seq_len=64",
             "--training.steps=2",
             "--training.local_batch_size=2",

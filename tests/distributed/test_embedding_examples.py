@@ -1,6 +1,8 @@
-"""The programs under examples/embedding and examples/preference run as they stand."""
+"""The programs under examples/embedding and examples/preference run as they stand, with a debug
+model that has a quarter of its width."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.models.llama3 import llama3_args
 from torchtitan.testing.gloo import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -18,6 +21,8 @@ def output_of(paths, folder, parallelism):
     """What each program prints on this rank; parallelism goes into its config."""
     os.chdir(folder)
     sys.argv = sys.argv[:1]
+    narrow = dataclasses.replace(llama3_args["debugmodel"], dim=64, n_heads=4)
+    llama3_args["debugmodel"] = narrow
     outputs = {}
     for path in map(Path, paths):
         source = path.read_text()
