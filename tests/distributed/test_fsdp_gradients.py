@@ -170,7 +170,9 @@ def test_tied_embeddings_get_gradients_of_one_process(layout):
     assert_equal_to_reference(results, tied=True)
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "layout", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["fsdp", "ddp"]
+)
 def test_compiled_and_checkpointed_blocks_get_gradients_of_one_process(layout):
     results = run_ranks(gradients, 2, layout, 2, False, "default", True)
     assert_equal_to_reference(results)

@@ -38,7 +38,7 @@ QUICK = {
     "FSDP 2, accumulation 2, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "TP 2, whole logits, op AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
-    "CP 2, alltoall, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
+    "CP 2, alltoall, full AC": CHUNKS_AND_WINDOWS,
     "PP 2, GPipe, accumulation 2": DENSE_AND_EXPERTS,
     "PP 2, ZBVZeroBubble": DENSE_AND_EXPERTS + TIED,
     "FSDP 2, TP 2": DENSE_AND_EXPERTS[:1],
@@ -52,8 +52,9 @@ QUICK = {
     "FSDP 2, TP 2, EP 4": EXPERTS,
     "FSDP 2, PP 2, EP 2": EXPERTS,
 }
-# More of those on four ranks: CI runs these families in both halves of such a layout.
+# CI runs these families in CP 2 without options, or in both halves of the layouts on four ranks.
 SLOW = {
+    "CP 2, alltoall, full AC": DENSE_AND_EXPERTS,
     "FSDP 2, TP 2": DENSE_AND_EXPERTS[1:],
     "TP 2, CP 2": DENSE_AND_EXPERTS[1:],
     "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS[:1],

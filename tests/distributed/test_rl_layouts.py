@@ -28,7 +28,10 @@ def one_process(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "TP, gathered logits")) for n in LAYOUTS],
+)
 def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
     runs = run_ranks(run_on_this_rank, 2, tmp_path, [*STEPS, *LAYOUTS[layout]])
     assert_first_steps_of_one_process(runs, one_process)

@@ -16,6 +16,8 @@ from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
 
+pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+
 
 def step(engine, seed=0, **arguments):
     batch, labels = random_batch(2, 32, seed)
