@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+import tyro
 
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
@@ -136,6 +137,16 @@ class DataLoader:
 
 
 @dataclass
+class MixtureSource:
+    dataset: str = "local"  # Dataset, by its registered name
+    dataset_path: str | None = None  # File or folder of the dataset
+    weight: float = (
+        1.0  # Share of the mixture's tokens, relative to the weights of the other sources
+    )
+    epochs: float | None = None  # Passes over this source, after which the others go on without it
+
+
+@dataclass
 class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
@@ -186,6 +197,16 @@ class Training:
     gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
     dataloader: DataLoader = section(DataLoader, "How training data is loaded")
+    # Read the documents of every pass in another order, drawn from data_seed; else as they lie
+    shuffle: bool = False
+    data_seed: int = 0  # Seed of that order
+    # Passes over the data to train for, in place of steps, which follow from it
+    epochs: float | None = None
+    # How documents are laid into rows: end to end (concat), whole documents fitted into rows and cut
+    # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
+    packing: Literal["concat", "fit", "none"] = "concat"
+    # Several datasets in place of training.dataset, one [[training.mixture]] table each
+    mixture: tyro.conf.Suppress[list[MixtureSource]] = field(default_factory=list)
 
 
 @dataclass
