@@ -15,6 +15,7 @@ from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
@@ -22,6 +23,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.listeners.source_losses import SourceLosses
 from torchtitan.optim.lr_scheduler import follow_own_schedule
 from torchtitan.reference import Batches, is_overridden
 from torchtitan.step.forward import on_error
@@ -39,6 +41,7 @@ class Trainer(TrainingEngine):
     """
 
     builds_data = True
+    source_losses: SourceLosses | None = None  # of a mixture
     _stop: StopRequest | None = None  # while it trains
 
     def __init__(self, job_config: JobConfig, **options: Any):
@@ -87,6 +90,19 @@ class Trainer(TrainingEngine):
                 tokenizer=self.tokenizer,
                 job_config=config,
             )
+            dataset = getattr(self.dataloader, "dataset", None)
+            if config.training.epochs is not None:
+                if not isinstance(dataset, PackedDataset):
+                    raise ConfigError(
+                        f"training.epochs = {config.training.epochs} needs the data of [training], whose "
+                        "documents are counted, and this model has a dataloader of its own; set "
+                        "training.steps"
+                    )
+                config.training.steps = dataset.steps_of(config.training.epochs)
+            # A client's own loss is left alone.
+            if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1:
+                if spec.fact("has_token_loss"):
+                    self.source_losses = SourceLosses(dataset.source_names, self.device)
 
     def _check_batch_fits(self) -> None:
         """Refuse a batch that cannot fit into memory, before minutes are spent on reading it."""
@@ -226,6 +242,9 @@ class Trainer(TrainingEngine):
             if (self.step - 1) % freq == 0:
                 self.isolation_probe.check(self.step, read.batches[0])
         is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
+        by_source: dict[str, Any] = {}
+        if self.source_losses is not None and not is_overridden_by_client:
+            by_source = {"head": SourceLosses.head, "loss_fn": self.source_losses}
         losses = []
         for i, batch in enumerate(read.batches):
             assert batch.labels is not None
@@ -236,6 +255,7 @@ class Trainer(TrainingEngine):
                     input_dict=given,
                     labels=batch.labels,
                     global_valid_tokens=max(read.counts.num_valid_tokens, 1),
+                    **by_source,
                 )
             losses.append(loss)
         if self._stop is not None:
@@ -261,6 +281,9 @@ class Trainer(TrainingEngine):
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
+        of_sources = {}
+        if self.source_losses is not None:
+            of_sources = self.source_losses.read(self.loss_group, self.pp_schedule)
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
@@ -271,6 +294,7 @@ class Trainer(TrainingEngine):
                     ntokens_seen, self.parallel_dims.get_optional_mesh("batch")
                 ),
                 "lr": result.lr,
+                **of_sources,
             },
         )
 

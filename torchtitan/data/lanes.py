@@ -37,8 +37,9 @@ class Packing:
     "fit": whole documents, chosen by best fit among `WINDOW`; only a document longer than T is cut.
     "none": one document in each row, and a document longer than T in several rows.
 
-    The rows of "fit" and "none" are filled up with `padding_id`. positions, document_ids: put these
-    entries into the rows; positions count from 0 in each document.
+    The rows of "fit" and "none" are filled up with `padding_id`. positions, document_ids, sources: put
+    these entries into the rows. Positions count from 0 in each document; sources are the numbers of the
+    sources of a mixture, by token.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -46,6 +47,7 @@ class Packing:
     padding_id: int = 0
     positions: bool = False
     document_ids: bool = False
+    sources: bool = False
 
     def row(self, documents: list[OpenDocument], parts: list[Tokens]) -> Row:
         """Lay parts of documents into a row.
@@ -58,7 +60,7 @@ class Packing:
         labels = np.full(seq_len + 1, IGNORE_INDEX, np.int64)
         positions = np.full(seq_len + 1, PADDING, np.int64)
         ids = np.full(seq_len + 1, PADDING, np.int32)
-        sources = np.zeros(seq_len + 1, np.uint8)
+        sources = np.zeros(seq_len + 1, np.int64)
         start = 0
         for number, (document, part) in enumerate(zip(documents, parts, strict=True)):
             tokens = part.ids
@@ -83,6 +85,8 @@ class Packing:
             entries["positions"] = positions
         if self.document_ids:
             entries["document_ids"] = ids
+        if self.sources:
+            entries["sources"] = sources
         row = {key: torch.from_numpy(x[:seq_len]) for key, x in entries.items()}
         row[SAMPLE_IDS] = torch.tensor([documents[0].index, documents[-1].index])
         return row, torch.from_numpy(labels[:seq_len])
@@ -107,9 +111,12 @@ class Lane:
 
     def next_row(self) -> Row | None:
         """Return the next row; None if the documents have ended."""
-        end_to_end = self._packing.method == "concat"
-        pieces = self._end_to_end() if end_to_end else self._best_fit()
+        pieces = self.next_pieces()
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
+
+    def next_pieces(self) -> list[tuple[OpenDocument, Tokens]]:
+        """Return the parts of documents that make the next row; none if the documents have ended."""
+        return self._end_to_end() if self._packing.method == "concat" else self._best_fit()
 
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint, as plain data."""

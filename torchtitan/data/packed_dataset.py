@@ -8,6 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.document_sources import Source
+from torchtitan.data.epochs import steps_of
 from torchtitan.data.lanes import Lane, Packing, Row
 from torchtitan.tools.logging import logger
 
@@ -70,6 +71,17 @@ class PackedDataset(IterableDataset):
         """The number of documents of all readers; None if a source is a stream."""
         counts = [len(s.data) for s in self._sources if s.is_indexed]
         return sum(counts) if len(counts) == len(self._sources) else None
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the sources, with a number where several have the same name."""
+        names = [source.name for source in self._sources]
+        return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
+
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of steps of so many passes over the data; see `epochs.steps_of`."""
+        num_rows = self._rows * self._dp_world_size
+        return steps_of(epochs, self._sources, self._packing, num_rows)
 
     def __iter__(self) -> Iterator[Row | None]:
         if self._ran_out:

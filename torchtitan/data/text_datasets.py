@@ -241,6 +241,7 @@ def _build(
         positions=reads_positions(mask_type),
         # An end-of-text token may also end a turn of a chat, and there is none before padding.
         document_ids=training.packing != "concat" or not all(s.is_text for s in sources),
+        sources=len(sources) > 1,
     )
     rows = None
     if is_training:
