@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
-from torchtitan.data import DatasetConfig, lanes, local_files, open_document, text_datasets
+from torchtitan.data import DatasetConfig, lanes, local_files, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.local_files import load_local_documents
@@ -273,7 +273,9 @@ def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     states = {}
     for rank in range(2):
         states |= build(stream, 2, rank, 0).state_dict()
-    with pytest.raises(ValueError, match="resume on as many ranks.*exclude_from_loading = .'dataloader'"):
+    with pytest.raises(
+        ValueError, match="resume on as many ranks.*exclude_from_loading = .'dataloader'"
+    ):
         build(stream, 3, 0, 0).load_state_dict(states)
 
 

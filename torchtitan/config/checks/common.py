@@ -63,10 +63,7 @@ def divisors(number: int) -> str:
 
 def data_sections(job_config: JobConfig) -> dict[str, Any]:
     """Return name -> section of the sections whose data this job reads; see `validation_data`."""
-    mixture = job_config.training.mixture
-    sections: dict[str, Any] = {f"training.mixture[{i}]": part for i, part in enumerate(mixture)}
-    if not mixture:
-        sections["training"] = job_config.training
+    sections: dict[str, Any] = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation_data
     return sections

@@ -5,6 +5,7 @@ import glob
 import os
 import tempfile
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
@@ -100,8 +101,16 @@ def writable_folders(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             yield from _unwritable("checkpoint.folder", steps, unfinished)
 
 
+def _datasets(job_config: JobConfig) -> dict[str, Any]:
+    """Return key -> section or table of a mixture, of each dataset that the job reads."""
+    sections, mixture = data_sections(job_config), job_config.training.mixture
+    if mixture:
+        del sections["training"]
+    return sections | {f"training.mixture[{i}]": part for i, part in enumerate(mixture)}
+
+
 def dataset_paths(job_config: JobConfig) -> Iterator[str]:
-    for name, section in data_sections(job_config).items():
+    for name, section in _datasets(job_config).items():
         path = section.dataset_path
         is_there = bool(path) and os.path.exists(path)
         if is_there and not os.path.isfile(path) and not os.path.isdir(path):
@@ -117,7 +126,7 @@ def dataset_paths(job_config: JobConfig) -> Iterator[str]:
 
 
 def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    for section, data in data_sections(job_config).items():
+    for section, data in _datasets(job_config).items():
         name, path = data.dataset, data.dataset_path
         if name not in known and name.lower() not in known:
             yield (
