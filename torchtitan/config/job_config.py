@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
@@ -206,7 +205,7 @@ class Training:
     # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
     packing: Literal["concat", "fit", "none"] = "concat"
     # Several datasets in place of training.dataset, one [[training.mixture]] table each
-    mixture: tyro.conf.Suppress[list[MixtureSource]] = field(default_factory=list)
+    mixture: list[MixtureSource] = field(default_factory=list)
 
 
 @dataclass
