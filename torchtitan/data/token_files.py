@@ -196,14 +196,15 @@ class Pair:
                 f"{path} must begin with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}: it is not an "
                 "index of Megatron-LM's memory-mapped format; write the pair in that format"
             )
-        header = header.ljust(_HEADER.size, b"\0")
-        _, version, code, num_sequences, num_starts = _HEADER.unpack(header)
-        if size >= _HEADER.size and version != _VERSION:
+        version, code, num_sequences, num_starts = _VERSION, next(iter(_TYPES)), 0, 0
+        if len(header) == _HEADER.size:
+            _, version, code, num_sequences, num_starts = _HEADER.unpack(header)
+        if version != _VERSION:
             raise ValueError(
                 f"{path} has version {version}, and only version {_VERSION} is known; write the pair "
                 "in that version"
             )
-        if size >= _HEADER.size and code not in _TYPES:
+        if code not in _TYPES:
             raise ValueError(
                 f"{path} has code {code} for the type of its ids, and integers have the codes "
                 f"{', '.join(map(str, _TYPES))}; write the pair with one of these"

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ def _plan(options: argparse.Namespace) -> _Job:
         tokenizer = HuggingFaceTokenizer(
             options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"--tokenizer: {error}") from None
     if tokenizer.eos_id is None:
         logger.warning(
@@ -349,10 +349,11 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
     next_part, counts = context.Value("q", 0), context.Array("q", 2)
     errors = context.SimpleQueue()
-    # Ctrl-C is for this process only, which then ends the others. The tracker unblocks signals when
-    # it is started.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
+    # so do the processes that it forks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, handler)
     workers = [
         context.Process(target=_work, args=(pickled, parts, next_part, counts, errors), daemon=True)
         for _ in range(min(job.processes, len(parts)))
@@ -360,7 +361,6 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     try:
         for worker in workers:
             worker.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         running = list(workers)
         while running:
             connection.wait([w.sentinel for w in running], SECONDS_BETWEEN_REPORTS / 5)
@@ -370,7 +370,6 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
                 if worker.exitcode:
                     raise _error_of(worker.exitcode, errors)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for worker in workers:
             if worker.pid is not None:
                 worker.kill()
