@@ -148,6 +148,19 @@ def test_pickled_tokens_are_small_and_map_the_files_again(tmp_path):
     assert np.array_equal(again[99], tokens[99])
 
 
+def test_opening_does_not_read_the_index(tmp_path):
+    number = 10**8
+    with open(tmp_path / "a.idx", "wb") as file:  # 2 GB of zeros that take no space
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, number, number + 1))
+        file.seek(20 * number, os.SEEK_CUR)
+        file.write(struct.pack("<q", number))
+    (tmp_path / "a.bin").touch()
+    started = time.process_time()
+    tokens = load_tokens(str(tmp_path))
+    assert (len(tokens), len(tokens[number // 2])) == (number, 0)
+    assert time.process_time() - started < 0.1  # a pass takes some 0.5 s; this takes 0.001 s
+
+
 def test_ids_on_disk_are_those_of_the_text(tmp_path, lines, tokenizer):
     write(lines, tmp_path / "out", "--documents_per_part", 2)
     tokens = load_tokens(str(tmp_path / "out"))

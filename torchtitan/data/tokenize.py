@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from torchtitan.tools import events
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.files import find_shipped, open_file
 from torchtitan.tools.folder_lock import FolderLock
-from torchtitan.tools.host import signal_at_parents_death
 from torchtitan.tools.logging import init_logger, logger
 
 MOST_DOCUMENTS_PER_PART = 100_000
@@ -354,6 +354,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
     workers = [
         context.Process(target=_work, args=(pickled, parts, next_part, counts, errors), daemon=True)
         for _ in range(min(job.processes, len(parts)))
@@ -361,6 +362,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     try:
         for worker in workers:
             worker.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         running = list(workers)
         while running:
             connection.wait([w.sentinel for w in running], SECONDS_BETWEEN_REPORTS / 5)
@@ -370,6 +372,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
                 if worker.exitcode:
                     raise _error_of(worker.exitcode, errors)
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for worker in workers:
             if worker.pid is not None:
                 worker.kill()
@@ -378,7 +381,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
 
 def _work(pickled: bytes, parts: list[int], next_part: Any, counts: Any, errors: Any) -> None:
     """Run one process; a failure goes to `errors`."""
-    signal_at_parents_death(signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     init_logger()
     try:
         job = pickle.loads(pickled)
@@ -404,6 +407,11 @@ def _work(pickled: bytes, parts: list[int], next_part: Any, counts: Any, errors:
         sys.exit(1)
 
 
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _error_of(exit_code: int, errors: Any) -> Exception:
     if not errors.empty():
         return RunError(errors.get())
@@ -416,4 +424,5 @@ def _error_of(exit_code: int, errors: Any) -> Exception:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     main()
