@@ -6,6 +6,8 @@ import os
 import pickle
 import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -238,11 +240,11 @@ def test_failed_document_keeps_the_parts_before_it(tmp_path, lines, capsys):
     write(bad, tmp_path / "out", "--documents_per_part", 2, exit_code=1)
     error = capsys.readouterr().err
     assert error == (
-        f"error: {bad}, line 6: the text has half of a surrogate pair, '\\ud800', which is no "
-        "character; mend or leave out the document\n"
+        f"error: {bad}, line 6: the text has half of a surrogate pair, '\\ud800', which is not "
+        "a character; mend or leave out the document\n"
     )
     names = {"part-00000.bin", "part-00000.idx", "part-00001.bin", "part-00001.idx", "tokens.json"}
-    assert content(tmp_path / "out").keys() == names
+    assert content(tmp_path / "out").keys() == names  # and no .unfinished file
 
 
 def test_finished_folder_is_left_as_it_is(tmp_path, lines):
@@ -299,12 +301,35 @@ def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
     ],
 )
 def test_source_without_documents_is_refused(tmp_path, monkeypatch, capsys, source, sentence):
-    (tmp_path / "empty.jsonl").touch()
     processor = DATASETS["local"].sample_processor
     monkeypatch.setitem(DATASETS, "stream", DatasetConfig("", lambda path: iter([]), processor))
     monkeypatch.setitem(DATASETS, "empty", DatasetConfig("", lambda path: [], processor))
     write(source, tmp_path / "out", exit_code=2)
     assert sentence in capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_written_to_is_refused(tmp_path, lines, capsys):
+    for out, sentence in [
+        (tmp_path / "in", f"OUT must not be in SOURCE, got {tmp_path}/in, in {tmp_path}; name"),
+        (lines / "out", f"the folder {lines}/out cannot be made: "),
+    ]:
+        source = lines if out == lines / "out" else tmp_path
+        write(source, out, exit_code=2)
+        assert sentence in capsys.readouterr().err
+
+
+def test_folder_that_another_process_writes_is_refused(tmp_path, lines, capsys):
+    (tmp_path / "out").mkdir()
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", code, tmp_path / "out/.lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"locked\n"
+        write(lines, tmp_path / "out", exit_code=1)
+    assert "out is being written by another process; wait for it" in capsys.readouterr().err
 
 
 def test_files_of_another_program_are_not_overwritten(tmp_path, lines, capsys):
@@ -391,6 +416,8 @@ def test_damaged_files_are_refused(tmp_path, name):
 ABOUT_DAMAGES = {
     "format": (lambda about: about | {"format": 2}, "its format is 2, and 1 is known"),
     "keys": (lambda about: {"format": 1}, "it lacks finished, parts, tokenizer"),
+    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with doc"),
+    "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
     "fewer": (lambda about: about | {"parts": []}, "part-00000 is not listed there"),
     "more": (

@@ -98,7 +98,7 @@ class TokenDocuments:
         Without tokens.json that is unknown, which is logged once. Then the beginnings of up to 100
         documents must have ids of the tokenizer's vocabulary.
         """
-        written_with = (self._about or {}).get("tokenizer", {}).get("sha256")
+        written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
         if written_with is not None and given is not None:
             if written_with != given:
@@ -284,6 +284,12 @@ def read_about(path: Path) -> dict[str, Any] | None:
             raise ValueError(f"its format is {about.get('format')}, and {ABOUT_FORMAT} is known")
         if missing := {"finished", "tokenizer", "parts"} - about.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        parts, keys = about["parts"], {"name", "documents", "tokens"}
+        are_parts = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+        if not are_parts or not all(keys <= part.keys() for part in parts):
+            raise ValueError(f"its parts must be a list of objects with {', '.join(sorted(keys))}")
+        if not isinstance(about["tokenizer"], dict):
+            raise ValueError("its tokenizer must be an object")
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be read: {error}; copy it again, or tokenize the text again"
@@ -313,9 +319,9 @@ def vocabulary_size(tokenizer: BaseTokenizer) -> int:
 # ---- writing ----
 
 
-def smallest_type(vocabulary_size: int) -> np.dtype:
-    """Return the type for a vocabulary, by Megatron-LM's rule: uint16 below 65,500, else int32."""
-    return np.dtype("<u2" if vocabulary_size < 65_500 else "<i4")
+def smallest_type(num_ids: int) -> np.dtype:
+    """Return the type for that many ids, by Megatron-LM's rule: uint16 below 65,500, else int32."""
+    return np.dtype("<u2" if num_ids < 65_500 else "<i4")
 
 
 def write_pair(

@@ -7,7 +7,6 @@ parts that are whole are kept. `token_files` has the format.
 """
 
 import argparse
-import importlib
 import json
 import math
 import multiprocessing
@@ -23,7 +22,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.checks.common import guess
+from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
 from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.text_datasets import DATASETS
@@ -60,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.data.tokenize",
+        usage="%(prog)s SOURCE OUT --tokenizer FOLDER [options]",
         description="Write a dataset's documents as token ids, for training.dataset = 'tokens'.",
     )
     parser.add_argument(
@@ -117,18 +117,20 @@ class _Job:
 
     def write(self) -> None:
         """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
-        for file in self.folder.glob(f"*{token_files.UNFINISHED}"):
-            file.unlink()
+        self._remove_unfinished()
         missing = [part for part in range(self.num_parts) if self._size(part) is None]
         if missing:
             self._write_about(finished=False, parts=[])
             kept = self.num_parts - len(missing)
             logger.info(f"{len(missing)} parts to write" + (f", {kept} are whole" if kept else ""))
         progress = _Progress(sum(len(self.numbers(part)) for part in missing))
-        if self.processes == 1:
-            self.write_parts(missing, progress.add)
-        elif missing:
-            _write_in_processes(self, missing, progress)
+        try:
+            if self.processes == 1:
+                self.write_parts(missing, progress.add)
+            elif missing:
+                _write_in_processes(self, missing, progress)
+        finally:
+            self._remove_unfinished()
         parts = []
         for part in range(self.num_parts):
             tokens = self._size(part)
@@ -173,7 +175,9 @@ class _Job:
                 text.encode()  # raises where the tokenizer would
             except UnicodeEncodeError as error:
                 half = text[error.start]
-                problem = f"the text has half of a surrogate pair, {half!r}, which is no character"
+                problem = (
+                    f"the text has half of a surrogate pair, {half!r}, which is not a character"
+                )
         if problem is not None:
             where = f"dataset {self.dataset!r}, document {number} (counted from 0)"
             if hasattr(self.documents, "where"):
@@ -194,6 +198,10 @@ class _Job:
             return None
         return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
 
+    def _remove_unfinished(self) -> None:
+        for file in self.folder.glob(f"*{token_files.UNFINISHED}"):
+            file.unlink()
+
     def _write_about(self, **more: Any) -> None:
         """Replace tokens.json in one instant."""
         path = self.folder / token_files.ABOUT_FILE
@@ -207,7 +215,7 @@ class _Job:
 def _plan(options: argparse.Namespace) -> _Job:
     """Open source, tokenizer and folder; ConfigError if the command cannot run."""
     if options.custom_import:
-        importlib.import_module(options.custom_import)
+        import_named("--custom_import", options.custom_import)
     try:
         tokenizer = HuggingFaceTokenizer(
             options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
@@ -251,6 +259,10 @@ def _plan(options: argparse.Namespace) -> _Job:
         "documents_per_part": options.documents_per_part,
     }
     folder = Path(options.out)
+    if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
+        raise ConfigError(
+            f"OUT must not be in SOURCE, got {folder}, in {path}; name another folder"
+        )
     try:
         FolderLock(str(folder))  # released when this process ends
     except RunError as error:
@@ -276,12 +288,13 @@ def _plan(options: argparse.Namespace) -> _Job:
 def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
     """Return what tokens.json says about an earlier run; with `overwrite`, remove its files."""
     about_file = folder / token_files.ABOUT_FILE
-    if overwrite and about_file.exists():
+    old = token_files.read_about(about_file)
+    if overwrite and old is not None:
         # tokens.json goes last: until then it lists parts that are missing.
         for pattern in ("part-*.idx", "part-*.bin", token_files.ABOUT_FILE):
             for file in folder.glob(pattern):
                 file.unlink()
-    old = token_files.read_about(about_file)
+        return None
     if old is None and any(file.suffix in (".bin", ".idx") for file in folder.iterdir()):
         raise ConfigError(
             f"{folder} holds .bin or .idx files and no {token_files.ABOUT_FILE}, so this program did "
@@ -386,7 +399,7 @@ def _work(pickled: bytes, parts: list[int], next_part: Any, counts: Any, errors:
     try:
         job = pickle.loads(pickled)
         if job.custom_import:
-            importlib.import_module(job.custom_import)
+            import_named("--custom_import", job.custom_import)
 
         def take() -> Iterator[int]:
             while True:
