@@ -271,6 +271,8 @@ def test_failure_of_a_process_ends_all_with_its_sentence(tmp_path, lines, capsys
         (["--documents_per_part", 2], "was begun with documents_per_part = 1, and this command has 2"),
         (["--eos_token", "no such token"], "must be a token of the tokenizer"),
         (["--bos_token", "<|pad|>"], "was begun with tokenizer = {'sha256': "),
+        (["--processes", 0], "--processes: must be a whole number of at least 1, got '0'"),
+        (["--custom_import", "nothere"], "--custom_import names a module to import, got 'nothere'"),
         (["--tokenizer", "/nowhere"], "--tokenizer: tokenizer folder '/nowhere' does not exist"),
     ],
 )  # fmt: skip
