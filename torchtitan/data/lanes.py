@@ -119,15 +119,31 @@ class Lane:
         return self._end_to_end() if self._packing.method == "concat" else self._best_fit()
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint, as plain data."""
-        places = [document.place() for document in self.open if not document.is_finished]
+        """Return the position for a checkpoint, as plain data.
+
+        A document of which nothing has been taken is one number: many wait in the window of "fit".
+        """
+        places: list[Any] = []
+        for document in self.open:
+            if document.is_finished:
+                continue
+            place = document.place()
+            is_whole = not isinstance(place, dict) and place[2:] == (0, 0)
+            places.append(place[1] * len(self._sources) + place[0] if is_whole else place)
         return places, [feed.state() for feed in self.feeds], list(self.num_tokens)
 
     def load(self, state: tuple[Any, ...]) -> None:
         places, feeds, self.num_tokens = state
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
-        self.open = [self._sources[place_source(place)].reopen(place) for place in places]
+        self.open = [self._reopen(place) for place in places]
+
+    def _reopen(self, place: Any) -> OpenDocument:
+        if isinstance(place, int):
+            number, source = divmod(place, len(self._sources))
+            place = (source, number, 0, 0)
+        source = place.get("source", 0) if isinstance(place, dict) else place[0]
+        return self._sources[source].reopen(place)
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the next T + 1 tokens. At the end of the data, fewer tokens stay open."""
@@ -183,24 +199,11 @@ class Lane:
         return pieces
 
     def _next_document(self) -> OpenDocument | None:
-        """Open a document that has tokens, of the source that is furthest behind its weight.
-
-        Each source's tokens, with a part of its next document, are divided by its weight: a method of
-        divisors, such as divides parliaments' seats. The part runs from 0 to 1 over the lanes, so that
-        errors of lanes cancel and the shares are right after few rows. Returns None at the end of the data.
-        """
+        """Open the next document that has tokens; None if the documents have ended."""
         for _ in range(MAX_EMPTY_DOCUMENTS_IN_A_ROW):
-            best = None
-            for number, feed in enumerate(self.feeds):
-                document = feed.peek()
-                if document is not None:
-                    n = document.estimated_length() if len(self.feeds) > 1 else 0
-                    weight = self._sources[number].weight
-                    rank = (self.num_tokens[number] + self._phase * n) / weight
-                    best = min(best or (rank, number), (rank, number))
-            if best is None:
+            number = self._furthest_behind()
+            if number is None:
                 return None
-            number = best[1]
             document = self.feeds[number].peek()
             self.feeds[number].advance()
             if document.num_ahead(1):
@@ -212,7 +215,23 @@ class Lane:
             "gave no tokens"
         )
 
+    def _furthest_behind(self) -> int | None:
+        """Return the number of the source whose share of the tokens is most below its weight.
 
-def place_source(place: Any) -> int:
-    """Return the number of the source of a saved place."""
-    return place.get("source", 0) if isinstance(place, dict) else place[0]
+        Each source's tokens, with a part of its next document, are divided by its weight: a method of
+        divisors, as for seats in parliaments. The part runs from 0 to 1 over the lanes, so that errors
+        of lanes cancel and the shares are right after few rows. Of documents that are open, a quarter
+        is counted: long documents wait longer for a row, and to count all of their tokens would
+        leave the source behind for as long.
+        """
+        if len(self.feeds) == 1:
+            return None if self.feeds[0].peek() is None else 0
+        counted = list(self.num_tokens)
+        for document in self.open:
+            counted[document.source] -= 3 * document.estimated_length() // 4
+        ranks = [
+            ((counted[i] + self._phase * document.estimated_length()) / self._sources[i].weight, i)
+            for i, feed in enumerate(self.feeds)
+            if (document := feed.peek()) is not None
+        ]
+        return min(ranks)[1] if ranks else None

@@ -126,8 +126,9 @@ class OpenDocument:
 
     def reopen(self, start: int, used: int) -> None:
         """Go to a position that was saved: a piece's first character, and its tokens taken."""
-        self.end = start or -1
-        self.ahead(used + 1)
+        if not self.pieces:
+            self.end = start or -1
+        self.num_ahead(used + 1)
         self.used = min(used, self._num_in_pieces())
 
     def place(self) -> tuple[int, ...] | dict[str, Any]:

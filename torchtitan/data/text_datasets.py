@@ -12,15 +12,17 @@ from torchtitan.config.job_config import Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import Source
+from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
 from torchtitan.data.local_files import (
     JsonLinesDocuments,
     load_local_documents,
     load_with_datasets,
 )
+from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
+from torchtitan.data.token_files import TokenDocuments, load_tokens
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
@@ -77,6 +79,11 @@ def _text_of(sample: Any) -> str:
     return sample["text"]
 
 
+def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) -> Encoder:
+    data.check_tokenizer(tokenizer)
+    return Tokens
+
+
 # Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
     name: DatasetConfig(path, loader, _text_of)
@@ -89,6 +96,7 @@ DATASETS: dict[str, DatasetConfig] = {
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
     ]
 }
+DATASETS["tokens"] = DatasetConfig("", load_tokens, _text_of, _encode_tokens)
 
 
 def _validate_dataset(
@@ -119,16 +127,28 @@ def open_source(
     options: `[training]`, which an encoder of chats reads. fields: of `Source`.
     """
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
-    path, loader, text_of = _validate_dataset(name, dataset_path)
+    path, loader, _ = _validate_dataset(name, dataset_path)
     logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
     data = loader(path)
     make_encoder = DATASETS[name].make_encoder
-    if make_encoder is not None:
-        encode = make_encoder(data, tokenizer, options or Training())
+    if make_encoder is None:
+        encode = text_encoder(name)
     else:
-        encode = partial(_checked_text, text_of)
-    is_text = make_encoder is None
-    return Source(name, data, encode, tokenizer, path, is_text=is_text, **fields)
+        encode = make_encoder(data, tokenizer, options or Training())
+    return Source(name, data, encode, tokenizer, path, is_text=make_encoder is None, **fields)
+
+
+def text_encoder(name: str) -> Encoder:
+    """Return the function that makes a sample of a registered dataset its text.
+
+    Raises ValueError for a dataset whose samples are not texts.
+    """
+    config = DATASETS[name]
+    if config.make_encoder is not None:
+        raise ValueError(
+            f"the documents of dataset {name!r} are not texts; name a dataset of texts"
+        )
+    return partial(_checked_text, config.sample_processor)
 
 
 def _checked_text(text_of: Callable[[Any], Any], sample: Any) -> str:

@@ -87,6 +87,11 @@ class TokenDocuments:
         """The number of ids of all documents."""
         return sum(pair.num_tokens for pair in self._pairs)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of ids of each document, int64."""
+        return np.concatenate([pair.lengths() for pair in self._pairs])
+
     def where(self, index: int) -> str:
         """Return the document's name for messages."""
         pair, number = self._locate(index)
@@ -252,6 +257,10 @@ class Pair:
                 "document; copy the .idx file again, or write the pair again"
             )
         return np.frombuffer(self._data, self._type, length, start)
+
+    def lengths(self) -> np.ndarray:
+        ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+        return np.diff(ends[self._documents])
 
     def where(self, number: int) -> str:
         return f"{self.prefix}.bin, document {number} (counted from 0)"

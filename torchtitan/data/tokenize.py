@@ -22,10 +22,12 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
-from torchtitan.data.open_document import OpenDocument
-from torchtitan.data.text_datasets import DATASETS
+from torchtitan.data.document_sources import Source
+from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
 from torchtitan.tools.errors import ConfigError, RunError
@@ -148,10 +150,11 @@ class _Job:
 
     def write_parts(self, parts: Iterable[int], count: Callable[[int, int], None]) -> None:
         """Write parts; calls `count(1, ids)` after each document."""
-        text_of = DATASETS[self.dataset].sample_processor
         size = self.about["tokenizer"]["vocabulary_size"]
+        encode = text_encoder(self.dataset)
+        source = Source(self.dataset, self.documents, encode, self.tokenizer)
         for part in parts:
-            documents = (self._pieces(n, text_of, count) for n in self.numbers(part))
+            documents = (self._pieces(source, n, count) for n in self.numbers(part))
             try:
                 token_files.write_pair(
                     self.prefix(part), documents, token_files.smallest_type(size)
@@ -163,29 +166,11 @@ class _Job:
                 ) from error
 
     def _pieces(
-        self, number: int, text_of: Callable[[Any], Any], count: Callable[[int, int], None]
-    ) -> Iterator[list[int]]:
+        self, source: Source, number: int, count: Callable[[int, int], None]
+    ) -> Iterator[NDArray[Any]]:
         """Yield the ids of a document, in pieces of bounded size."""
-        text = text_of(self.documents[number])
-        problem = None
-        if not isinstance(text, str):
-            problem = f"a document's text must be a string, got {type(text).__name__}"
-        else:
-            try:
-                text.encode()  # raises where the tokenizer would
-            except UnicodeEncodeError as error:
-                half = text[error.start]
-                problem = (
-                    f"the text has half of a surrogate pair, {half!r}, which is not a character"
-                )
-        if problem is not None:
-            where = f"dataset {self.dataset!r}, document {number} (counted from 0)"
-            if hasattr(self.documents, "where"):
-                where = self.documents.where(number)
-            raise ValueError(f"{where}: {problem}; mend or leave out the document")
-        document, length = OpenDocument(number, text), 0
-        while not document.is_finished:
-            ids = document.take(_IDS_AT_A_TIME, self.tokenizer)
+        document, length = source.open(source.data[number], number), 0
+        while len(ids := document.take(_IDS_AT_A_TIME).ids):
             length += len(ids)
             yield ids
         count(1, length)
@@ -237,6 +222,7 @@ def _plan(options: argparse.Namespace) -> _Job:
             f"SOURCE must be a data file, a folder of them or a registered dataset "
             f"({', '.join(DATASETS)}), got {name!r}{guess(name, DATASETS)} (looked in {os.getcwd()})"
         )
+    text_encoder(name)
     documents = DATASETS[name].loader(path)
     if not hasattr(documents, "__len__"):
         raise ConfigError(
