@@ -24,6 +24,8 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 # Packing "fit" chooses among this many documents. For log-normal lengths (sigma 1) whose mean is a third
 # of a row, 24 documents fill 99 % of the slots, and for a mean of half a row 98 %.
 WINDOW = 24
+# The windows of all lanes together have at most this many documents, but each at least 4.
+MOST_IN_WINDOWS = 16_384
 
 Row = tuple[dict[str, Tensor], Tensor]
 """(input_dict, labels) of one row, without the dimension of the batch."""
@@ -106,6 +108,7 @@ class Lane:
         self.feeds = [source.feed(DocumentShare(number, num_lanes)) for source in sources]
         self.num_tokens = [0] * len(sources)  # of the documents that were opened, by source
         self._phase = (number + 0.5) / num_lanes
+        self._window = min(WINDOW, max(4, MOST_IN_WINDOWS // num_lanes))
         self.open: list[OpenDocument] = []  # documents to lay into rows before the sources' next
         self.num_left_over = 0  # tokens at the end of the data, fewer than a row
 
@@ -174,7 +177,7 @@ class Lane:
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the document that has waited longest, and then the longest document that still fits."""
         space = self._packing.seq_len
-        window = WINDOW if self._packing.method == "fit" else 1
+        window = self._window if self._packing.method == "fit" else 1
         pieces = []
         while space:
             while len(self.open) < window and (document := self._next_document()) is not None:
