@@ -113,8 +113,8 @@ class PackedDataset(IterableDataset):
         needed = self._packing.seq_len + 1
         return (
             f"dataset {self._sources[0].name!r} is too small: reader {number + 1} of {self._num_lanes} "
-            f"(rows of the global batch) got {lane.num_left_over} tokens, and one row takes "
-            f"seq_len + 1 = {needed}; use more data, a smaller seq_len, or a smaller batch"
+            f"(one per rank) got {lane.num_left_over} tokens, and one row takes "
+            f"seq_len + 1 = {needed}; use more data, a smaller seq_len, or fewer ranks"
         )
 
     def _start(self) -> None:
