@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import pickle
 from itertools import groupby
 
 import pytest
@@ -99,6 +100,15 @@ def test_texts_are_encoded_without_template_and_end_in_the_end_of_text_token(tok
         assert parts(tokenizer, encoded) == "<|begin|>2+2=[ 4<|im_end|>]"
     assert parts(tokenizer, encode({"prompt": "", "completion": ""})) == "<|begin|>[<|im_end|>]"
     assert [array.dtype for array in encoded] == ["int32", "bool"]
+
+
+def test_encoder_is_pickled_for_data_workers(tokenizer):
+    for source in (PLAIN, MARKED):
+        encode = encoder_of(tokenizer, source)
+        copy = pickle.loads(pickle.dumps(encode))
+        assert parts(tokenizer, copy({"messages": CHAT})) == parts(
+            tokenizer, encode({"messages": CHAT})
+        )
 
 
 def test_messages_are_taken_where_a_sample_has_a_prompt_too(tokenizer):

@@ -78,7 +78,8 @@ class ChatTemplate:
         self.marks_generation = False  # until the parser meets {% generation %}
         tokens = "|".join(re.escape(token) for token in control_tokens)
         self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
-        self._token, self._tokens = re.compile(tokens or "(?!)"), control_tokens
+        self._token = re.compile(tokens or "(?!)")
+        self._source, self._control_tokens = source, control_tokens
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
         )
@@ -88,6 +89,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For data workers that do not fork: the compiled template cannot be pickled.
+        return type(self), (self._source, self.name, self._variables, self._control_tokens)
 
     @classmethod
     def of_tokenizer(
@@ -208,7 +213,7 @@ class ChatTemplate:
         token before them are kept, because they may end the turn.
         """
         end = text.rstrip()
-        return len(end if end.endswith(self._tokens) else text)
+        return len(end if end.endswith(self._control_tokens) else text)
 
     def continuation(
         self,
