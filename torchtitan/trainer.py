@@ -99,6 +99,8 @@ class Trainer(TrainingEngine):
                         "training.steps"
                     )
                 config.training.steps = dataset.steps_of(config.training.epochs)
+            if isinstance(dataset, PackedDataset):
+                dataset.log_chats()
             # A client's own loss is left alone.
             if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1:
                 if spec.fact("has_token_loss"):

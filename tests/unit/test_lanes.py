@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
-from torchtitan.data import epochs
+from torchtitan.data import counts
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Source
 from torchtitan.data.lanes import Packing
@@ -159,11 +159,11 @@ def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
     packing = Packing(method, 512, document_ids=True, sources=True)
     dataset = PackedDataset(sources, packing, infinite=True, rows=n_rows)
     rows = iter(dataset)
-    counts = torch.zeros(3)
-    while counts.sum() < 1_000_000:
+    tokens = torch.zeros(3)
+    while tokens.sum() < 1_000_000:
         x, _ = next(rows)
-        counts += x["sources"][x["document_ids"] >= 0].bincount(minlength=3)
-    assert (counts / counts.sum() - torch.tensor(weights)).abs().max() <= error
+        tokens += x["sources"][x["document_ids"] >= 0].bincount(minlength=3)
+    assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= error
 
 
 def test_source_with_a_limit_leaves_the_mixture_and_the_end_of_all_ends_the_data():
@@ -195,7 +195,7 @@ def test_lengths_are_counted_once(tmp_path, monkeypatch):
         return PackedDataset([numbers], Packing("none", 2), infinite=True, rows=2)
 
     assert dataset().steps_of(1.5) == 1.5 * (20 + 10) / 2 // 1 + 1
-    monkeypatch.setattr(epochs, "_count_share", None)
+    monkeypatch.setattr(counts, "_count", None)
     assert dataset().steps_of(1) == 15
 
 

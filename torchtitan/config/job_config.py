@@ -204,6 +204,11 @@ class Training:
     # How documents are laid into rows: end to end (concat), whole documents fitted into rows and cut
     # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
     packing: Literal["concat", "fit", "none"] = "concat"
+    # Jinja template of chats; None takes the chat template in model.hf_assets_path
+    chat_template: str | None = None
+    # A chat of more than seq_len tokens stops the run (error), loses the tokens behind that (cut), or is
+    # left out (skip)
+    too_long: Literal["error", "cut", "skip"] = "error"
     # Several datasets in place of training.dataset, one [[training.mixture]] table each
     mixture: list[MixtureSource] = field(default_factory=list)
 

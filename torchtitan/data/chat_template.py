@@ -74,7 +74,7 @@ class ChatTemplate:
             return json.dumps(value, **{"ensure_ascii": False} | options)
 
         control_tokens = tuple(control_tokens)
-        self.name, self._variables = name, dict(variables or {})
+        self.source, self.name, self._variables = source, name, dict(variables or {})
         self.marks_generation = False  # until the parser meets {% generation %}
         tokens = "|".join(re.escape(token) for token in control_tokens)
         self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)

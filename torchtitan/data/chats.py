@@ -18,6 +18,7 @@ import numpy as np
 from torchtitan.config.checks.common import guess
 from torchtitan.data.chat_template import ChatTemplate, Message
 from torchtitan.data.local_files import SampleRule, load_local_documents
+from torchtitan.data.open_document import Tokens
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
@@ -65,6 +66,7 @@ class ChatEncoder:
             if each is not None:
                 _check_marks(each)
         self.num_with_control_tokens = 0
+        self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
         backend = tokenizer.tokenizer
         if (
             backend.post_processor
@@ -175,6 +177,39 @@ class ChatEncoder:
                         "they come from people who must not end a turn (this is said only once)",
                     )
                     return
+
+
+class ChatTokens:
+    """Converts a sample to the tokens of a document that is at most `seq_len` long.
+
+    too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
+        "skip" none. A chat that trains nothing before the cut is skipped, too.
+    key: text that the result depends on beside the tokenizer.
+    """
+
+    def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
+        self._encoder, self._seq_len, self._too_long = encoder, seq_len, too_long
+        self.key = f"{seq_len} {too_long} {encoder.key}"
+
+    def __call__(self, sample: Mapping[str, Any]) -> Tokens:
+        return self._fitted(*self._encoder(sample))
+
+    def count(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return the numbers of tokens, of trained tokens, and of tokens before a cut."""
+        ids, trained = self._encoder(sample)
+        fitted = self._fitted(ids, trained)
+        return len(fitted.ids), int(fitted.trained.sum()), len(ids)
+
+    def _fitted(self, ids: np.ndarray, trained: np.ndarray) -> Tokens:
+        if len(ids) > self._seq_len and self._too_long == "error":
+            raise ValueError(
+                f"the chat has {len(ids)} tokens, and training.seq_len is {self._seq_len}; raise it, or "
+                "set training.too_long to 'cut' or 'skip'"
+            )
+        n = 0 if len(ids) > self._seq_len and self._too_long == "skip" else self._seq_len
+        if not trained[:n].any():
+            n = 0
+        return Tokens(ids[:n], trained[:n])
 
 
 class _Chat:

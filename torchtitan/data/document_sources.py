@@ -82,10 +82,21 @@ class Source:
 
     def open(self, sample: Any, number: int | None) -> OpenDocument:
         """Return a sample as a document of which nothing is read."""
+        content = self.checked(self.encode, sample, number)
+        if isinstance(content, str):
+            document = OpenDocument(number, self.tokenizer, content, source=self.number)
+        else:
+            document = OpenDocument.of_tokens(number, self.tokenizer, content, self.number)
+        document.index = -1 if number is None else self.order.index(number)
+        return document
+
+    def checked(self, encode: Callable[[Any], Any], sample: Any, number: int | None) -> Any:
+        """Return `encode(sample)`; its ValueError gets the document's name."""
         try:
-            content = self.encode(sample)
+            content = encode(sample)
             if isinstance(content, str):
                 content.encode()  # raises where the tokenizer would
+            return content
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{self.where(number)}: the text has half of a surrogate pair, "
@@ -94,12 +105,6 @@ class Source:
             ) from None
         except ValueError as error:
             raise ValueError(f"{self.where(number)}: {error}") from error
-        if isinstance(content, str):
-            document = OpenDocument(number, self.tokenizer, content, source=self.number)
-        else:
-            document = OpenDocument.of_tokens(number, self.tokenizer, content, self.number)
-        document.index = -1 if number is None else self.order.index(number)
-        return document
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved place; it is read again if the source has `[i]`."""

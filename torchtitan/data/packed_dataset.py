@@ -6,9 +6,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan.data.chats import ChatTokens
+from torchtitan.data.counts import count_tokens, steps_of
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.document_sources import Source
-from torchtitan.data.epochs import steps_of
 from torchtitan.data.lanes import Lane, Packing, Row
 from torchtitan.tools.logging import logger
 
@@ -79,9 +80,33 @@ class PackedDataset(IterableDataset):
         return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
 
     def steps_of(self, epochs: float) -> int:
-        """Return the number of steps of so many passes over the data; see `epochs.steps_of`."""
+        """Return the number of steps that `epochs` passes over the data take; see `counts.steps_of`."""
         num_rows = self._rows * self._dp_world_size
         return steps_of(epochs, self._sources, self._packing, num_rows)
+
+    @property
+    def has_chats(self) -> bool:
+        return any(isinstance(source.encode, ChatTokens) for source in self._sources)
+
+    def log_chats(self) -> None:
+        """Log what is trained of each source of chats. Collective: the ranks count together."""
+        for name, source in zip(self.source_names, self._sources, strict=True):
+            if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
+                continue
+            tokens, trained, whole = count_tokens(source).T
+            num_left_out = (tokens == 0).sum()
+            num_cut = ((tokens < whole) & (tokens > 0)).sum()
+            logger.info(
+                f"dataset {name}: {len(tokens):,} chats of {tokens.sum():,} tokens, "
+                f"{trained.sum() / max(tokens.sum(), 1):.1%} of them trained; {num_cut:,} chats longer "
+                f"than training.seq_len = {self._packing.seq_len} are cut, {num_left_out:,} left out"
+            )
+            if num_left_out == len(tokens):
+                raise ValueError(
+                    f"dataset {name}: every chat is left out, because it is longer than "
+                    f"training.seq_len = {self._packing.seq_len} (or trains nothing before that token); "
+                    "raise training.seq_len"
+                )
 
     def __iter__(self) -> Iterator[Row | None]:
         if self._ran_out:

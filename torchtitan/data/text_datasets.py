@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchtitan.config.checks.common import guess
 from torchtitan.config.job_config import Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
@@ -23,7 +24,7 @@ from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.token_files import TokenDocuments, load_tokens
-from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
 
@@ -84,6 +85,16 @@ def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) 
     return Tokens
 
 
+def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encoder:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ValueError(
+            "training.dataset = 'chat' needs a tokenizer of Hugging Face files, whose chat template it "
+            f"renders, got {type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
+        )
+    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "")
+    return ChatTokens(encoder, training.seq_len, training.too_long)
+
+
 # Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
     name: DatasetConfig(path, loader, _text_of)
@@ -96,6 +107,7 @@ DATASETS: dict[str, DatasetConfig] = {
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
     ]
 }
+DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, _encode_chats)
 DATASETS["tokens"] = DatasetConfig("", load_tokens, _text_of, _encode_tokens)
 
 
@@ -246,7 +258,7 @@ def _build(
             part["dataset"],
             part["dataset_path"],
             tokenizer,
-            training,
+            replace(training, seq_len=section.seq_len),
             weight=part.get("weight", 1.0),
             limit=part.get("epochs"),
             seed=_seed_of(training, number) if is_training and training.shuffle else None,
