@@ -74,6 +74,13 @@ def test_marks_in_macros_loops_and_nested_blocks_are_found(tokenizer):
     assert parts(tokenizer, encoded) == "<user>2+2?<assistant>[4ü\n]<user>3+3?"
 
 
+def test_text_may_have_the_characters_that_mark_generation(tokenizer):
+    chat = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
+    encoded = encoder_of(tokenizer, MARKED)({"messages": chat})
+    shown = "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"
+    assert parts(tokenizer, encoded) == shown
+
+
 def test_thinking_that_later_turns_lose_leaves_labels_known_without_marks(tokenizer):
     plain = QWEN_LIKE.replace("generation %}", "if true %}").replace("endif true", "endif")
     plain = plain.replace("{%- endif true %}", "{%- endif %}").replace(
@@ -282,12 +289,6 @@ BAD_TEMPLATES = [
         [A],
         "every token of the chat would be trained, because t.jinja writes nothing outside",
         "writes a header",
-    ),
-    (
-        MARKED,
-        [U, A | {"content": "4\ufdd1"}],
-        "the chat has the character '\\ufdd1'",
-        "leave it out",
     ),
     (
         LOOP.replace(

@@ -40,7 +40,8 @@ class ChatEncoder:
     - messages: every token of an assistant's turn is trained, including the end of the turn if the
       marks enclose it. Without marks a turn is the text behind its header, through the control token
       that ends it.
-    - prompt and completion, messages: every token of the completion is trained.
+    - prompt and completion, messages: every token of the completion is trained, but for blanks behind
+      the control token that ends it.
     - prompt and completion, texts: no template. The ids are those of both texts joined and the
       end-of-text id; the completion and the end-of-text id are trained.
 
@@ -66,10 +67,8 @@ class ChatEncoder:
                 _check_marks(each)
         self.num_with_control_tokens = 0
         backend = tokenizer.tokenizer
-        if (
-            backend.post_processor
-            and b'"trim_offsets":true' in backend.post_processor.__getstate__()
-        ):
+        processor = backend.post_processor
+        if processor and b'"trim_offsets":true' in processor.__getstate__():
             # It cuts blanks off the offsets of tokens. Without it the ids of a text are the same.
             backend = type(backend).from_str(backend.to_str())
             backend.post_processor = None
@@ -130,9 +129,8 @@ class ChatEncoder:
         tokenizer = self._tokenizer
         if tokenizer.bos_id is not None and (tokenizer.hf_adds_bos or tokenizer.default_add_bos):
             ids, trained = np.insert(ids, 0, tokenizer.bos_id), np.insert(trained, 0, False)
-        if tokenizer.eos_id is not None and not (
-            completion and ids.size and ids[-1] == tokenizer.eos_id
-        ):
+        is_ended = bool(completion) and ids[-1:].tolist() == [tokenizer.eos_id]
+        if tokenizer.eos_id is not None and not is_ended:
             ids, trained = np.append(ids, tokenizer.eos_id), np.append(trained, True)
         if not trained.any():
             raise ValueError(
