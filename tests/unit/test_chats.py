@@ -271,7 +271,7 @@ BAD_TEMPLATES = [
     (
         "{{ messages[1].role.upper() }}" + PLAIN,
         [U, A],
-        UNMARKED + "cannot render the first 1 messages without the rest (",
+        UNMARKED + "cannot render the beginning of the chat through message 1 (",
         "training.chat_template",
     ),
     # A reply has another closing token once the chat goes on.

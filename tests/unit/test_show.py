@@ -72,6 +72,14 @@ def test_documents_positions_and_labels_of_a_packed_row_are_shown(folder):
     assert "\n".join(lines) + "\n" == SHOWN
 
 
+def test_positions_tell_documents_apart_under_a_causal_mask_too(folder):
+    tokenizer = HuggingFaceTokenizer(folder)
+    batch = CAUSAL.pack_masked(*packed_row(tokenizer))
+    lines = show.describe_row(batch, 0, CAUSAL, tokenizer, MARKS, "row 1")
+    seen = "(42.1%), every token sees the whole row before it"
+    assert "\n".join(lines) + "\n" == SHOWN.replace("(42.1%)", seen)
+
+
 def test_program_prints_the_rows_of_the_job_s_own_data(folder, monkeypatch, capsys):
     def build(*, dp_world_size, dp_rank, tokenizer, job_config):
         assert (dp_world_size, dp_rank) == (1, 0)

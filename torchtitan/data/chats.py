@@ -184,7 +184,7 @@ class _Chat:
         if isinstance(tools, str):  # for files whose columns cannot hold any JSON
             try:
                 tools = json.loads(tools)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"'tools' is not valid JSON: {error}; correct it") from None
         if tools is not None and not _is_list_of(dict, tools):
             raise ValueError("'tools' must be a list of JSON schemas; correct it")
@@ -254,8 +254,8 @@ class _Chat:
         except ValueError as error:
             reason = " ".join(str(error.__cause__).split())
             raise ValueError(
-                f"{self.template.name} has no {{% generation %}} marks, and cannot render the first "
-                f"{number} messages without the rest ({reason}), so it is unknown which tokens are the "
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
+                f"beginning of the chat through message {number} ({reason}), so it is unknown which tokens are the "
                 f"assistant's; {_MARK_IT}"
             ) from None
 
@@ -398,17 +398,20 @@ def _problem_of_message(message: Message) -> str | None:
 def _problem_of(sample: Any) -> str | None:
     """Return the end of an error's sentence if a sample lacks the columns of a chat."""
     if not isinstance(sample, Mapping):
-        return f"need an object with 'messages', got {type(sample).__name__}"
+        return f"need an object with 'messages', got {type(sample).__name__}; correct it"
     present = [key for key in ("prompt", "completion") if sample.get(key) is not None]
     if sample.get("messages") is not None:
         return None
     if len(present) == 1:
         missing = "completion" if present == ["prompt"] else "prompt"
-        return f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}"
+        return (
+            f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}; add it, or leave "
+            "out the sample"
+        )
     if not present:
         return (
             "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
-            f"{sorted(sample)}"
+            f"{sorted(sample)}; convert the data to these keys"
         )
     if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
         return (
