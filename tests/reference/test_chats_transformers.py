@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.chat_formats import FORMATS, backend_of, without_marks
+from tests.reference.chat_formats import FORMATS, GPT_OSS, backend_of, without_marks
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
@@ -199,6 +199,15 @@ def test_pairs_of_messages_are_the_chat_with_all_of_the_completion_trained(tmp_p
             n = len(theirs(start)["input_ids"])  # a special token or a line break ends the prompt
             end = len(ids) - text.endswith("\n")  # behind the token that ends the turn
             assert trained == [0] * n + [1] * (end - n) + [0] * (len(ids) - end), title
+
+
+def test_template_that_writes_today_s_date_is_refused_with_the_remedy(tmp_path):
+    form = FORMATS["gpt_oss"]
+    backend_of(form).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(GPT_OSS)
+    encoder = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
+    with pytest.raises(ValueError, match="'strftime_now' is undefined; .* with a fixed date$"):
+        encoder({"messages": CHATS["one turn"]})
 
 
 def test_variables_of_a_sample_reach_the_template(tmp_path):

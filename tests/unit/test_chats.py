@@ -137,6 +137,8 @@ def test_control_token_in_a_user_s_text_is_encoded_as_one_counted_and_warned_of_
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_start|>"}]}, CHAT[2]]
     encode({"messages": in_parts})
     encode({"messages": [CHAT[1], {"role": "assistant", "content": "<|im_start|>"}]})
+    for result in ([{"text": 4}, 5], {"text": "<|im_start|>"}, "6"):
+        encode({"messages": [{"role": "tool", "content": result}, CHAT[2]]})
     assert encode.num_with_control_tokens == 2
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == 2  # each token once
@@ -205,8 +207,8 @@ BAD_SAMPLES = [
         "the text has half of a surrogate pair, '\\udc00'",
         "leave out",
     ),
-    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", ""),
-    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", ""),
+    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", "add it"),
+    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", "add it"),
     (
         {"prompt": "a", "completion": [A]},
         "'prompt' and 'completion' must both be texts or both be lists",
@@ -217,9 +219,9 @@ BAD_SAMPLES = [
     (
         {"conversations": [U, A]},
         "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conversations']",
-        "",
+        "convert",
     ),
-    (["a"], "need an object with 'messages', got list", ""),
+    (["a"], "need an object with 'messages', got list", "correct"),
 ]
 
 

@@ -341,9 +341,9 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 def _texts_of(content: Any) -> list[str]:
     """Return the texts in a message's content, a string or a list of parts."""
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content or [] if isinstance(part, dict) and "text" in part]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _checked_messages(messages: Any, key: str) -> list[Message]:
