@@ -4,8 +4,10 @@ import functools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.reference.chat_formats import FORMATS, backend_of, without_marks
+from tests.reference.chat_formats import FORMATS, GPT_OSS, backend_of, without_marks
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
@@ -199,6 +201,15 @@ def test_pairs_of_messages_are_the_chat_with_all_of_the_completion_trained(tmp_p
             assert trained == [0] * n + [1] * (end - n) + [0] * (len(ids) - end), title
 
 
+def test_template_that_writes_today_s_date_is_refused_with_the_remedy(tmp_path):
+    form = FORMATS["gpt_oss"]
+    backend_of(form).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(GPT_OSS)
+    encoder = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
+    with pytest.raises(ValueError, match="'strftime_now' is undefined; .* with a fixed date$"):
+        encoder({"messages": CHATS["one turn"]})
+
+
 def test_variables_of_a_sample_reach_the_template(tmp_path):
     theirs, ours = theirs_and_ours("llama_3", tmp_path)
     chat, variables = CHATS["one turn"], {"date_string": "2 June 2025"}
@@ -228,3 +239,22 @@ def test_model_with_a_template_for_tools_uses_it_for_samples_with_tools(tmp_path
         assert encoded(ours, sample) == expected(theirs, CHATS["turns"], tools=tools)
     as_text = {"messages": CHATS["turns"], "tools": json.dumps(TOOLS)}
     assert encoded(ours, as_text) == encoded(ours, as_text | {"tools": TOOLS})
+
+
+CONTENTS = st.text(
+    st.sampled_from("ab \n\t<|>éü四😀[]/\u0301") | st.characters(codec="utf-8"), max_size=9
+)
+TURNS = st.lists(st.tuples(CONTENTS | st.just("<|im_end|>\n"), CONTENTS), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "qwen_3", "zephyr"])
+@settings(max_examples=60, deadline=None)
+@given(turns=TURNS)
+def test_any_text_gets_the_ids_and_labels_of_transformers(name, tmp_path_factory, turns):
+    folder = tmp_path_factory.getbasetemp() / name
+    theirs, ours = theirs_and_ours(name, folder / "marked")
+    _, by_prefixes = theirs_and_ours(name, folder / "unmarked", marked=False)
+    chat = [m for question, answer in turns for m in (user(question), assistant(answer))]
+    reference = expected(theirs, chat)
+    assert encoded(ours, {"messages": chat}) == reference
+    assert encoded(by_prefixes, {"messages": chat}) == reference

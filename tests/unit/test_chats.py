@@ -74,6 +74,13 @@ def test_marks_in_macros_loops_and_nested_blocks_are_found(tokenizer):
     assert parts(tokenizer, encoded) == "<user>2+2?<assistant>[4ü\n]<user>3+3?"
 
 
+def test_text_may_have_the_characters_that_mark_generation(tokenizer):
+    chat = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
+    encoded = encoder_of(tokenizer, MARKED)({"messages": chat})
+    shown = "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"
+    assert parts(tokenizer, encoded) == shown
+
+
 def test_thinking_that_later_turns_lose_leaves_labels_known_without_marks(tokenizer):
     plain = QWEN_LIKE.replace("generation %}", "if true %}").replace("endif true", "endif")
     plain = plain.replace("{%- endif true %}", "{%- endif %}").replace(
@@ -130,6 +137,8 @@ def test_control_token_in_a_user_s_text_is_encoded_as_one_counted_and_warned_of_
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_start|>"}]}, CHAT[2]]
     encode({"messages": in_parts})
     encode({"messages": [CHAT[1], {"role": "assistant", "content": "<|im_start|>"}]})
+    for result in ([{"text": 4}, 5], {"text": "<|im_start|>"}, "6"):
+        encode({"messages": [{"role": "tool", "content": result}, CHAT[2]]})
     assert encode.num_with_control_tokens == 2
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == 2  # each token once
@@ -198,8 +207,8 @@ BAD_SAMPLES = [
         "the text has half of a surrogate pair, '\\udc00'",
         "leave out",
     ),
-    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", ""),
-    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", ""),
+    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", "add it"),
+    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", "add it"),
     (
         {"prompt": "a", "completion": [A]},
         "'prompt' and 'completion' must both be texts or both be lists",
@@ -210,9 +219,9 @@ BAD_SAMPLES = [
     (
         {"conversations": [U, A]},
         "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conversations']",
-        "",
+        "convert",
     ),
-    (["a"], "need an object with 'messages', got list", ""),
+    (["a"], "need an object with 'messages', got list", "correct"),
 ]
 
 
@@ -264,7 +273,7 @@ BAD_TEMPLATES = [
     (
         "{{ messages[1].role.upper() }}" + PLAIN,
         [U, A],
-        UNMARKED + "cannot render the first 1 messages without the rest (",
+        UNMARKED + "cannot render the beginning of the chat through message 1 (",
         "training.chat_template",
     ),
     # A reply has another closing token once the chat goes on.
@@ -282,12 +291,6 @@ BAD_TEMPLATES = [
         [A],
         "every token of the chat would be trained, because t.jinja writes nothing outside",
         "writes a header",
-    ),
-    (
-        MARKED,
-        [U, A | {"content": "4\ufdd1"}],
-        "the chat has the character '\\ufdd1'",
-        "leave it out",
     ),
     (
         LOOP.replace(

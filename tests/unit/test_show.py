@@ -72,6 +72,14 @@ def test_documents_positions_and_labels_of_a_packed_row_are_shown(folder):
     assert "\n".join(lines) + "\n" == SHOWN
 
 
+def test_positions_tell_documents_apart_under_a_causal_mask_too(folder):
+    tokenizer = HuggingFaceTokenizer(folder)
+    batch = CAUSAL.pack_masked(*packed_row(tokenizer))
+    lines = show.describe_row(batch, 0, CAUSAL, tokenizer, MARKS, "row 1")
+    seen = "(42.1%), every token sees the whole row before it"
+    assert "\n".join(lines) + "\n" == SHOWN.replace("(42.1%)", seen)
+
+
 def test_program_prints_the_rows_of_the_job_s_own_data(folder, monkeypatch, capsys):
     def build(*, dp_world_size, dp_rank, tokenizer, job_config):
         assert (dp_world_size, dp_rank) == (1, 0)
@@ -83,17 +91,33 @@ def test_program_prints_the_rows_of_the_job_s_own_data(folder, monkeypatch, caps
     # The layout is of no concern, and so are rows that the data do not have.
     flags += [f"--model.hf_assets_path={folder}", "--parallelism.tensor_parallel_degree=8"]
     code, out, err = run(monkeypatch, capsys, *flags, "--show.rows=5")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, ""), err
     assert out == SHOWN.replace("[", "⟦").replace("]", "⟧")
 
 
-def test_rows_of_text_are_those_that_the_trainer_reads(monkeypatch, capsys):
-    flags = ["--training.seq_len=40", "--show.rows=9", "--training.local_batch_size=2"]
-    code, out, err = run(monkeypatch, capsys, *flags)
+def test_rows_of_text_are_cut_from_documents_laid_end_to_end(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("d\n")
+    flags = ["--training.dataset=local", f"--training.dataset_path={tmp_path}", "--show.rows=3"]
+    flags += ["--training.seq_len=6", "--training.local_batch_size=2"]
+    code, out, err = run(monkeypatch, capsys, f"--model.hf_assets_path={folder}", *flags)
     assert (code, err) == (0, "")
-    assert out.count("labels: 40 (100.0%), samples: 0 to 0, every token sees the whole row") == 9
-    assert "    <|begin_of_text|>⟦Story 1: The smoky rolling pin of Simon\n    \n    Last" in out
-    assert out.count("  label behind the row: ⟦") == 9
+    rows = out[out.index("row 1") :]
+    assert rows.count("padding: 0, labels: 6 (100.0%), samples: ") == 3
+    assert rows.count("every token sees the whole row before it") == 3
+    # A causal mask keeps no documents apart, so the first token of a document is a label, too.
+    assert [line for line in rows.splitlines() if "|>" in line or "⟦" in line] == [
+        "    <|begin|>⟦abc<|im_end|>⟧",
+        "    ⟦<|begin|>⟧",
+        "  label behind the row: ⟦d⟧",
+        "    ⟦<|im_end|>⟧",
+        "    ⟦<|begin|>abc⟧",
+        "  label behind the row: ⟦<|im_end|>⟧",
+        "    <|begin|>⟦d",
+        "    <|im_end|>⟧",
+        "    ⟦<|begin|>a⟧",
+        "  label behind the row: ⟦b⟧",
+    ]
 
 
 def test_labels_that_are_not_the_next_token_and_escapes_are_told(folder):

@@ -5,8 +5,10 @@ reach no internal attribute of Python objects. It gets no date, because a prompt
 the day on which a run resumes.
 """
 
+import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +21,6 @@ Message = Mapping[str, Any]
 SEAM = "\ufdd0"
 """A mark in a text: the parts before and after it are tokenized separately. It is a noncharacter,
 which Unicode reserves for a program's internal use, so no text contains it."""
-
-# Marks around a part of {% generation %}, noncharacters as well.
-_BEGIN, _END = "\ufdd1", "\ufdd2"
 
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
@@ -178,18 +177,17 @@ class ChatTemplate:
         text = self.render(messages, variables=variables, **options)
         if not self.marks_generation:
             return text, []
-        if mark := next((mark for mark in (_BEGIN, _END) if mark in text), None):
-            raise ValueError(
-                f"the chat has the character {mark!r}, which Unicode reserves for a program's internal "
-                "use; leave it out"
-            )
-        marks = {"_begin_generation": _BEGIN, "_end_generation": _END}
+        unused = (
+            mark for mark in map(chr, range(ord(SEAM) + 1, sys.maxunicode)) if mark not in text
+        )
+        begin, end = itertools.islice(unused, 2)
+        marks = {"_begin_generation": begin, "_end_generation": end}
         marked = self.render(messages, variables={**(variables or {}), **marks}, **options)
         spans, begins, plain = [], [], ""
-        for part in re.split(f"([{_BEGIN}{_END}])", marked):
-            if part == _BEGIN:
+        for part in re.split(f"([{begin}{end}])", marked):
+            if part == begin:
                 begins.append(len(plain))
-            elif part == _END and begins:
+            elif part == end and begins:
                 spans.append((begins.pop(), len(plain)))
             else:
                 plain += part

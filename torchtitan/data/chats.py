@@ -41,7 +41,8 @@ class ChatEncoder:
     - messages: every token of an assistant's turn is trained, including the end of the turn if the
       marks enclose it. Without marks a turn is the text behind its header, through the control token
       that ends it.
-    - prompt and completion, messages: every token of the completion is trained.
+    - prompt and completion, messages: every token of the completion is trained, but for blanks behind
+      the control token that ends it.
     - prompt and completion, texts: no template. The ids are those of both texts joined and the
       end-of-text id; the completion and the end-of-text id are trained.
 
@@ -68,10 +69,8 @@ class ChatEncoder:
         self.num_with_control_tokens = 0
         self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
         backend = tokenizer.tokenizer
-        if (
-            backend.post_processor
-            and b'"trim_offsets":true' in backend.post_processor.__getstate__()
-        ):
+        processor = backend.post_processor
+        if processor and b'"trim_offsets":true' in processor.__getstate__():
             # It cuts blanks off the offsets of tokens. Without it the ids of a text are the same.
             backend = type(backend).from_str(backend.to_str())
             backend.post_processor = None
@@ -132,9 +131,8 @@ class ChatEncoder:
         tokenizer = self._tokenizer
         if tokenizer.bos_id is not None and (tokenizer.hf_adds_bos or tokenizer.default_add_bos):
             ids, trained = np.insert(ids, 0, tokenizer.bos_id), np.insert(trained, 0, False)
-        if tokenizer.eos_id is not None and not (
-            completion and ids.size and ids[-1] == tokenizer.eos_id
-        ):
+        is_ended = bool(completion) and ids[-1:].tolist() == [tokenizer.eos_id]
+        if tokenizer.eos_id is not None and not is_ended:
             ids, trained = np.append(ids, tokenizer.eos_id), np.append(trained, True)
         if not trained.any():
             raise ValueError(
@@ -221,7 +219,7 @@ class _Chat:
         if isinstance(tools, str):  # for files whose columns cannot hold any JSON
             try:
                 tools = json.loads(tools)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"'tools' is not valid JSON: {error}; correct it") from None
         if tools is not None and not _is_list_of(dict, tools):
             raise ValueError("'tools' must be a list of JSON schemas; correct it")
@@ -291,8 +289,8 @@ class _Chat:
         except ValueError as error:
             reason = " ".join(str(error.__cause__).split())
             raise ValueError(
-                f"{self.template.name} has no {{% generation %}} marks, and cannot render the first "
-                f"{number} messages without the rest ({reason}), so it is unknown which tokens are the "
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
+                f"beginning of the chat through message {number} ({reason}), so it is unknown which tokens are the "
                 f"assistant's; {_MARK_IT}"
             ) from None
 
@@ -378,9 +376,9 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 def _texts_of(content: Any) -> list[str]:
     """Return the texts in a message's content, a string or a list of parts."""
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content or [] if isinstance(part, dict) and "text" in part]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _checked_messages(messages: Any, key: str) -> list[Message]:
@@ -435,17 +433,20 @@ def _problem_of_message(message: Message) -> str | None:
 def _problem_of(sample: Any) -> str | None:
     """Return the end of an error's sentence if a sample lacks the columns of a chat."""
     if not isinstance(sample, Mapping):
-        return f"need an object with 'messages', got {type(sample).__name__}"
+        return f"need an object with 'messages', got {type(sample).__name__}; correct it"
     present = [key for key in ("prompt", "completion") if sample.get(key) is not None]
     if sample.get("messages") is not None:
         return None
     if len(present) == 1:
         missing = "completion" if present == ["prompt"] else "prompt"
-        return f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}"
+        return (
+            f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}; add it, or leave "
+            "out the sample"
+        )
     if not present:
         return (
             "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
-            f"{sorted(sample)}"
+            f"{sorted(sample)}; convert the data to these keys"
         )
     if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
         return (

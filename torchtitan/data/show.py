@@ -55,6 +55,8 @@ class ShowConfig(JobConfig):
 
 def main() -> None:
     init_logger()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     marks = (_GREEN, _PLAIN) if sys.stdout.isatty() else ("⟦", "⟧")
     try:
         with exit_on_config_error():
