@@ -55,6 +55,7 @@ class Trainer(TrainingEngine):
             metrics.model_parts = self.model_parts
             self.metrics_processor = metrics
             self._check_batch_fits()
+            self._warn_of_chats_in_one_row()
             self._build_validator()
             self.isolation_probe = None
             if job_config.debug.check_document_isolation_freq > 0:
@@ -90,21 +91,24 @@ class Trainer(TrainingEngine):
                 tokenizer=self.tokenizer,
                 job_config=config,
             )
-            dataset = getattr(self.dataloader, "dataset", None)
-            if config.training.epochs is not None:
-                if not isinstance(dataset, PackedDataset):
-                    raise ConfigError(
-                        f"training.epochs = {config.training.epochs} needs the data of [training], whose "
-                        "documents are counted, and this model has a dataloader of its own; set "
-                        "training.steps"
-                    )
-                config.training.steps = dataset.steps_of(config.training.epochs)
-            if isinstance(dataset, PackedDataset):
-                dataset.log_chats()
+            self._count_documents()
+
+    def _count_documents(self) -> None:
+        """Set the steps of `training.epochs`, log what is trained of chats, and measure a mixture."""
+        training = self.job_config.training
+        dataset = getattr(self.dataloader, "dataset", None)
+        if isinstance(dataset, PackedDataset):
+            if training.epochs is not None:
+                training.steps = dataset.steps_of(training.epochs)
+            dataset.log_chats()
             # A client's own loss is left alone.
-            if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1:
-                if spec.fact("has_token_loss"):
-                    self.source_losses = SourceLosses(dataset.source_names, self.device)
+            if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
+                self.source_losses = SourceLosses(dataset.source_names, self.device)
+        elif training.epochs is not None:
+            raise ConfigError(
+                f"training.epochs = {training.epochs} needs a dataset whose documents are counted, and "
+                f"model {self.job_config.model.name!r} has a dataloader of its own; set training.steps"
+            )
 
     def _check_batch_fits(self) -> None:
         """Refuse a batch that cannot fit into memory, before minutes are spent on reading it."""
@@ -123,6 +127,17 @@ class Trainer(TrainingEngine):
                 f"takes {needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; "
                 f"lower local_batch_size (gradients accumulate to training.global_batch_size)"
             )
+
+    def _warn_of_chats_in_one_row(self) -> None:
+        dataset = getattr(self.dataloader, "dataset", None)
+        shares_rows = self.job_config.training.packing != "none"
+        if shares_rows and getattr(dataset, "has_chats", False):
+            if not self.packing.separates_documents:
+                logger.warning(
+                    "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
+                    "to 'block_causal' with model.attn_type 'flex' or 'varlen', or training.packing to "
+                    "'none'"
+                )
 
     def _build_validator(self) -> None:
         self.validator = None

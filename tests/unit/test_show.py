@@ -99,7 +99,7 @@ def test_rows_of_text_are_cut_from_documents_laid_end_to_end(folder, tmp_path, m
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "b.txt").write_text("d\n")
     flags = ["--training.dataset=local", f"--training.dataset_path={tmp_path}", "--show.rows=3"]
-    flags += ["--training.seq_len=6", "--training.local_batch_size=2"]
+    flags += ["--training.seq_len=6", "--training.local_batch_size=1"]
     code, out, err = run(monkeypatch, capsys, f"--model.hf_assets_path={folder}", *flags)
     assert (code, err) == (0, "")
     rows = out[out.index("row 1") :]
