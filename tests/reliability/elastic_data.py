@@ -27,6 +27,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.text_datasets import build_text_dataloader
+from torchtitan.data.token_files import smallest_type, write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
 GLOBAL_BATCH_SIZE = 12
@@ -59,7 +60,46 @@ def mixture(training: Training, folder: Path) -> None:
     ]
 
 
-KINDS: dict[str, Callable[[Training, Path], None]] = {"indexed": indexed, "mixture": mixture}
+def tokens(training: Training, folder: Path) -> None:
+    training.dataset, training.dataset_path = "tokens", str(folder / "pair")
+    if not (folder / "pair.idx").exists():
+        generator = random.Random(3)
+        documents = [
+            [
+                [
+                    generator.randrange(2000)
+                    for _ in range(round(generator.lognormvariate(3.5, 1)) + 1)
+                ]
+            ]
+            for _ in range(700)
+        ]
+        write_pair(training.dataset_path, documents, smallest_type(2000))
+
+
+def chats(training: Training, folder: Path) -> None:
+    training.dataset, training.too_long = "chat", "cut"
+    training.dataset_path = str(folder / "chats.jsonl")
+    training.chat_template = str(folder / "template.jinja")
+    if not (folder / "chats.jsonl").exists():
+        (folder / "template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+        )
+        roles = ["user", "assistant"] * 8
+        generator = random.Random(4)
+        with open(folder / "chats.jsonl", "w") as file:
+            for number in range(700):
+                turns = roles[: 2 * generator.randint(1, 6)]
+                messages = [{"role": role, "content": f"the {number} of a"} for role in turns]
+                file.write(json.dumps({"messages": messages}) + "\n")
+
+
+KINDS: dict[str, Callable[[Training, Path], None]] = {
+    "indexed": indexed,
+    "mixture": mixture,
+    "tokens": tokens,
+    "chats": chats,
+}
 PACKINGS = ("concat", "fit", "none")
 
 

@@ -7,7 +7,9 @@ import pytest
 from tests.reliability import elastic_data
 
 
-@pytest.mark.parametrize(("kind", "packing"), [("mixture", "concat"), ("indexed", "fit")])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("mixture", "concat"), ("chats", "fit"), ("tokens", "none")]
+)
 def test_rows_are_those_of_the_unbroken_run(kind, packing, tmp_path):
     prepare = partial(
         lambda training, prepare: prepare(training, tmp_path), prepare=elastic_data.KINDS[kind]

@@ -176,30 +176,33 @@ class Lane:
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the document that has waited longest, and then the longest document that still fits."""
-        space = self._packing.seq_len
+        seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
+        # A cut document brings the label of its last token along.
+        lengths = [document.num_ahead(seq_len + 1) for document in self.open]
+        space, index = seq_len, 0
         pieces = []
-        while space:
+        while True:
             while len(self.open) < window and (document := self._next_document()) is not None:
                 self.open.append(document)
-            # A cut document brings the label of its last token along.
-            lengths = [document.num_ahead(space + 1) for document in self.open]
-            fitting = [(n, -i) for i, n in enumerate(lengths) if n <= space]
-            if not pieces and self.open:
-                index = 0
-            elif fitting and window > 1:
-                index = -max(fitting)[1]
-            else:
-                break
+                lengths.append(document.num_ahead(seq_len + 1))
+            if pieces:
+                best, index = max(
+                    ((n, -i) for i, n in enumerate(lengths) if n <= space), default=(0, 0)
+                )
+                index = -index
+                if not best or window == 1:
+                    return pieces
+            elif not self.open:
+                return []
             document = self.open[index]
-            tokens = document.ahead(space + 1)
-            n = min(len(tokens.ids), space)
-            document.take(n)
+            pieces.append((document, document.ahead(space + 1)))
+            document.take(min(lengths[index], space))
+            space -= min(lengths[index], space)
             if document.is_finished:
-                self.open.pop(index)
-            space -= n
-            pieces.append((document, tokens))
-        return pieces
+                del self.open[index], lengths[index]
+            if not space:
+                return pieces
 
     def _next_document(self) -> OpenDocument | None:
         """Open the next document that has tokens; None if the documents have ended."""
