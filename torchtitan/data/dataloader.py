@@ -106,10 +106,12 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 continue
             order = rows.argsort()
             inputs, labels = zip(*read, strict=True)
-            yield (
-                {key: torch.cat([x[key] for x in inputs])[order] for key in inputs[0]},
-                torch.cat(labels)[order],
-            )
+            joined = {key: torch.cat([x[key] for x in inputs])[order] for key in inputs[0]}
+            joined_labels = torch.cat(labels)[order]
+            if self.pin_memory:
+                joined = {key: x.pin_memory() for key, x in joined.items()}
+                joined_labels = joined_labels.pin_memory()
+            yield joined, joined_labels
 
     def _get_iterator(self) -> Any:
         if self.next_iter_state is None:

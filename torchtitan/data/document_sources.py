@@ -66,7 +66,9 @@ class Source:
                 f"dataset {self.name!r} holds no documents"
                 + (f": {self.path} is empty" if self.path else "")
             )
-        self.order = Order(len(self.data), self.seed)
+        # Sources of equal length have different orders.
+        seed = None if self.seed is None else f"{self.seed} {self.number}"
+        self.order = Order(len(self.data), seed)
 
     @property
     def is_indexed(self) -> bool:
@@ -244,7 +246,7 @@ class StreamedFeed:
             samples = list(itertools.islice(self._samples, n))
         self._has_begun |= bool(samples)
         if self.source.seed is not None and samples:
-            order = Order(len(samples), self.source.seed)
+            order = Order(len(samples), str(self.source.seed))
             first = (self._pass << 32 | zlib.crc32(repr(self._start).encode())) * len(samples)
             samples = [samples[order.index(first + i)] for i in range(len(samples))]
         self._block.extend(samples)

@@ -19,7 +19,7 @@ class Order:
     """
 
     num_documents: int
-    seed: int | None = None
+    seed: str | None = None
 
     def index(self, number: int) -> int:
         pass_number, index = divmod(number, self.num_documents)
@@ -38,7 +38,7 @@ class Order:
 
 
 @lru_cache(64)  # lanes may be in different passes
-def _round_keys(seed: int, pass_number: int) -> list[int]:
+def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
 

@@ -261,7 +261,8 @@ def _build(
             replace(training, seq_len=section.seq_len),
             weight=part.get("weight", 1.0),
             limit=part.get("epochs"),
-            seed=_seed_of(training, number) if is_training and training.shuffle else None,
+            seed=training.data_seed if is_training and training.shuffle else None,
+            number=number,
         )
         for number, part in enumerate(parts)
     ]
@@ -288,7 +289,3 @@ def _build(
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows)
     loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)
-
-
-def _seed_of(training: Training, source_number: int) -> int:
-    return training.data_seed * 1000 + source_number
