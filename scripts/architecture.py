@@ -40,8 +40,9 @@ LAYERS = (
     ("experiments", "testing"),
     ("integrations", "report"),
 )
-# Other paths of modules above, for other programs: nothing of the package imports them.
+# Programs, and other paths of modules above, for other programs: nothing of the package imports them.
 REFERENCE_PATHS = (
+    "data/show.py",
     "components/",
     "hf_datasets/",
     "tools/profiling.py",

@@ -69,6 +69,7 @@ LONGER = (
     "test_parallelize.py",
     "test_presets.py",
     "test_qwen3.py",
+    "test_token_files.py",
     "test_value_head.py",
 )
 BEYOND_THE_KERNELS = "needs 16-bit numbers on an accelerator"

@@ -15,6 +15,7 @@ from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.data.dataloader import DataloaderExhaustedError
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
@@ -22,6 +23,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.listeners.source_losses import SourceLosses
 from torchtitan.optim.lr_scheduler import follow_own_schedule
 from torchtitan.reference import Batches, is_overridden
 from torchtitan.step.forward import on_error
@@ -39,6 +41,7 @@ class Trainer(TrainingEngine):
     """
 
     builds_data = True
+    source_losses: SourceLosses | None = None  # of a mixture
     _stop: StopRequest | None = None  # while it trains
 
     def __init__(self, job_config: JobConfig, **options: Any):
@@ -52,6 +55,7 @@ class Trainer(TrainingEngine):
             metrics.model_parts = self.model_parts
             self.metrics_processor = metrics
             self._check_batch_fits()
+            self._warn_of_chats_in_one_row()
             self._build_validator()
             self.isolation_probe = None
             if job_config.debug.check_document_isolation_freq > 0:
@@ -87,6 +91,24 @@ class Trainer(TrainingEngine):
                 tokenizer=self.tokenizer,
                 job_config=config,
             )
+            self._count_documents()
+
+    def _count_documents(self) -> None:
+        """Set the steps of `training.epochs`, log what is trained of chats, and measure a mixture."""
+        training = self.job_config.training
+        dataset = getattr(self.dataloader, "dataset", None)
+        if isinstance(dataset, PackedDataset):
+            if training.epochs is not None:
+                training.steps = dataset.steps_of(training.epochs)
+            dataset.log_chats()
+            # A client's own loss is left alone.
+            if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
+                self.source_losses = SourceLosses(dataset.source_names, self.device)
+        elif training.epochs is not None:
+            raise ConfigError(
+                f"training.epochs = {training.epochs} needs a dataset whose documents are counted, and "
+                f"model {self.job_config.model.name!r} has a dataloader of its own; set training.steps"
+            )
 
     def _check_batch_fits(self) -> None:
         """Refuse a batch that cannot fit into memory, before minutes are spent on reading it."""
@@ -105,6 +127,17 @@ class Trainer(TrainingEngine):
                 f"takes {needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; "
                 f"lower local_batch_size (gradients accumulate to training.global_batch_size)"
             )
+
+    def _warn_of_chats_in_one_row(self) -> None:
+        dataset = getattr(self.dataloader, "dataset", None)
+        shares_rows = self.job_config.training.packing != "none"
+        if shares_rows and getattr(dataset, "has_chats", False):
+            if not self.packing.separates_documents:
+                logger.warning(
+                    "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
+                    "to 'block_causal' with model.attn_type 'flex' or 'varlen', or training.packing to "
+                    "'none'"
+                )
 
     def _build_validator(self) -> None:
         self.validator = None
@@ -226,6 +259,9 @@ class Trainer(TrainingEngine):
             if (self.step - 1) % freq == 0:
                 self.isolation_probe.check(self.step, read.batches[0])
         is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
+        by_source: dict[str, Any] = {}
+        if self.source_losses is not None and not is_overridden_by_client:
+            by_source = {"head": SourceLosses.head, "loss_fn": self.source_losses}
         losses = []
         for i, batch in enumerate(read.batches):
             assert batch.labels is not None
@@ -236,6 +272,7 @@ class Trainer(TrainingEngine):
                     input_dict=given,
                     labels=batch.labels,
                     global_valid_tokens=max(read.counts.num_valid_tokens, 1),
+                    **by_source,
                 )
             losses.append(loss)
         if self._stop is not None:
@@ -261,6 +298,9 @@ class Trainer(TrainingEngine):
         loss_mesh = self.parallel_dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
+        of_sources = {}
+        if self.source_losses is not None:
+            of_sources = self.source_losses.read(self.loss_group, self.pp_schedule)
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
@@ -271,6 +311,7 @@ class Trainer(TrainingEngine):
                     ntokens_seen, self.parallel_dims.get_optional_mesh("batch")
                 ),
                 "lr": result.lr,
+                **of_sources,
             },
         )
 

@@ -1,103 +1,170 @@
-"""Resume the data on other numbers of ranks and data workers, and count every sample.
+"""Kill the reading of data at random instants, go on with other ranks and workers, compare all rows.
 
-    python -m tests.reliability.elastic_data --samples 10000 --phases 4,1,3,2
+    python -m tests.reliability.elastic_data --rows 10000
 
-A sample's text is its number, so that what the ranks were given tells which samples were lost or
-came twice. Each phase reads a part of what is left, saves the position with torch's distributed
-checkpoint and hands it to the next one; the last phase reads to the end. The ranks of a phase are
-simulated in this process.
+Each phase reads a random number of steps, saves the position with torch's distributed checkpoint, and
+reads on for a while before it is killed. The next phase goes on from the saved position with another
+number of ranks, rows per microbatch and data workers. Every row has to equal the unbroken run's.
+The ranks of a phase are simulated in this process.
 """
 
 import argparse
 import json
-import pickle
+import random
 import shutil
 import sys
 import tempfile
 import warnings
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.data.dataloader import ParallelAwareDataloader, _reader_states
-from torchtitan.data.document_share import DocumentShare
-from torchtitan.data.text_datasets import HuggingFaceTextDataset
-from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import MixtureSource, Training
+from torchtitan.data.dataloader import ParallelAwareDataloader
+from torchtitan.data.text_datasets import build_text_dataloader
+from torchtitan.data.token_files import smallest_type, write_pair
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+
+GLOBAL_BATCH_SIZE = 12
+SEQ_LEN = 64
+# (ranks, rows per microbatch, data workers of each rank)
+PHASES = [(4, 1, 0), (1, 12, 2), (3, 2, 1), (2, 3, 0), (4, 3, 2), (1, 4, 1), (2, 6, 0)]
 
 
-class SampleTokenizer(BaseTokenizer):
-    """The text "7 3" is three tokens of the id 7."""
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        number, length = map(int, text.split()) if text else (0, 0)
-        return [number] * length
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, token_ids))
-
-    def get_vocab_size(self) -> int:
-        return 2**31
+def write_texts(path: Path, n: int, seed: int) -> str:
+    """Write JSON lines whose lengths run from a few tokens to several rows."""
+    generator = random.Random(seed)
+    if path.exists():
+        return str(path)
+    with open(path, "w") as file:
+        for number in range(n):
+            words = ["the", "of", "a", str(number)] * round(generator.lognormvariate(2.5, 1))
+            file.write(json.dumps({"text": f"{seed} {' '.join(words)}"}) + "\n")
+    return str(path)
 
 
-def token_counts(n_samples: int, seq_len: int, packed: bool) -> list[int]:
-    """How many tokens each sample has: exactly a row, or less and more than that."""
-    if not packed:
-        return [seq_len + 1] * n_samples
-    return [1 + (number * 7) % (3 * seq_len) for number in range(n_samples)]
+def indexed(training: Training, folder: Path) -> None:
+    training.dataset = "local"
+    training.dataset_path = write_texts(folder / "a.jsonl", 700, 1)
+
+
+def mixture(training: Training, folder: Path) -> None:
+    training.mixture = [
+        MixtureSource("local", write_texts(folder / "a.jsonl", 700, 1), weight=0.7),
+        MixtureSource("local", write_texts(folder / "b.jsonl", 90, 2), weight=0.3),
+    ]
+
+
+def tokens(training: Training, folder: Path) -> None:
+    training.dataset, training.dataset_path = "tokens", str(folder / "pair")
+    if not (folder / "pair.idx").exists():
+        generator = random.Random(3)
+        documents = [
+            [
+                [
+                    generator.randrange(2000)
+                    for _ in range(round(generator.lognormvariate(3.5, 1)) + 1)
+                ]
+            ]
+            for _ in range(700)
+        ]
+        write_pair(training.dataset_path, documents, smallest_type(2000))
+
+
+def chats(training: Training, folder: Path) -> None:
+    training.dataset, training.too_long = "chat", "cut"
+    training.dataset_path = str(folder / "chats.jsonl")
+    training.chat_template = str(folder / "template.jinja")
+    if not (folder / "chats.jsonl").exists():
+        (folder / "template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+        )
+        roles = ["user", "assistant"] * 8
+        generator = random.Random(4)
+        with open(folder / "chats.jsonl", "w") as file:
+            for number in range(700):
+                turns = roles[: 2 * generator.randint(1, 6)]
+                messages = [{"role": role, "content": f"the {number} of a"} for role in turns]
+                file.write(json.dumps({"messages": messages}) + "\n")
+
+
+KINDS: dict[str, Callable[[Training, Path], None]] = {
+    "indexed": indexed,
+    "mixture": mixture,
+    "tokens": tokens,
+    "chats": chats,
+}
+PACKINGS = ("concat", "fit", "none")
+
+
+def build(
+    prepare: Callable[[Training], None], packing: str, ranks: int, local: int, workers: int
+) -> list[ParallelAwareDataloader]:
+    config = ConfigManager().parse_args(
+        [
+            f"--training.seq_len={SEQ_LEN}",
+            f"--training.local_batch_size={local}",
+            f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
+            f"--training.dataloader.num_workers={workers}",
+            f"--training.packing={packing}",
+            "--training.shuffle",
+        ]
+    )
+    prepare(config.training)
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    return [
+        build_text_dataloader(
+            dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config
+        )
+        for rank in range(ranks)
+    ]
+
+
+def steps_of(loaders: list[ParallelAwareDataloader]) -> Iterator[torch.Tensor]:
+    """Yield each global batch: inputs and labels [G, 2 T]."""
+    readers = [iter(loader) for loader in loaders]
+    per_rank = GLOBAL_BATCH_SIZE // len(loaders)
+    while True:
+        rows = [
+            torch.cat([input_dict["input"], labels], dim=1)
+            for reader, loader in zip(readers, loaders, strict=True)
+            for input_dict, labels in islice(reader, per_rank // loader.batch_size)
+        ]
+        yield torch.cat(rows)
 
 
 def run(
-    folder: Path, n_samples: int, phases: Iterable[int], workers: Iterable[int], packed: bool
-) -> dict[str, int]:
-    """Counts of what came of the samples; those of "lost" and "repeated" should be 0.
-
-    workers: data workers per rank of each phase.
-    """
-    seq_len, batch_size = 16, 2
-    counts = token_counts(n_samples, seq_len, packed)
-    data = folder / "data.jsonl"
-    with open(data, "w") as file:
-        for number, count in enumerate(counts):
-            file.write(json.dumps({"text": f"{number} {count}"}) + "\n")
-
-    drawn: Counter[int] = Counter()
+    prepare: Callable[[Training], None], folder: Path, n_rows: int, packing: str, seed: int = 0
+) -> int:
+    """Return the number of rows, all of which were equal; raises AssertionError for another row."""
+    generator = random.Random(seed)
+    expected = steps_of(build(prepare, packing, 1, GLOBAL_BATCH_SIZE, 0))
     states: dict[str, Any] = {}
-    phases = list(phases)
-    rows_left = sum(counts) // (seq_len + 1)
-    for phase, (n_ranks, num_workers) in enumerate(zip(phases, workers, strict=True)):
-        is_last = phase + 1 == len(phases)
-        # A part of what is left; less than all, so that no rank's data end.
-        n_batches = rows_left // (len(phases) - phase + 1) // n_ranks // batch_size
-        merged: dict[str, Any] = {}
-        for rank in range(n_ranks):
-            dataset = HuggingFaceTextDataset(
-                "local", str(data), SampleTokenizer(), seq_len, rank, n_ranks
-            )
-            loader = ParallelAwareDataloader(
-                dataset, rank, n_ranks, batch_size=batch_size, num_workers=num_workers
-            )
+    n_equal = phase = 0
+    while n_equal < n_rows:
+        ranks, local, workers = PHASES[phase % len(PHASES)]
+        phase += 1
+        loaders = build(prepare, packing, ranks, local, workers)
+        for loader in loaders:
             loader.load_state_dict(states)
-            for input_dict, labels in islice(loader, None if is_last else n_batches):
-                # [B, T + 1]: inputs, and the last label.
-                drawn.update(input_dict["input"].flatten().tolist())
-                drawn.update(labels[:, -1].tolist())
-                rows_left -= len(labels)
-            merged |= loader.state_dict()
-        states = _saved_and_loaded(merged, folder / "checkpoint")
-    left_over = _left_over(states, counts)
-    seen = drawn + left_over
-    return {
-        "samples": n_samples,
-        "tokens": sum(counts),
-        "read": sum(drawn.values()),
-        "left over": sum(left_over.values()),
-        "lost": sum(seen[number] < count for number, count in enumerate(counts)),
-        "repeated": sum(seen[number] > count for number, count in enumerate(counts)),
-    }
+        steps = steps_of(loaders)
+        for _ in range(generator.randint(1, 1 + n_rows // GLOBAL_BATCH_SIZE // 8)):
+            rows = next(steps)
+            assert rows.equal(next(expected)), f"phase {phase} of {packing}: another row"
+            n_equal += len(rows)
+        saved: dict[str, Any] = {}
+        for loader in loaders:
+            saved |= loader.state_dict()
+        for _ in range(generator.randint(0, 2)):
+            next(steps)  # lost in the kill
+        states = _saved_and_loaded(saved, folder / "checkpoint")
+    return n_equal
 
 
 def _saved_and_loaded(states: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -110,53 +177,24 @@ def _saved_and_loaded(states: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded["dataloader"]
 
 
-def _left_over(states: dict[str, Any], counts: list[int]) -> Counter[int]:
-    """Tokens that are in no batch: each reader's last ones are less than a row, or a batch."""
-    loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
-    left: Counter[int] = Counter()
-    for reader in (reader for loader in loaders for reader in _reader_states(loader)):
-        for place in reader["open"]:
-            if "tokens" in place:
-                left.update(place["tokens"])
-            else:
-                left[place["number"]] += counts[place["number"]] - place["used"]
-        share = DocumentShare(
-            reader["reader"],
-            reader["num_readers"],
-            reader["base"],
-            reader["sample_idx"],
-            deque(reader["pending"]),
-        )
-        for number in share.not_taken_below(len(counts)):
-            left[number] += counts[number]
-    return left
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument(
-        "--phases", default="4,1,3,2", help="data-parallel ranks, one after another"
-    )
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    phases = [int(n) for n in arguments.phases.split(",")]
-    failed = False
-    for packed in (True, False):
-        for workers in (
-            [0] * len(phases),
-            [2] * len(phases),
-            [i % 2 * 2 for i in range(len(phases))],
-        ):
+    for kind, prepare in KINDS.items():
+        for packing in PACKINGS:
             with tempfile.TemporaryDirectory() as folder:
-                found = run(Path(folder), arguments.samples, phases, workers, packed)
-            failed |= bool(found["lost"] or found["repeated"])
-            rows = "packed" if packed else "a document per row"
-            print(
-                f"{rows:20} ranks {phases} workers {workers}: "
-                + ", ".join(f"{n:,} {name}" for name, n in found.items()),
-                flush=True,
-            )
-    return int(failed)
+                path = Path(folder)
+                n = run(
+                    lambda training, prepare=prepare, path=path: prepare(training, path),
+                    path,
+                    arguments.rows,
+                    packing,
+                    arguments.seed,
+                )
+            print(f"{kind:8} {packing:6}: {n:,} rows equal to the unbroken run's", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

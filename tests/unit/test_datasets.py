@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
-from torchtitan.data import DatasetConfig, local_files, open_document, text_datasets
+from torchtitan.data import DatasetConfig, lanes, local_files, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.local_files import load_local_documents
@@ -167,7 +167,7 @@ def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
 def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
     with pytest.raises(ValueError, match="'numbers' holds no documents"):
         make_dataset([], infinite=True)
-    monkeypatch.setattr(text_datasets, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
+    monkeypatch.setattr(lanes, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
     with pytest.raises(ValueError, match="50 documents in a row gave no tokens"):
         next(iter(make_dataset([{"text": ""}], infinite=True)))
     mostly_empty = make_dataset([{"text": ""}] * 49 + documents_of([1]), infinite=True)
@@ -233,7 +233,7 @@ def tokens_left_in_buffers(states):
 
     loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
     readers = [reader for loader in loaders for reader in _reader_states(loader)]
-    places = [place for reader in readers for place in reader["open"]]
+    places = [place for reader in readers for lane in reader["lanes"].values() for place in lane[0]]
     return [token for place in places for token in place["tokens"]]
 
 
@@ -273,7 +273,9 @@ def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     states = {}
     for rank in range(2):
         states |= build(stream, 2, rank, 0).state_dict()
-    with pytest.raises(ValueError, match="resume on 2 .*exclude_from_loading = .'dataloader'"):
+    with pytest.raises(
+        ValueError, match="resume on as many ranks.*exclude_from_loading = .'dataloader'"
+    ):
         build(stream, 3, 0, 0).load_state_dict(states)
 
 

@@ -45,6 +45,7 @@ _WHICH_IS_USED = {
     "training.dataset": ("dataloader", _OWN_DATA),
     "training.dataset_path": ("dataloader", _OWN_DATA),
     "training.seq_len": ("dataloader", _OWN),
+    "training.packing": ("dataloader", _OWN),
     "training.max_norm": ("optimizer", _OWN),
     "training.dtype": ("optimizer", _OWN),
     "training.mixed_precision_param": ("optimizer", _OWN),

@@ -208,7 +208,8 @@ def fit_to_checkpoint(
         keys = set(flatten_state_dict({name: content})[0])  # under which DCP stores the component
         fitted = content
         if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
-            if positions != set().union(*all_ranks(_keys_of(DATALOADER, keys))):
+            needs_all = getattr(state, "needs_all_positions", False)
+            if needs_all or positions != set().union(*all_ranks(_keys_of(DATALOADER, keys))):
                 # The dataloader gets the positions of all saving ranks and divides them again.
                 fitted, keys = dict.fromkeys(positions), set()
         if name == TRAIN_STATE:

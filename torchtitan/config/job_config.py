@@ -136,6 +136,16 @@ class DataLoader:
 
 
 @dataclass
+class MixtureSource:
+    dataset: str = "local"  # Dataset, by its registered name
+    dataset_path: str | None = None  # File or folder of the dataset
+    weight: float = (
+        1.0  # Share of the mixture's tokens, relative to the weights of the other sources
+    )
+    epochs: float | None = None  # Passes over this source, after which the others go on without it
+
+
+@dataclass
 class Training:
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
@@ -186,6 +196,21 @@ class Training:
     gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
     dataloader: DataLoader = section(DataLoader, "How training data is loaded")
+    # Read the documents of every pass in another order, drawn from data_seed; else as they lie
+    shuffle: bool = False
+    data_seed: int = 0  # Seed of that order
+    # Passes over the data to train for, in place of steps, which follow from it
+    epochs: float | None = None
+    # How documents are laid into rows: end to end (concat), whole documents fitted into rows and cut
+    # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
+    packing: Literal["concat", "fit", "none"] = "concat"
+    # Jinja template of chats; None takes the chat template in model.hf_assets_path
+    chat_template: str | None = None
+    # A chat of more than seq_len tokens stops the run (error), loses the tokens behind that (cut), or is
+    # left out (skip)
+    too_long: Literal["error", "cut", "skip"] = "error"
+    # Several datasets in place of training.dataset, one [[training.mixture]] table each
+    mixture: list[MixtureSource] = field(default_factory=list)
 
 
 @dataclass

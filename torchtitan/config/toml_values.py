@@ -100,6 +100,8 @@ def convert(value: Any, annotation: Any) -> Any:
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin) and kind is dict:
+        return section_from_table(origin, value, f"[{origin.__name__}]")
     if origin in (Union, types.UnionType):
         # int before float, so that 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):

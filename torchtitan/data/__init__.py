@@ -11,3 +11,6 @@ class DatasetConfig:
     path: str  # the default of `dataset_path`
     loader: Callable  # path -> samples, as docs/datasets.md describes them
     sample_processor: Callable  # sample -> its text
+    # (data, tokenizer, [training]) -> a function that makes a sample `open_document.Tokens`, in place
+    # of `sample_processor`; for samples that are not texts
+    make_encoder: Callable | None = None

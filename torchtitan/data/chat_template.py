@@ -5,8 +5,10 @@ reach no internal attribute of Python objects. It gets no date, because a prompt
 the day on which a run resumes.
 """
 
+import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,16 +44,26 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         control_tokens: Iterable[str] = (),
     ):
-        from jinja2 import TemplateError, ext, sandbox  # slow, and only chats need them
+        from jinja2 import TemplateError, ext, nodes, sandbox  # slow, and only chats need them
 
         class Generation(ext.Extension):
-            """{% generation %}, which marks the model's part; here it only renders its content."""
+            """{% generation %}, which marks the model's part: its content between two variables.
+
+            The variables are undefined, and so empty, unless `render_with_spans` gives them.
+            """
 
             tags = {"generation"}
 
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            def parse(extension, parser: Any) -> Any:
+                self.marks_generation = True
+                line = next(parser.stream).lineno
+                content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                begin, end = (
+                    nodes.Output([nodes.Name(name, "load")], lineno=line)
+                    for name in ("_begin_generation", "_end_generation")
+                )
+                # A scope, because a variable that is set inside is unknown behind it, as in transformers.
+                return nodes.Scope([begin, *content, end], lineno=line)
 
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
@@ -60,9 +72,13 @@ class ChatTemplate:
             # Jinja's own filter escapes HTML.
             return json.dumps(value, **{"ensure_ascii": False} | options)
 
-        self.name, self._variables = name, dict(variables or {})
+        control_tokens = tuple(control_tokens)
+        self.source, self.name, self._variables = source, name, dict(variables or {})
+        self.marks_generation = False  # until the parser meets {% generation %}
         tokens = "|".join(re.escape(token) for token in control_tokens)
         self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
+        self._token = re.compile(tokens or "(?!)")
+        self._source, self._control_tokens = source, control_tokens
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
         )
@@ -72,6 +88,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For data workers that do not fork: the compiled template cannot be pickled.
+        return type(self), (self._source, self.name, self._variables, self._control_tokens)
 
     @classmethod
     def of_tokenizer(
@@ -122,22 +142,76 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of messages, and of the header of the model's next message.
 
         tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
+        variables: further variables of the template, for this call.
         Raises ValueError if the template cannot render the messages.
         """
+        own = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                **self._variables,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return self._template.render({**self._variables, **(variables or {}), **own})
         except Exception as error:  # an operation of the template may raise any Python error
             raise ValueError(f"{self.name} cannot render {messages!r}: {error}") from error
+
+    def render_with_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return (the text of messages, the (begin, end) of each part inside {% generation %}).
+
+        Begin and end are characters of the text; the span is half-open. Raises ValueError if the
+        template cannot render the messages, or changes the text of a part afterwards.
+        """
+        options: Any = {"tools": tools, "add_generation_prompt": False}
+        text = self.render(messages, variables=variables, **options)
+        if not self.marks_generation:
+            return text, []
+        unused = (
+            mark for mark in map(chr, range(ord(SEAM) + 1, sys.maxunicode)) if mark not in text
+        )
+        begin, end = itertools.islice(unused, 2)
+        marks = {"_begin_generation": begin, "_end_generation": end}
+        marked = self.render(messages, variables={**(variables or {}), **marks}, **options)
+        spans, begins, plain = [], [], ""
+        for part in re.split(f"([{begin}{end}])", marked):
+            if part == begin:
+                begins.append(len(plain))
+            elif part == end and begins:
+                spans.append((begins.pop(), len(plain)))
+            else:
+                plain += part
+        if plain != text:
+            raise ValueError(
+                f"{self.name} changes text that it has marked with {{% generation %}}, for example "
+                "trims it, so the marks are lost; have it change the text first, and mark it where it "
+                "is written"
+            )
+        return text, spans
+
+    def control_token_in(self, text: str) -> str | None:
+        """Return the first control token that is written in a text, None if there is none."""
+        found = self._token.search(text)
+        return found and found[0]
+
+    def end_of_turn(self, text: str) -> int:
+        """Return the length of a text without the blanks after the control token that ends it.
+
+        No model has to learn these blanks, because generation stops at the token. Blanks without such a
+        token before them are kept, because they may end the turn.
+        """
+        end = text.rstrip()
+        return len(end if end.endswith(self._control_tokens) else text)
 
     def continuation(
         self,

@@ -1,6 +1,7 @@
 """Dataloaders whose position is saved in checkpoints, and can be loaded on another number of ranks."""
 
 import inspect
+import itertools
 import pickle
 import warnings
 from abc import ABC, abstractmethod
@@ -8,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.batch.documents import SAMPLE_IDS
+from torchtitan.data.lanes import Row
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
@@ -40,10 +44,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that one checkpoint holds
-    the states of all ranks side by side. A run on the saved number of ranks and data workers
-    continues bit for bit. On another number, a dataset with `can_reshard == True` and
-    `inherit(states)` (see `HuggingFaceTextDataset`) divides the samples that the saved readers had
-    left; `load_state_dict` then needs the keys of all saved ranks.
+    the states of all ranks side by side. A `PackedDataset` goes on from the states of all ranks, on any
+    number of ranks and data workers, and its data workers share the rows of each batch. Other datasets
+    go on, bit for bit, on the saved numbers. On another number, a dataset with `can_reshard == True`
+    and `inherit(states)` gets the states of all saved readers, and divides what they had left.
     """
 
     def __init__(
@@ -54,6 +58,9 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         self.dp_world_size = dp_world_size
         self._rank_id = f"dp_rank_{dp_rank}"
         self._is_known_to_be_readable = False
+        self.needs_all_positions = isinstance(dataset, PackedDataset)
+        if self.needs_all_positions:
+            kwargs.setdefault("collate_fn", _collate_rows)
         with warnings.catch_warnings():  # torchdata 0.11 on torch 2.13: nothing a user can change
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             super().__init__(dataset, **kwargs)
@@ -81,7 +88,30 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             kwargs.pop("pin_memory", None)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        return map(_with_sample_ids_aside, super().__iter__())
+        batches = super().__iter__()
+        if self.needs_all_positions:
+            batches = self._whole_batches(batches)
+        return map(_with_sample_ids_aside, batches)
+
+    def _whole_batches(self, parts: Iterator[Any]) -> Iterator[Any]:
+        """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
+        num_parts = max(self.num_workers, 1)
+        while batch := list(itertools.islice(parts, num_parts)):
+            rows = torch.cat([rows for rows, _ in batch])
+            if not len(rows):  # no worker has a row left
+                return
+            read = [part for _, part in batch if part is not None]
+            if len(read) == 1:
+                yield read[0]
+                continue
+            order = rows.argsort()
+            inputs, labels = zip(*read, strict=True)
+            joined = {key: torch.cat([x[key] for x in inputs])[order] for key in inputs[0]}
+            joined_labels = torch.cat(labels)[order]
+            if self.pin_memory:
+                joined = {key: x.pin_memory() for key, x in joined.items()}
+                joined_labels = joined_labels.pin_memory()
+            yield joined, joined_labels
 
     def _get_iterator(self) -> Any:
         if self.next_iter_state is None:
@@ -111,50 +141,53 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"the data position's number of ranks is {saved_world_size!r}: the checkpoint is "
                 f"damaged; {_BEGIN_AGAIN}"
             )
-        if saved_world_size == self.dp_world_size:
-            if self._rank_id not in state_dict:
-                logger.warning(
-                    f"The checkpoint has no data position for {self._rank_id}; "
-                    f"this rank starts its data over"
-                )
-                return
+        if self._rank_id not in state_dict and saved_world_size == self.dp_world_size:
+            logger.warning(
+                f"The checkpoint has no data position for {self._rank_id}; this rank starts its data over"
+            )
+            return
+        if saved_world_size == self.dp_world_size and not self.needs_all_positions:
             own_state = _read_loader_state(state_dict, self._rank_id)
             with _one_error_if_damaged():
                 num_workers = len(_worker_snapshots(own_state))
             if num_workers == self.num_workers:
                 super().load_state_dict(own_state)
                 return
-        self._load_resharded(state_dict, saved_world_size)
+        self._inherit(state_dict, saved_world_size)
 
-    def _load_resharded(self, state_dict: dict[str, Any], saved_world_size: int) -> None:
+    def _inherit(self, state_dict: dict[str, Any], saved_world_size: int) -> None:
         remedies = (
             f"resume on {saved_world_size} data-parallel ranks with as many data workers as "
             f"before, or {_BEGIN_AGAIN}"
         )
         names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
-        if missing := [name for name in names if name not in state_dict]:
+        missing = [name for name in names if name not in state_dict]
+        if missing and saved_world_size != self.dp_world_size:
             raise ValueError(
                 f"the data position was saved by {saved_world_size} data-parallel ranks; for "
                 f"{self.dp_world_size} ranks with {self.num_workers} data workers all of them are "
                 f"needed and {', '.join(missing)} are missing: {remedies}"
             )
-        if not getattr(self.dataset, "can_reshard", False):
+        if not self.needs_all_positions and not getattr(self.dataset, "can_reshard", False):
             raise ValueError(
                 f"the data position was saved by {saved_world_size} data-parallel ranks, and that "
-                f"of a dataset which cannot be read by index does not divide among "
-                f"{self.dp_world_size} ranks with {self.num_workers} data workers: {remedies}"
+                f"of this dataset does not divide among {self.dp_world_size} ranks with "
+                f"{self.num_workers} data workers: {remedies}"
             )
-        loader_states = [_read_loader_state(state_dict, name) for name in names]
+        loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
         super().load_state_dict({})  # drops the iterator and workers of the present position
         self.next_iter_state = None  # drops a position that was loaded before
         with _one_error_if_damaged():
             self.dataset.inherit(
                 [state for loader in loader_states for state in _reader_states(loader)]
             )
-        logger.info(
-            f"Dealt the data position of {saved_world_size} data-parallel ranks out to "
-            f"{self.dp_world_size}"
-        )
+
+
+def _collate_rows(rows: list[Row | None]) -> tuple[Tensor, Any]:
+    """Return the numbers of the rows in the batch that are not None, and these rows as a batch."""
+    numbers = [number for number, row in enumerate(rows) if row is not None]
+    read = [row for row in rows if row is not None]
+    return torch.tensor(numbers, dtype=torch.int64), default_collate(read) if read else None
 
 
 def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The division of documents among readers, and of the rest among another number of readers.
 
 Documents are numbered without end: number n is document n % N of pass n // N over N documents.
-A reader is one data worker of one data-parallel rank. Reader s of S takes the numbers `base + s`,
-`base + s + S`, `base + s + 2 * S`, ... A reader that meets long documents falls behind.
+A reader is a lane (see `lanes.py`). Reader s of S takes the numbers `base + s`, `base + s + S`,
+`base + s + 2 * S`, ... A reader that meets long documents falls behind.
 """
 
 from collections import deque
@@ -33,6 +33,14 @@ class DocumentShare:
             self.pending.popleft()
         else:
             self.num_taken += 1
+
+    def state(self) -> tuple[int, int, list[int]]:
+        """Return the progress as plain data; `resumed` makes a share of it."""
+        return self.base, self.num_taken, list(self.pending)
+
+    def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
+        base, num_taken, pending = state
+        return DocumentShare(self.reader, self.num_readers, base, num_taken, deque(pending))
 
     def not_taken_below(self, limit: int) -> list[int]:
         return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]

@@ -1,204 +1,267 @@
-"""Samples of a dataset in a resumable order, each read by only one reader.
+"""Sources of documents: what each lane of the global batch reads next, and where it stands.
 
-The two classes have one interface: call `start(reader, num_readers)` in the process that will
-iterate, then iterate over the samples. `state_dict` works at any time; `restart` goes back to the
-beginning.
+`lanes.py` says what a lane is. A source is indexed (it has `len()` and `[i]`) or a stream; `feed` makes
+the part of it that one lane reads.
 """
 
+import contextlib
 import copy
+import itertools
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import get_worker_info
+import numpy as np
+import torch
 
-from torchtitan.data.document_share import DocumentShare, deal_again
-from torchtitan.tools.logging import logger
+from torchtitan.data.document_share import DocumentShare
+from torchtitan.data.open_document import OpenDocument, Tokens
+from torchtitan.data.order import Order
+from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger, warn_once
+
+# A shuffled stream permutes this many documents at a time.
+STREAM_BLOCK = 1024
+
+Encoder = Callable[[Any], str | Tokens]
+"""Makes a sample a text, which is tokenized piece by piece, or the tokens of the whole document."""
 
 
-class IndexedDocuments:
-    """Samples of a dataset with `len()` and `[i]`, which any number of readers can share.
+@dataclass
+class Source:
+    """A data set as a source of documents.
 
-    Resuming takes constant time, with the same or another number of readers.
+    data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
+    weight: this source's share of the tokens of a mixture, relative to the other sources' weights.
+    limit: the number of passes after which the source has no document left; None: no limit.
+    seed: of the order of documents; None keeps the data set's order.
     """
 
-    can_reshard = True
+    name: str
+    data: Any
+    encode: Encoder
+    tokenizer: BaseTokenizer
+    path: str = ""
+    weight: float = 1.0
+    limit: float | None = None
+    seed: int | None = None
+    is_text: bool = True  # the tokenizer's end-of-text token ends each document, and only documents
+    number: int = 0  # among the sources of a mixture
+    order: Order | None = field(init=False, default=None)
 
-    def __init__(self, data: Any, name: str, infinite: bool, path: str = "") -> None:
-        if len(data) == 0:
+    def __post_init__(self) -> None:
+        if not self.is_indexed:
+            import datasets  # slow, and only streams need it
+
+            if not isinstance(self.data, datasets.IterableDataset):
+                raise ValueError(
+                    f"the loader of dataset {self.name!r} must return something with len() and [i], or "
+                    f"a datasets.IterableDataset, got {type(self.data).__name__}"
+                )
+            return
+        if not len(self.data):
             raise ValueError(
-                f"dataset {name!r} holds no documents{f': {path} is empty' if path else ''}"
+                f"dataset {self.name!r} holds no documents"
+                + (f": {self.path} is empty" if self.path else "")
             )
-        self._data = data
-        self._name = name
-        self._path = path
-        self._infinite = infinite
-        self._inherited: list[dict[str, Any]] = []
-        self._share: DocumentShare | None = None
-
-    def start(self, reader: int, num_readers: int) -> None:
-        self._share = DocumentShare(reader, num_readers)
-        if self._inherited:
-            shares = [self._share_from(state) for state in self._inherited]
-            self._share = deal_again(shares, num_readers)[reader]
+        # Sources of equal length have different orders.
+        seed = None if self.seed is None else f"{self.seed} {self.number}"
+        self.order = Order(len(self.data), seed)
 
     @property
-    def next_number(self) -> int:
-        """The index in the data of the sample that iteration yields next."""
-        return self._share.peek() % len(self._data)
+    def is_indexed(self) -> bool:
+        return hasattr(self.data, "__len__")
 
-    def sample(self, number: int) -> Any:
-        return self._data[number]
+    def identity(self) -> dict[str, Any]:
+        """Return what a saved position depends on; a position of another source is refused."""
+        n = len(self.data) if self.is_indexed else None
+        return {"name": self.name, "num_documents": n, "seed": self.seed}
 
-    def where(self, number: int) -> str:
-        """Return a document's name for messages."""
-        if hasattr(self._data, "where"):
-            return self._data.where(number)
-        return f"{self._path or f'dataset {self._name!r}'}, document {number} (counted from 0)"
+    def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
+        return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
 
-    def restart(self) -> None:
-        self._share = DocumentShare(self._share.reader, self._share.num_readers)
+    def open(self, sample: Any, number: int | None) -> OpenDocument:
+        """Return a sample as a document of which nothing is read."""
+        content = self.checked(self.encode, sample, number)
+        if isinstance(content, str):
+            document = OpenDocument(number, self.tokenizer, content, source=self.number)
+        else:
+            document = OpenDocument.of_tokens(number, self.tokenizer, content, self.number)
+        document.index = -1 if number is None else self.order.index(number)
+        return document
 
-    def __iter__(self) -> Iterator[Any]:
-        share, num_documents = self._share, len(self._data)
-        while self._infinite or share.peek() < num_documents:
-            number = share.peek()
-            # Only the beginning of the second pass is logged.
-            if number >= num_documents and number - share.num_readers < num_documents:
-                logger.warning(f"Dataset {self._name} is being read again from the beginning")
-            sample = self._data[number % num_documents]
-            share.advance()
-            yield sample
-
-    def state_dict(self) -> dict[str, Any]:
-        share = self._share
-        return {
-            "sample_idx": share.num_taken,
-            "base": share.base,
-            "pending": list(share.pending),
-            "reader": share.reader,
-            "num_readers": share.num_readers,
-            "num_documents": len(self._data),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._share = self._share_from(state)
-
-    def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Continue where readers with these states stopped; their number may differ from ours."""
-        self._share = None
-        self._inherited = states
-
-    def _share_from(self, state: dict[str, Any]) -> DocumentShare:
-        if state.get("num_documents") != len(self._data):
-            raise ValueError(
-                f"the checkpoint's data position is for {state.get('num_documents')} documents, but "
-                f"dataset {self._name!r} holds {len(self._data)}: resume with the same data, or "
-                f"begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
-            )
-        return DocumentShare(
-            state["reader"],
-            state["num_readers"],
-            state["base"],
-            state["sample_idx"],
-            deque(state["pending"]),
-        )
-
-
-class StreamedDocuments:
-    """Samples of a `datasets.IterableDataset`, split over ranks and data workers by `datasets`.
-
-    The saved position is that of `datasets`, so only the same number of ranks and workers can resume.
-    """
-
-    can_reshard = False
-    next_number = None  # a stream does not number its documents
-
-    def __init__(
-        self, data: Any, name: str, infinite: bool, dp_rank: int, dp_world_size: int
-    ) -> None:
-        import datasets.distributed  # slow, and only streams need it
-
-        if not isinstance(data, datasets.IterableDataset):
-            raise ValueError(
-                f"the loader of dataset {name!r} must return something with len() and [i], or a "
-                f"datasets.IterableDataset, got {type(data).__name__}"
-            )
-        self._data = datasets.distributed.split_dataset_by_node(data, dp_rank, dp_world_size)
-        self._name = name
-        self._infinite = infinite
-        self._loaded: dict[str, Any] | None = None
-        self._has_begun = False
-
-    def start(self, reader: int, num_readers: int) -> None:
-        # The stream keeps its epoch in memory that forked workers share, but each needs its own.
-        self._data = copy.deepcopy(self._data)
-        if get_worker_info() is not None:
-            _read_position_once(self._data)
-
-    def where(self, _number: None) -> str:
-        return f"dataset {self._name!r}"
-
-    def restart(self) -> None:
-        self._loaded, self._has_begun = None, False
-        self._data.load_state_dict(None)
-        self._data.set_epoch(0)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._has_begun:  # a stream that is iterated again would go back to its first position
-            self.load_state_dict(self.state_dict())
-        self._has_begun = True
-        while True:
-            is_whole_pass = self._loaded is None
-            num_samples = 0
-            for sample in self._data:
-                self._loaded = None  # from now on the stream reports its own position
-                num_samples += 1
-                yield sample
-            if is_whole_pass and num_samples == 0:
-                raise ValueError(
-                    f"dataset {self._name!r} has no documents for this rank's data worker: the stream "
-                    f"may have fewer parts than there are ranks times data workers; lower "
-                    f"training.dataloader.num_workers"
-                )
-            if not self._infinite:
-                return
-            logger.warning(f"Dataset {self._name} is being read again from the beginning")
-            self._loaded = None
-            self._data.set_epoch(self._data.epoch + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        # Before iteration a stream reports its beginning, not the position that it has loaded. And the
-        # beginning is the same for all data workers, although in a random mixture they differ: None.
-        if self._loaded is None and not self._has_begun:
-            return {"data": None}
-        return {"data": self._loaded or self._data.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["data"] is None:
-            self.restart()
-            return
-        # A stream ignores a position of another epoch than its current one.
-        self._data.set_epoch(state["data"]["epoch"])
-        self._data.load_state_dict(state["data"])
-        self._loaded = state["data"]
-
-
-def _read_position_once(stream: Any) -> None:
-    """Patch a data worker's stream so that it loads a position only once its shards are known.
-
-    `datasets` (read in 5.2) also loads it earlier, into the stream of all workers. After `shuffle` the
-    position is a list by shards, and all workers' shards are more than this worker's: an IndexError.
-    """
-    prepare = getattr(stream, "_prepare_ex_iterable_for_iteration", None)
-    if prepare is None or not hasattr(stream, "_starting_state_dict"):  # another version
-        return
-
-    def prepare_without_position(*args: Any, **kwargs: Any) -> Any:
-        position, stream._starting_state_dict = stream._starting_state_dict, None
+    def checked(self, encode: Callable[[Any], Any], sample: Any, number: int | None) -> Any:
+        """Return `encode(sample)`; its ValueError gets the document's name."""
         try:
-            return prepare(*args, **kwargs)
-        finally:
-            stream._starting_state_dict = position
+            content = encode(sample)
+            if isinstance(content, str):
+                content.encode()  # raises where the tokenizer would
+            return content
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{self.where(number)}: the text has half of a surrogate pair, "
+                f"{error.object[error.start]!r}, which is not a character; mend or leave out the "
+                "document"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{self.where(number)}: {error}") from error
 
-    stream._prepare_ex_iterable_for_iteration = prepare_without_position
+    def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
+        """Return the document at a saved place; it is read again if the source has `[i]`."""
+        if isinstance(place, dict):
+            trained = place.get("trained")
+            tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
+            document = OpenDocument.of_tokens(None, self.tokenizer, tokens, self.number)
+            document.text, document.is_begun = place.get("text", ""), place.get("is_begun", True)
+            return document
+        _, number, start, used = place
+        document = self.open(self.data[self.order.index(number)], number)
+        if start or used:
+            document.reopen(start, used)
+        return document
+
+    def where(self, number: int | None) -> str:
+        """Return a document's name for messages."""
+        if number is None:
+            return f"dataset {self.name!r}"
+        index = self.order.index(number)
+        if hasattr(self.data, "where"):
+            return self.data.where(index)
+        return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
+
+
+class IndexedFeed:
+    """The documents of an indexed source that one lane reads."""
+
+    def __init__(self, source: Source, share: DocumentShare) -> None:
+        self._source, self.share = source, share
+        self._next: OpenDocument | None = None
+
+    def peek(self) -> OpenDocument | None:
+        """Return the lane's next document, which `advance` takes; None if there is none left."""
+        if self._next is None:
+            source, number = self._source, self.share.peek()
+            n = len(source.data)
+            if source.limit is not None and number >= source.limit * n:
+                return None
+            if number >= n:
+                again = f"Dataset {source.name} is being read again from the beginning"
+                warn_once(logger, again)
+            self._next = source.open(source.data[source.order.index(number)], number)
+        return self._next
+
+    def advance(self) -> None:
+        self.share.advance()
+        self._next = None
+
+    def state(self) -> tuple[int, int, list[int]]:
+        return self.share.state()
+
+    def load(self, state: tuple[int, int, list[int]]) -> None:
+        self.share, self._next = self.share.resumed(state), None
+
+
+class StreamedFeed:
+    """The part of a stream that one lane reads: part `share.reader` of `share.num_readers` parts.
+
+    Its position is that of `datasets`. With a seed, the order of the stream's files is shuffled in each
+    pass, and so is each block of `STREAM_BLOCK` documents. The position is then that of the block's
+    beginning, and how many documents of the block, which is read again, have been taken.
+    """
+
+    def __init__(self, source: Source, share: DocumentShare) -> None:
+        import datasets.distributed
+
+        self.source = source
+        # A copy, because the stream keeps its pass in memory that forked workers share.
+        data = copy.deepcopy(source.data)
+        if source.seed is not None:
+            data = data.shuffle(seed=source.seed, buffer_size=1)
+        self._data = datasets.distributed.split_dataset_by_node(
+            data, share.reader, share.num_readers
+        )
+        self._go_to(0, None)
+
+    def peek(self) -> OpenDocument | None:
+        """Return the lane's next document, which `advance` takes; None if there is none left."""
+        if self._next is not None:
+            return self._next
+        if not self._block and not self._read_block():
+            if self._start is None:
+                raise ValueError(
+                    f"dataset {self.source.name!r} has no documents for this part: the stream may have "
+                    "fewer parts than there are ranks; train on fewer ranks"
+                )
+            if self.source.limit is not None and self._pass + 1 >= self.source.limit:
+                return None
+            warn_once(logger, f"Dataset {self.source.name} is being read again from the beginning")
+            self._go_to(self._pass + 1, None)
+            return self.peek()
+        self._next = self.source.open(self._block[0], None)
+        return self._next
+
+    def advance(self) -> None:
+        self._block.popleft()
+        self._num_taken += 1
+        self._next = None
+
+    def state(self) -> Any:
+        if self._block:
+            return self._pass, self._start, self._num_taken
+        return self._pass, self._position(), 0
+
+    def load(self, state: Any) -> None:
+        pass_number, position, num_taken = state
+        self._go_to(pass_number, position)
+        if num_taken:
+            self._read_block()
+            for _ in range(num_taken):
+                self._block.popleft()
+            self._num_taken = num_taken
+
+    def _go_to(self, pass_number: int, position: Any) -> None:
+        """position: of `datasets`; None: the beginning of the pass."""
+        self._pass, self._loaded, self._has_begun = pass_number, position, False
+        # A stream ignores a position of another epoch than its current one.
+        self._data.set_epoch(pass_number)
+        self._data.load_state_dict(position)
+        self._samples: Iterator[Any] | None = None
+        self._block: deque[Any] = deque()
+        self._start, self._num_taken = position, 0
+        self._next: OpenDocument | None = None
+
+    def _position(self) -> Any:
+        """Before iteration a stream reports its beginning, not the position that it has loaded."""
+        return self._data.state_dict() if self._has_begun else self._loaded
+
+    def _read_block(self) -> bool:
+        """Fill the block with the next documents in this pass; False if there are none."""
+        self._start, self._num_taken = self._position(), 0
+        if self._samples is None:
+            self._samples = iter(self._data)
+        n = 1 if self.source.seed is None else STREAM_BLOCK
+        with _without_worker_info():
+            samples = list(itertools.islice(self._samples, n))
+        self._has_begun |= bool(samples)
+        if self.source.seed is not None and samples:
+            order = Order(len(samples), str(self.source.seed))
+            first = (self._pass << 32 | zlib.crc32(repr(self._start).encode())) * len(samples)
+            samples = [samples[order.index(first + i)] for i in range(len(samples))]
+        self._block.extend(samples)
+        return bool(samples)
+
+
+@contextlib.contextmanager
+def _without_worker_info() -> Iterator[None]:
+    """Hide from `datasets` that this process is a data worker, because it would split the stream again.
+
+    `datasets` (read in 5.2) asks `torch.utils.data.get_worker_info`, which returns this variable.
+    """
+    worker = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

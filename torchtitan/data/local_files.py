@@ -13,12 +13,36 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.tools.files import open_file
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
+
+
+class SampleRule(NamedTuple):
+    """The samples that files of JSON must hold, checked when they are read."""
+
+    example: str  # a sample as JSON
+    problem_of: Callable[
+        [Any], str | None
+    ]  # sample -> the end of an error's sentence; None if it is good
+
+
+def _problem_of_text(sample: Any) -> str | None:
+    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
+        return None
+    if not isinstance(sample, dict):
+        got = type(sample).__name__
+    elif "text" in sample:
+        got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
+    else:
+        got = f"the keys {sorted(sample)}"
+    return f"need an object with a string under 'text', got {got}"
+
+
+TEXT = SampleRule('{"text": "..."}', _problem_of_text)
 
 
 class _FilesOfDocuments:
@@ -59,13 +83,14 @@ class _FilesOfDocuments:
 
 
 class JsonLinesDocuments(_FilesOfDocuments):
-    """Documents of JSON-lines files: one object with a string under "text" per line.
+    """Documents of JSON-lines files: one object per line that follows the rule.
 
     Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
     document is read.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], rule: SampleRule = TEXT) -> None:
+        self._rule = rule
         self._line_starts: list[array[int]] = []
         super().__init__(paths)
 
@@ -89,10 +114,10 @@ class JsonLinesDocuments(_FilesOfDocuments):
             sample = json.loads(line)
         except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
             raise ValueError(
-                f"{self.where(index)}: not valid JSON ({error}); every line "
-                f'must be one object like {{"text": "..."}}'
+                f"{self.where(index)}: not valid JSON ({error}); every line must be one object like "
+                f"{self._rule.example}"
             ) from None
-        return _checked_sample(sample, lambda: self.where(index))
+        return _checked(sample, self._rule, lambda: self.where(index))
 
     def where(self, index: int) -> str:
         """Return the document's name for messages; reads the file up to the document."""
@@ -135,10 +160,10 @@ class TextDocuments(_FilesOfDocuments):
 
 
 class JsonArrayDocuments:
-    """Documents of one `.json` file that holds a list of objects with a string under "text"."""
+    """Documents of one `.json` file that holds a list of objects that follow the rule."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, rule: SampleRule = TEXT) -> None:
+        self._path, self._rule = path, rule
         try:
             self._samples = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
@@ -148,19 +173,42 @@ class JsonArrayDocuments:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _checked_sample(self._samples[index], lambda: self.where(index))
+        return _checked(self._samples[index], self._rule, lambda: self.where(index))
 
     def where(self, index: int) -> str:
         """Return the document's name for messages."""
         return f"{self._path}, entry {index + 1}"
 
 
-def load_local_documents(path: str) -> Any:
+class _Rows:
+    """Rows of a `datasets.Dataset` that follow a rule. Each row has only the keys that it was given.
+
+    A column of the library has all keys of all its rows; the keys that a row lacks are None there.
+    """
+
+    def __init__(self, rows: Any, path: str, rule: SampleRule) -> None:
+        self._rows, self._path, self._rule = rows, path, rule
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _checked(_without_none(self._rows[index]), self._rule, lambda: self.where(index))
+
+    def where(self, index: int) -> str:
+        """Return the row's name for messages."""
+        return f"{self._path}, row {index + 1}"
+
+
+def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
     """Return the documents, with `len()` and `[i]`, of a file or of all files in and below a folder.
 
+    rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused, and the
+        documents have a `where(i)`, their names for messages.
     Raises FileNotFoundError if `path` does not exist, ValueError if it holds no data files, files of
     several kinds, or files of an unknown kind.
     """
+    known = [kind for kind in _OPENERS if kind != "text" or rule is TEXT]
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
@@ -178,21 +226,25 @@ def load_local_documents(path: str) -> Any:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
     kinds = {_kind_of(file) for file in paths}
-    if len(kinds) != 1 or None in kinds:
+    if len(kinds) != 1 or not kinds <= {*known}:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
         raise ValueError(
             f"training.dataset_path must be a data file or a folder with files of one kind "
-            f"({', '.join(_OPENERS)}), got {path!r} with {found}"
+            f"({', '.join(known)}), got {path!r} with {found}"
         )
-    return _OPENERS[kinds.pop()](paths)
+    kind = kinds.pop()
+    if kind == "JSON lines":
+        return _open_json(paths, rule)
+    documents = _OPENERS[kind](paths)
+    return documents if rule is TEXT else _Rows(documents, path, rule)
 
 
-def _open_json(paths: list[Path]) -> JsonLinesDocuments | JsonArrayDocuments:
+def _open_json(paths: list[Path], rule: SampleRule) -> JsonLinesDocuments | JsonArrayDocuments:
     if len(paths) == 1:
         with open_file(paths[0], "rb") as file:
             if file.read(1024).lstrip()[:1] == b"[":
-                return JsonArrayDocuments(paths[0])
-    return JsonLinesDocuments(paths)
+                return JsonArrayDocuments(paths[0], rule)
+    return JsonLinesDocuments(paths, rule)
 
 
 def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
@@ -221,7 +273,7 @@ def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
 
 # Kind of file -> how to open all files of that kind.
 _OPENERS: dict[str, Callable[[list[Path]], Any]] = {
-    "JSON lines": _open_json,
+    "JSON lines": partial(_open_json, rule=TEXT),
     "text": TextDocuments,
     "parquet": partial(_open_with_datasets, "parquet", "Parquet"),
     "compressed JSON lines": partial(_open_with_datasets, "json", "compressed JSON lines"),
@@ -238,16 +290,17 @@ def _kind_of(path: Path) -> str | None:
     return _KINDS.get(path.suffix)
 
 
-def _checked_sample(sample: Any, where: Callable[[], str]) -> dict[str, Any]:
-    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
-        return sample
-    if not isinstance(sample, dict):
-        got = type(sample).__name__
-    elif "text" in sample:
-        got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
-    else:
-        got = f"the keys {sorted(sample)}"
-    raise ValueError(f"{where()}: need an object with a string under 'text', got {got}")
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys whose value is None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _checked(sample: Any, rule: SampleRule, where: Callable[[], str]) -> dict[str, Any]:
+    if problem := rule.problem_of(sample):
+        raise ValueError(f"{where()}: {problem}")
+    return sample
 
 
 def _cut(file: Any, part: int) -> int:

@@ -1,8 +1,12 @@
-"""A document that is being read, and tokenized one piece at a time."""
+"""A document that is being read: its tokens, made one piece of text at a time."""
 
 import re
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger, warn_once
@@ -14,55 +18,130 @@ _MAX_CUTS_TRIED = 64
 _COMPARED_CHARACTERS = 256  # on either side of a cut
 
 
+class Tokens(NamedTuple):
+    """Tokens of a document, or of a part of it.
+
+    ids: [n] integers. trained: [n], the tokens that the loss counts as labels; None: all tokens.
+    """
+
+    ids: NDArray[Any]
+    trained: NDArray[np.bool_] | None = None
+
+    def part(self, start: int, end: int) -> "Tokens":
+        return Tokens(
+            self.ids[start:end], None if self.trained is None else self.trained[start:end]
+        )
+
+
+def join(parts: list[Tokens]) -> Tokens:
+    """Return the tokens of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
+    if all(part.trained is None for part in parts):
+        return Tokens(ids)
+    trained = [np.ones(len(p.ids), bool) if p.trained is None else p.trained for p in parts]
+    return Tokens(ids, np.concatenate(trained))
+
+
 @dataclass
 class OpenDocument:
-    """A document, and the position up to which it has been read."""
+    """A document, and the position up to which its tokens have been taken."""
 
-    # Index in the source, from which the text can be read again; None in a stream, whose saved
-    # position holds the unread text.
+    # In the source, which can read the document again; None in a stream, whose saved position holds
+    # the rest of the document.
     number: int | None
-    text: str = ""  # the whole text; in a stream, the text behind the current piece
-    start: int = 0  # of the current piece, in characters of the text
-    end: int = -1  # of the current piece; -1 before the first piece
-    tokens: list[int] = field(default_factory=list)  # of the current piece
-    used: int = 0  # the number of `tokens` that have been taken
+    tokenizer: BaseTokenizer
+    text: str = (
+        ""  # emptied once all of it is tokenized; in a stream, only the text behind the pieces
+    )
+    end: int = -1  # the characters of the text that are in pieces; -1: the document is not begun
+    # Tokens that are not taken yet: (number of the piece's first character, its tokens).
+    pieces: deque[tuple[int, Tokens]] = field(default_factory=deque)
+    used: int = 0  # the number of tokens of the first piece that have been taken
     is_begun: bool = False  # `text` does not start with the document's beginning
+    source: int = 0  # the number of the source in a mixture
+    index: int = -1  # of the document in the data set; -1 in a stream
+
+    @classmethod
+    def of_tokens(
+        cls, number: int | None, tokenizer: BaseTokenizer, tokens: Tokens, source: int = 0
+    ) -> "OpenDocument":
+        """Return a document whose tokens are known."""
+        return cls(number, tokenizer, end=0, pieces=deque([(0, tokens)]), source=source)
+
+    def num_ahead(self, n: int) -> int:
+        """Return the number of remaining tokens, at most n."""
+        while (available := self._num_in_pieces()) < n and self.end < len(self.text):
+            self._read_piece(max(self.end, 0))
+        return min(n, available)
+
+    def estimated_length(self) -> int:
+        """Return the number of the document's tokens, estimated by the first piece of a longer text."""
+        n = self.num_ahead(1) and self._num_in_pieces()
+        return n if self.end >= len(self.text) else n * len(self.text) // self.end
+
+    def ahead(self, n: int) -> Tokens:
+        """Return the next n tokens without taking them, or all remaining tokens if they are fewer."""
+        self.num_ahead(n)
+        parts: list[Tokens] = []
+        start = self.used
+        for _, piece in self.pieces:
+            parts.append(piece.part(start, start + n))
+            n -= len(parts[-1].ids)
+            if n <= 0:
+                break
+            start = 0
+        return join(parts)
+
+    def take(self, n: int) -> Tokens:
+        """Return the next n tokens, or all remaining tokens if they are fewer."""
+        taken = self.ahead(n)
+        self.used += len(taken.ids)
+        while len(self.pieces) > 1 and self.used >= len(self.pieces[0][1].ids):
+            self.used -= len(self.pieces.popleft()[1].ids)
+        return taken
 
     @property
     def is_finished(self) -> bool:
-        return self.used == len(self.tokens) and self.end >= len(self.text)
+        return self.end >= len(self.text) and not self._num_in_pieces()
 
-    def take(self, n: int, tokenizer: BaseTokenizer) -> list[int]:
-        """Return the next n tokens, or all remaining ones if they are fewer."""
-        taken: list[int] = []
-        while len(taken) < n and not self.is_finished:
-            if self.used == len(self.tokens):
-                self.open_piece(max(self.end, 0), tokenizer)
-            new = self.tokens[self.used : self.used + n - len(taken)]
-            self.used += len(new)
-            taken += new
-        return taken
+    def _num_in_pieces(self) -> int:
+        return sum(len(piece.ids) for _, piece in self.pieces) - self.used
 
-    def open_piece(self, start: int, tokenizer: BaseTokenizer) -> None:
-        """Tokenize the piece that begins at the character `start`."""
-        self.start, self.end = start, _end_of_piece(self.text, start, tokenizer)
+    def _read_piece(self, start: int) -> None:
+        """Tokenize the piece of the text that begins at the character `start`."""
+        self.end = _end_of_piece(self.text, start, self.tokenizer)
         is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
-        text = self.text[self.start : self.end]
-        self.tokens, self.used = _encode(text, tokenizer, is_first, is_last), 0
-        if self.number is None:
+        ids = _encode(self.text[start : self.end], self.tokenizer, is_first, is_last)
+        if not self._num_in_pieces():
+            self.pieces.clear()
+            self.used = 0
+        self.pieces.append((start, Tokens(np.asarray(ids, np.int32))))
+        if is_last:
+            self.text, self.end = "", 0  # many documents may be open at the same time
+        elif self.number is None:
             # A saved position holds the rest, which is cut off once per piece, not once per batch.
-            self.text = self.text[self.end :]
-            self.start, self.end, self.is_begun = 0, 0, True
+            self.text, self.end, self.is_begun = self.text[self.end :], 0, True
 
-    def place(self) -> dict[str, Any]:
-        """Return the position for a checkpoint."""
+    def reopen(self, start: int, used: int) -> None:
+        """Go to a position that was saved: a piece's first character, and its tokens taken."""
+        if not self.pieces:
+            self.end = start or -1
+        self.num_ahead(used + 1)
+        self.used = min(used, self._num_in_pieces())
+
+    def place(self) -> tuple[int, ...] | dict[str, Any]:
+        """Return the position for a checkpoint: (source, number, first character, tokens taken)."""
+        start = self.pieces[0][0] if self.pieces else max(self.end, 0)
         if self.number is not None:
-            return {"number": self.number, "start": self.start, "used": self.used}
-        return {
-            "tokens": self.tokens[self.used :],
-            "text": self.text[max(self.end, 0) :],
-            "is_begun": self.is_begun or self.end > 0,
-        }
+            return self.source, self.number, start, self.used
+        unread = self.ahead(self._num_in_pieces())
+        place: dict[str, Any] = {"source": self.source, "tokens": unread.ids.tolist()}
+        if unread.trained is not None:
+            place["trained"] = unread.trained.tolist()
+        text = self.text[max(self.end, 0) :]
+        return place | {"text": text, "is_begun": self.is_begun or self.end >= 0}
 
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:

@@ -1,36 +1,32 @@
 """Text datasets as packed token sequences: the registry, the packing, the loaders."""
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
-
-from torchtitan.batch.documents import SAMPLE_IDS
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
+from torchtitan.config.job_config import Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import IndexedDocuments, StreamedDocuments
+from torchtitan.data.document_sources import Encoder, Source
+from torchtitan.data.lanes import Packing
 from torchtitan.data.local_files import (
     JsonLinesDocuments,
     load_local_documents,
     load_with_datasets,
 )
-from torchtitan.data.open_document import OpenDocument
+from torchtitan.data.open_document import Tokens
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
-from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.data.token_files import TokenDocuments, load_tokens
+from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
-
-# After this many documents in a row without a token, the dataset is reported as empty.
-MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
-
 
 # ---- the registry ----
 
@@ -84,6 +80,21 @@ def _text_of(sample: Any) -> str:
     return sample["text"]
 
 
+def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) -> Encoder:
+    data.check_tokenizer(tokenizer)
+    return Tokens
+
+
+def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encoder:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ValueError(
+            "training.dataset = 'chat' needs a tokenizer of Hugging Face files, whose chat template it "
+            f"renders, got {type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
+        )
+    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "")
+    return ChatTokens(encoder, training.seq_len, training.too_long)
+
+
 # Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
     name: DatasetConfig(path, loader, _text_of)
@@ -96,6 +107,8 @@ DATASETS: dict[str, DatasetConfig] = {
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
     ]
 }
+DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, _encode_chats)
+DATASETS["tokens"] = DatasetConfig("", load_tokens, _text_of, _encode_tokens)
 
 
 def _validate_dataset(
@@ -111,22 +124,61 @@ def _validate_dataset(
     return dataset_path or config.path, config.loader, config.sample_processor
 
 
-# ---- packing ----
+# ---- from a dataset's name to rows ----
 
 
-class HuggingFaceTextDataset(IterableDataset):
+def open_source(
+    dataset_name: str,
+    dataset_path: str | None,
+    tokenizer: BaseTokenizer,
+    options: Training | None = None,
+    **fields: Any,
+) -> Source:
+    """Return a registered dataset as a source of documents.
+
+    options: `[training]`, which an encoder of chats reads. fields: of `Source`.
+    """
+    name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
+    path, loader, _ = _validate_dataset(name, dataset_path)
+    logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
+    data = loader(path)
+    make_encoder = DATASETS[name].make_encoder
+    if make_encoder is None:
+        encode = text_encoder(name)
+    else:
+        encode = make_encoder(data, tokenizer, options or Training())
+    return Source(name, data, encode, tokenizer, path, is_text=make_encoder is None, **fields)
+
+
+def text_encoder(name: str) -> Encoder:
+    """Return the function that makes a sample of a registered dataset its text.
+
+    Raises ValueError for a dataset whose samples are not texts.
+    """
+    config = DATASETS[name]
+    if config.make_encoder is not None:
+        raise ValueError(
+            f"the documents of dataset {name!r} are not texts; name a dataset of texts"
+        )
+    return partial(_checked_text, config.sample_processor)
+
+
+def _checked_text(text_of: Callable[[Any], Any], sample: Any) -> str:
+    text = text_of(sample)
+    if not isinstance(text, str):
+        raise ValueError(
+            f"a document's text must be a string, got {type(text).__name__}; mend or leave out the "
+            "document"
+        )
+    return text
+
+
+class HuggingFaceTextDataset(PackedDataset):
     """Sequences of `seq_len` tokens, cut from a dataset's documents laid end to end.
 
     Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len], where x are the
-    next seq_len + 1 tokens; sequences don't overlap. ids [2] are the numbers of the first and the
-    last document in x, -1 if the dataset does not number its documents. Every document has its
-    begin- and end-of-text ids. There is no padding, and no label is ignored.
-
-    Ranks and data workers share the documents; no two read the same document within a pass.
-    infinite: begin again at the end of the data. Otherwise the tokens after the last whole
-    sequence are dropped, and another iteration begins from the start.
-
-    Raises ValueError if the data hold no documents or, when finite, no whole sequence.
+    next seq_len + 1 tokens; sequences don't overlap. Every document has its begin- and end-of-text ids.
+    There is no padding, and no label is ignored.
     """
 
     def __init__(
@@ -139,170 +191,10 @@ class HuggingFaceTextDataset(IterableDataset):
         dp_world_size: int = 1,
         infinite: bool = False,
     ) -> None:
-        self.dataset_name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
-        self.seq_len, self.infinite = seq_len, infinite
-        self._tokenizer = tokenizer
-        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
-        path, loader, self._text_processor = _validate_dataset(self.dataset_name, dataset_path)
-        logger.info(f"Preparing dataset {self.dataset_name}" + (f" from {path}" if path else ""))
-        self._data = loader(path)
-        if hasattr(self._data, "__len__"):
-            self._source = IndexedDocuments(self._data, self.dataset_name, infinite, path)
-        else:
-            self._source = StreamedDocuments(
-                self._data, self.dataset_name, infinite, dp_rank, dp_world_size
-            )
-
-        # Documents to finish before the source's next document.
-        self._open: deque[OpenDocument] = deque()
-        self._left_over: list[int] = []  # tokens at the end of the data, fewer than a sequence
-        self._inherited_places: list[dict[str, Any]] = []
-        self._is_started = self._is_resumed = self._ran_out = False
-
-    @property
-    def num_documents(self) -> int | None:
-        """The number of documents of all readers; None for a stream."""
-        return len(self._data) if hasattr(self._data, "__len__") else None
-
-    @property
-    def can_reshard(self) -> bool:
-        """Whether `inherit` works, as it does for all data but streams."""
-        return self._source.can_reshard
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        self._start()
-        if self._ran_out:
-            self._source.restart()
-            self._open.clear()
-            self._left_over = []
-            self._is_resumed = self._ran_out = False
-        has_sequence = False
-        for sequence, numbers in self._sequences():
-            has_sequence = True
-            sample_ids = torch.tensor([numbers[0], numbers[-1]])
-            yield {"input": sequence[:-1], SAMPLE_IDS: sample_ids}, sequence[1:]
-        if not has_sequence and not self._is_resumed:
-            reader, num_readers = self._reader()
-            raise ValueError(
-                f"dataset {self.dataset_name!r} is too small: reader {reader + 1} of {num_readers} "
-                f"(ranks times data workers) got {len(self._left_over)} tokens, and one "
-                f"sequence takes seq_len + 1 = {self.seq_len + 1}; use more data, a smaller "
-                "seq_len, or fewer ranks or data workers"
-            )
-        logger.warning(f"Dataset {self.dataset_name} has run out of data")
-        self._ran_out = True
-
-    def _sequences(self) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yield token sequences [seq_len + 1], each with the numbers of its documents."""
-        samples = iter(self._source)
-        num_empty = 0
-        while True:
-            tokens: list[int] = []
-            numbers: list[int] = []
-            while len(tokens) <= self.seq_len:
-                if not self._open:
-                    number = self._source.next_number
-                    try:
-                        text = self._text(next(samples), number)
-                    except StopIteration:
-                        self._left_over = tokens
-                        return
-                    self._open.append(OpenDocument(number, text))
-                document = self._open[0]
-                new = document.take(self.seq_len + 1 - len(tokens), self._tokenizer)
-                num_empty = 0 if new else num_empty + 1
-                if num_empty >= MAX_EMPTY_DOCUMENTS_IN_A_ROW:
-                    raise ValueError(
-                        f"dataset {self.dataset_name!r}: {num_empty} documents in a row gave no "
-                        "tokens"
-                    )
-                tokens += new
-                if new:
-                    numbers.append(-1 if document.number is None else document.number)
-                if document.is_finished:
-                    self._open.popleft()
-            yield torch.tensor(tokens, dtype=torch.long), numbers
-
-    def _text(self, sample: Any, number: int | None) -> str:
-        text = self._text_processor(sample)
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{self._source.where(number)}: a document's text must be a string, got "
-                f"{type(text).__name__}; mend or leave out the document"
-            )
-        try:
-            text.encode()  # raises where the tokenizer would
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{self._source.where(number)}: the text has half of a surrogate pair, "
-                f"{text[error.start]!r}, which is not a character; mend or leave out the document"
-            ) from None
-        return text
-
-    def _reopen(self, place: dict[str, Any]) -> OpenDocument:
-        """Return the document at a saved place; its text is read again if the source has `[i]`."""
-        if "tokens" in place:
-            text, tokens = place.get("text", ""), list(place["tokens"])
-            is_begun = place.get("is_begun", True)
-            return OpenDocument(None, text, end=0, tokens=tokens, is_begun=is_begun)
-        number = place["number"]
-        document = OpenDocument(number, self._text(self._source.sample(number), number))
-        if place["start"] or place["used"]:
-            document.open_piece(place["start"], self._tokenizer)
-            document.used = min(place["used"], len(document.tokens))
-        return document
-
-    def _reader(self) -> tuple[int, int]:
-        """Return (number of this reader, number of readers), of all ranks and their data workers."""
-        worker = get_worker_info()
-        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        return self._dp_rank * num_workers + worker_id, self._dp_world_size * num_workers
-
-    def _start(self) -> None:
-        """Choose this reader's documents, once: only the iterating process knows its data worker."""
-        if self._is_started:
-            return
-        reader, num_readers = self._reader()
-        self._source.start(reader, num_readers)
-        self._open.extend(map(self._reopen, self._inherited_places[reader::num_readers]))
-        self._inherited_places, self._is_started = [], True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of this reader's position.
-
-        It holds the number of a document that is partly read, or its unread text for a stream.
-        """
-        self._start()
-        places = [{"tokens": self._left_over}] if self._left_over else []
-        places += [document.place() for document in self._open]
-        return {"open": places, **self._source.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where the same one of the same number of readers stopped."""
-        self._start()
-        self._source.load_state_dict(state_dict)
-        self._open = deque(map(self._reopen, _places(state_dict)))
-        self._left_over = []
-        self._is_resumed, self._ran_out = True, False
-
-    def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Continue where a different number of readers stopped.
-
-        states: of all old readers, in order. Each document, or part of one, that they had not read
-        goes to one of the new readers. Call it before iterating, in the dataloader's process.
-        """
-        self._source.inherit(states)
-        self._inherited_places = [place for state in states for place in _places(state)]
-        self._open.clear()
-        self._left_over = []
-        self._is_started = self._ran_out = False
-        self._is_resumed = True
-
-
-def _places(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the places of partly read documents; older versions saved a list of tokens instead."""
-    tokens = state.get("token_buffer")
-    return ([{"tokens": tokens}] if tokens else []) + state.get("open", [])
+        source = open_source(dataset_name, dataset_path, tokenizer)
+        self.dataset_name = source.name
+        packing = Packing("concat", seq_len)
+        super().__init__([source], packing, dp_rank, dp_world_size, infinite)
 
 
 # ---- loaders ----
@@ -355,15 +247,45 @@ def _build(
     infinite: bool,
 ) -> ParallelAwareDataloader:
     """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
-    if reads_positions(job_config.model.attn_mask_type):
-        raise ValueError(
-            "model.attn_mask_type 'position_block_causal' reads document boundaries from "
-            "'positions', which text datasets don't have: set it to 'block_causal', which reads "
-            "the end-of-text tokens, or bring a dataloader whose batches have 'positions' [B, T]"
+    training = job_config.training
+    is_training = section is training
+    if training.mixture and is_training:
+        parts = [asdict(part) for part in training.mixture]
+    else:
+        parts = [{"dataset": section.dataset, "dataset_path": section.dataset_path}]
+    sources = [
+        open_source(
+            part["dataset"],
+            part["dataset_path"],
+            tokenizer,
+            replace(training, seq_len=section.seq_len),
+            weight=part.get("weight", 1.0),
+            limit=part.get("epochs"),
+            seed=training.data_seed if is_training and training.shuffle else None,
+            number=number,
         )
-    name, path, seq_len = section.dataset, section.dataset_path, section.seq_len
-    dataset = HuggingFaceTextDataset(
-        name, path, tokenizer, seq_len, dp_rank, dp_world_size, infinite
+        for number, part in enumerate(parts)
+    ]
+    mask_type = job_config.model.attn_mask_type
+    packing = Packing(
+        training.packing,
+        section.seq_len,
+        getattr(tokenizer, "eos_id", None) or 0,
+        positions=reads_positions(mask_type),
+        # An end-of-text token may also end a turn of a chat, and there is none before padding.
+        document_ids=training.packing != "concat" or not all(s.is_text for s in sources),
+        sources=len(sources) > 1,
     )
+    rows = None
+    if is_training:
+        rows = section.local_batch_size
+        if training.global_batch_size > 0:
+            rows = training.global_batch_size // dp_world_size
+        elif dp_world_size > 1 and dp_rank == 0:
+            logger.info(
+                "training.global_batch_size is not set, so the rows of a step follow the number of ranks; "
+                "set it to train on the same rows on any number of ranks"
+            )
+    dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows)
     loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)

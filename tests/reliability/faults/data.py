@@ -248,8 +248,8 @@ FAULTS = [
     ),
     Fault(
         name="data too small for a row",
-        message="error: dataset 'local' is too small: reader 1 of 1 (ranks times data workers) got 3 "
-        "tokens, and one sequence takes seq_len + 1 = 33; …",
+        message="error: dataset 'local' is too small: reader 1 of 1 (one per rank) got 3 "
+        "tokens, and one row takes seq_len + 1 = 33; …",
         cause="Validation reads its data once and pads nothing.",
         remedy="Use more data, a smaller validation.seq_len, or fewer ranks.",
         arrange=_too_small,

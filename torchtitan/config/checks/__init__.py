@@ -34,6 +34,7 @@ def check_job_config(
         values.checkpoint_settings(job_config.checkpoint),
         values.features(job_config),
         values.unavailable(job_config),
+        values.data(job_config),
         values.validation(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),

@@ -5,6 +5,7 @@ import glob
 import os
 import tempfile
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from torchtitan.config.checks.common import data_sections, guess, value_of
 from torchtitan.config.job_config import JobConfig
@@ -100,11 +101,23 @@ def writable_folders(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             yield from _unwritable("checkpoint.folder", steps, unfinished)
 
 
+# Datasets that have no path of their own.
+_READ_A_PATH = ("local", "tokens", "chat")
+
+
+def _datasets(job_config: JobConfig) -> dict[str, Any]:
+    """Return key -> section or table of a mixture, of each dataset that the job reads."""
+    sections, mixture = data_sections(job_config), job_config.training.mixture
+    if mixture:
+        del sections["training"]
+    return sections | {f"training.mixture[{i}]": part for i, part in enumerate(mixture)}
+
+
 def dataset_paths(job_config: JobConfig) -> Iterator[str]:
-    for name, section in data_sections(job_config).items():
+    for name, section in _datasets(job_config).items():
         path = section.dataset_path
-        is_there = bool(path) and os.path.exists(path)
-        if is_there and not os.path.isfile(path) and not os.path.isdir(path):
+        is_there = _is_there(path)
+        if os.path.exists(path or "") and not os.path.isfile(path) and not os.path.isdir(path):
             yield (
                 f"{name}.dataset_path must be a regular file or a folder, got {path!r}, a device, "
                 "pipe or socket; write the data to a file"
@@ -117,7 +130,7 @@ def dataset_paths(job_config: JobConfig) -> Iterator[str]:
 
 
 def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    for section, data in data_sections(job_config).items():
+    for section, data in _datasets(job_config).items():
         name, path = data.dataset, data.dataset_path
         if name not in known and name.lower() not in known:
             yield (
@@ -125,11 +138,17 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
                 f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
                 f"experimental.custom_import names"
             )
-        if name.lower() == "local" and not os.path.exists(path or ""):
+        if name.lower() in _READ_A_PATH and not _is_there(path):
             yield (
-                f"{section}.dataset = 'local' reads the file or folder {section}.dataset_path, which "
-                f"must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
+                f"{section}.dataset = {name.lower()!r} reads the file or folder "
+                f"{section}.dataset_path, which must exist, got {path!r} (looked in {os.getcwd()}); "
+                "set or correct the path"
             )
+
+
+def _is_there(path: str | None) -> bool:
+    """True for a file or folder, and for a pair of token files without their endings."""
+    return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
 
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:

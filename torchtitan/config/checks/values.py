@@ -43,6 +43,7 @@ _RANGES: dict[tuple[float, float], str] = {
     (-1, 10**12): "checkpoint.load_step training.loss_chunk",
     (-(10**12), 10**12): "lr_scheduler.step_offset",
     (0, 2**64 - 1): "debug.seed",
+    (0, 2**53): "training.data_seed",
     (-math.inf, 10**12): "validation.steps",
     (-math.inf, 10**9): "training.global_batch_size checkpoint.keep_latest_k "
     "parallelism.pipeline_parallel_layers_per_stage parallelism.expert_tensor_parallel_degree",
@@ -219,6 +220,38 @@ def profiling_cycle(profiling: Profiling) -> Iterator[str]:
             f"profiling.profile_freq must be at least profiler_warmup + profiler_active, got "
             f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
             f"{profiling.profiler_active}; set it to {needed} or more"
+        )
+
+
+def data(job_config: JobConfig) -> Iterator[str]:
+    """Passes and weights of data sets are above 0, and data that would not be read are not named."""
+    training = job_config.training
+    passes = {"training.epochs": training.epochs}
+    for i, part in enumerate(training.mixture):
+        name = f"training.mixture[{i}]"
+        passes[f"{name}.epochs"] = part.epochs
+        if not 0 < part.weight < math.inf:
+            yield (
+                f"{name}.weight (of {part.dataset!r}) must be a number above 0, got {part.weight}; leave "
+                "the table out to train without it"
+            )
+    for key, value in passes.items():
+        if value is not None and not 0 < value < 1e9:
+            yield f"{key} is a number of passes over the data above 0, got {value}; correct it"
+    if training.mixture and training.dataset_path:
+        yield (
+            f"training.dataset_path = {training.dataset_path!r} would not be read beside "
+            "[[training.mixture]]; make it a table of the mixture, or leave it out"
+        )
+    if training.mixture and training.epochs is not None:
+        yield (
+            f"training.epochs = {training.epochs} has no meaning for [[training.mixture]], whose sources "
+            "end at different steps; set training.steps, and `epochs` in the tables to limit a source"
+        )
+    if training.mixture and job_config.validation.enable and job_config.validation.dataset is None:
+        yield (
+            "validation.dataset must be named beside [[training.mixture]], because a mixture has no "
+            "held-out part, got None; set it and validation.dataset_path"
         )
 
 

@@ -1,0 +1,354 @@
+"""Eight chat templates: short re-creations of published formats, with {% generation %} marks.
+
+The marks are around the text that the model writes, through the token that ends its turn.
+"""
+
+import re
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+
+class Format(NamedTuple):
+    template: str
+    special: dict[str, str | None]  # bos_token and eos_token
+    control: tuple[str, ...]  # further special tokens
+
+
+CHATML = r"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# Tools are listed in the first user's message, their results have the role ipython.
+LLAMA_3 = r"""
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
+{%- if tools is not none %}{{- 'Environment: ipython\n' }}{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' }}
+{{- system_message + '<|eot_id|>' }}
+{%- if tools is not none %}
+    {%- set first_user_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\nRespond with JSON for a function call.\n\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\n\n' }}{%- endfor %}
+    {{- first_user_message + '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+        {%- if message.role == 'assistant' %}
+            {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+        {%- else %}
+            {{- message['content'] | trim + '<|eot_id|>' }}
+        {%- endif %}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+        {%- generation %}
+            {{- '{"name": "' + tool_call.name + '", "parameters": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}<|eot_id|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+
+# The thinking of turns before the user's last question is left out.
+QWEN_3 = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- '# Tools\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\n</tools>\n\nReturn a json object within <tool_call></tool_call> tags.<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == 'user' and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set reasoning = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\n' }}
+        {%- generation %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning) %}
+            {{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{%- endif %}
+            {{- '<tool_call>\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {{- tool_call.function.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+# No header before a reply: "[/INST]" ends the user's text.
+MISTRAL = r"""
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.first and system_message is defined %}
+            {{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' %}
+        {%- generation %}{{- ' ' + message['content'] + eos_token }}{%- endgeneration %}
+    {%- else %}
+        {{- raise_exception('Only user and assistant roles are supported') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+GEMMA = r"""
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<start_of_turn>model\n' }}
+        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
+        {{- '\n' }}
+    {%- else %}
+        {{- '<start_of_turn>' + message['role'] + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
+"""
+
+# No line breaks; thinking is left out of every turn; a reply behind a tool's result has no header.
+DEEPSEEK = r"""
+{%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
+{%- set ns = namespace(is_tool=false, system_prompt='') %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{%- set ns.system_prompt = message['content'] %}{%- endif %}
+{%- endfor %}
+{{- bos_token }}{{- ns.system_prompt }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {%- set ns.is_tool = false %}
+        {{- '<｜User｜>' + message['content'] }}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
+        {{- '<｜Assistant｜>' }}
+        {%- generation %}
+        {{- '<｜tool▁calls▁begin｜>' }}
+        {%- for tool in message['tool_calls'] %}
+            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + tool['function']['name'] }}
+            {{- '\n```json\n' + tool['function']['arguments'] | tojson + '\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+        {%- endgeneration %}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if not ns.is_tool %}{{- '<｜Assistant｜>' }}{%- endif %}
+        {%- if ns.is_tool %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
+        {%- set ns.is_tool = false %}
+        {%- generation %}
+        {{- message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+        {%- endgeneration %}
+    {%- elif message['role'] == 'tool' %}
+        {%- if not ns.is_tool %}{{- '<｜tool▁outputs▁begin｜>' }}{%- endif %}
+        {%- set ns.is_tool = true %}
+        {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{- '<｜Assistant｜>' }}{%- endif %}
+"""
+
+# A reply has channels; its thinking, and the token that ends it, are other ones in earlier turns.
+GPT_OSS = r"""
+{{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: ' + strftime_now('%Y-%m-%d') }}
+{{- '\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if messages[0].role in ['developer', 'system'] %}
+    {%- set developer_message = messages[0].content %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set developer_message = '' %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if developer_message or tools %}
+    {{- '<|start|>developer<|message|># Instructions\n\n' + developer_message }}
+    {%- for tool in tools or [] %}{{- '\n// ' + tool.function | tojson }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last_tool_call = namespace(name=none) %}
+{%- for message in loop_messages %}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {%- set last_tool_call.name = tool_call.name %}
+        {{- '<|start|>assistant' }}
+        {%- generation %}
+        {%- if message.thinking %}
+            {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
+        {%- endif %}
+        {{- ' to=functions.' + tool_call.name + '<|channel|>commentary json<|message|>' }}
+        {{- tool_call.arguments | tojson + '<|call|>' }}
+        {%- endgeneration %}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant' }}
+        {%- generation %}
+        {%- if loop.last and not add_generation_prompt %}
+            {%- if message.thinking %}
+                {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
+            {%- endif %}
+            {{- '<|channel|>final<|message|>' + message.content + '<|return|>' }}
+        {%- else %}
+            {{- '<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+        {%- endgeneration %}
+        {%- set last_tool_call.name = none %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + last_tool_call.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+
+# The headers are ordinary text, not tokens.
+ZEPHYR = r"""{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>
+' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>
+' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>
+' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+_DEEPSEEK_TOOLS = ["calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"]
+_DEEPSEEK_TOOLS += ["outputs▁begin", "output▁begin", "output▁end", "outputs▁end"]
+FORMATS = {
+    "chatml": Format(CHATML, {"eos_token": "<|im_end|>"}, ("<|im_start|>",)),
+    "llama_3": Format(
+        LLAMA_3,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+        ("<|start_header_id|>", "<|end_header_id|>"),
+    ),
+    "qwen_3": Format(
+        QWEN_3,
+        {"eos_token": "<|im_end|>"},
+        ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ),
+    "mistral": Format(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
+    "gemma": Format(
+        GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>"}, ("<start_of_turn>", "<end_of_turn>")
+    ),
+    "deepseek": Format(
+        DEEPSEEK,
+        {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+        ("<｜User｜>", "<｜Assistant｜>", *(f"<｜tool▁{name}｜>" for name in _DEEPSEEK_TOOLS)),
+    ),
+    "gpt_oss": Format(
+        GPT_OSS.replace("strftime_now('%Y-%m-%d')", "'2025-08-05'"),
+        {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"},
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
+    ),
+    "zephyr": Format(ZEPHYR, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
+}
+
+
+def without_marks(template: str) -> str:
+    """Return a template in which ordinary blocks take the place of {% generation %}."""
+    template = re.sub(r"({%-? *)generation", r"\1if true", template)
+    return re.sub(r"({%-? *)endgeneration", r"\1endif", template)
+
+
+def backend_of(form: Format, trim_offsets: bool = False) -> Tokenizer:
+    """Return a byte-level BPE tokenizer with 200 merges of the template's own text, and its tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=456, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([form.template], trainer)
+    tokens = [*form.special.values(), *form.control]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
+    if begin := form.special.get("bos_token"):
+        ids = [(begin, backend.token_to_id(begin))]
+        steps.append(processors.TemplateProcessing(single=f"{begin} $A", special_tokens=ids))
+    backend.post_processor = processors.Sequence(steps)
+    return backend

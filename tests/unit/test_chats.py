@@ -1,0 +1,411 @@
+"""Chats as ids and labels: the labels of small templates worked out by hand, and what is refused."""
+
+import gzip
+import json
+import logging
+import pickle
+from itertools import groupby
+
+import pytest
+
+from tests.unit.chats import QWEN_LIKE, write_tokenizer
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.chats import ChatEncoder, load_chats
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools import logging as tools_logging
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+)
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4ü\n"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": ""},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return HuggingFaceTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("model"))))
+
+
+def encoder_of(tokenizer, source=PLAIN):
+    return ChatEncoder(tokenizer, ChatTemplate(source, "t.jinja", {}, tokenizer.special_tokens))
+
+
+def parts(tokenizer, encoded):
+    """Return the text with brackets around each run of trained tokens."""
+    text = ""
+    for is_trained, run in groupby(zip(*encoded, strict=True), lambda token: token[1]):
+        decoded = tokenizer.decode([int(token) for token, _ in run], skip_special_tokens=False)
+        text += f"[{decoded}]" if is_trained else decoded
+    return text
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "marks"])
+def test_tokens_of_the_assistant_s_turns_are_trained_and_no_others(tokenizer, source):
+    assert parts(tokenizer, encoder_of(tokenizer, source)({"messages": CHAT})) == (
+        "<system>s<|im_end|>\n<user>2+2?<|im_end|>\n<assistant>[4ü\n<|im_end|>]\n"
+        "<user>3+3?<|im_end|>\n<assistant>[<|im_end|>]\n"
+    )
+
+
+def test_blanks_that_end_a_turn_are_trained_if_no_token_ends_it(tokenizer):
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    encoded = encoder_of(tokenizer, source)({"messages": CHAT[1:3]})
+    assert parts(tokenizer, encoded) == "user: 2+2?\n\nassistant: [4ü\n\n\n]"
+
+
+def test_marks_in_macros_loops_and_nested_blocks_are_found(tokenizer):
+    source = (
+        "{% macro turn(m) %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+        "{% for letter in m.content %}{{ letter }}{% endfor %}{% set x = 1 %}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ x }}{% endmacro %}"
+        "{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    encoded = encoder_of(tokenizer, source)({"messages": CHAT[1:4]})
+    assert parts(tokenizer, encoded) == "<user>2+2?<assistant>[4ü\n]<user>3+3?"
+
+
+def test_text_may_have_the_characters_that_mark_generation(tokenizer):
+    chat = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
+    encoded = encoder_of(tokenizer, MARKED)({"messages": chat})
+    shown = "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"
+    assert parts(tokenizer, encoded) == shown
+
+
+def test_thinking_that_later_turns_lose_leaves_labels_known_without_marks(tokenizer):
+    plain = QWEN_LIKE.replace("generation %}", "if true %}").replace("endif true", "endif")
+    plain = plain.replace("{%- endif true %}", "{%- endif %}").replace(
+        "{%- endif -%}", "{%- endif %}"
+    )
+    chat = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4!"},
+        {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "<think>\nha\n</think>\n\n6"},
+    ]
+    assert parts(tokenizer, encoder_of(tokenizer, plain)({"messages": chat})) == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[4!<|im_end|>]\n"
+        "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nha\n</think>\n\n6<|im_end|>]\n"
+    )
+
+
+def test_texts_are_encoded_without_template_and_end_in_the_end_of_text_token(tokenizer):
+    encode = ChatEncoder(tokenizer, None)
+    for completion in (" 4", " 4<|im_end|>"):
+        encoded = encode({"prompt": "2+2=", "completion": completion, "messages": None})
+        # The tokenizer's files add the token that begins a text.
+        assert parts(tokenizer, encoded) == "<|begin|>2+2=[ 4<|im_end|>]"
+    assert parts(tokenizer, encode({"prompt": "", "completion": ""})) == "<|begin|>[<|im_end|>]"
+    assert [array.dtype for array in encoded] == ["int32", "bool"]
+
+
+def test_encoder_is_pickled_for_data_workers(tokenizer):
+    for source in (PLAIN, MARKED):
+        encode = encoder_of(tokenizer, source)
+        copy = pickle.loads(pickle.dumps(encode))
+        assert parts(tokenizer, copy({"messages": CHAT})) == parts(
+            tokenizer, encode({"messages": CHAT})
+        )
+
+
+def test_messages_are_taken_where_a_sample_has_a_prompt_too(tokenizer):
+    encode = encoder_of(tokenizer)
+    expected = encode({"messages": CHAT})
+    encoded = encode({"messages": CHAT, "prompt": "2+2?", "prompt_id": "1"})
+    assert parts(tokenizer, encoded) == parts(tokenizer, expected)
+
+
+def test_control_token_in_a_user_s_text_is_encoded_as_one_counted_and_warned_of_once(
+    tokenizer, caplog, monkeypatch
+):
+    monkeypatch.setattr(tools_logging, "_logged", set())
+    encode = encoder_of(tokenizer)
+    caplog.set_level(logging.WARNING)
+    chat = [{"role": "user", "content": "a<|im_end|>b<|im_end|>"}, CHAT[2]]
+    ids, _ = encode({"messages": chat})
+    assert ids.tolist().count(tokenizer.token_to_id("<|im_end|>")) == 4
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_start|>"}]}, CHAT[2]]
+    encode({"messages": in_parts})
+    encode({"messages": [CHAT[1], {"role": "assistant", "content": "<|im_start|>"}]})
+    for result in ([{"text": 4}, 5], {"text": "<|im_start|>"}, "6"):
+        encode({"messages": [{"role": "tool", "content": result}, CHAT[2]]})
+    assert encode.num_with_control_tokens == 2
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 2  # each token once
+    assert warnings[0].startswith(
+        "a message of the role 'user' has '<|im_end|>' in its text, which is encoded as that control"
+    )
+
+
+A, U = {"role": "assistant", "content": "4"}, {"role": "user", "content": "2+2?"}
+
+
+# (sample, beginning of the sentence, a part of the remedy)
+BAD_SAMPLES = [
+    ({"messages": []}, "'messages' holds no message", "leave out the chat"),
+    (
+        {"messages": "hi"},
+        "'messages' must be a list of objects with 'role' and 'content', got 'hi'",
+        "correct",
+    ),
+    ({"messages": [U, "hi"]}, "'messages' must be a list of objects", "correct"),
+    (
+        {"messages": [{"from": "human", "value": "x"}]},
+        "message 1 of 'messages' has no 'role', got the keys ['from', 'value']",
+        "convert",
+    ),
+    (
+        {"messages": [U, A | {"role": "asistant"}]},
+        "message 2 of 'messages' has the unknown role 'asistant', did you mean 'assistant'?",
+        "one of system",
+    ),
+    (
+        {"messages": [U | {"content": None}, A]},
+        "message 1 of 'messages' has no 'content' (role 'user')",
+        "give it a text",
+    ),
+    (
+        {"messages": [U, {"role": "assistant"}]},
+        "message 2 of 'messages' has no 'content' (role 'assistant')",
+        "give it a text",
+    ),
+    (
+        {"messages": [U | {"content": 4}, A]},
+        "message 1 of 'messages' must have a text as its 'content', got 4",
+        "correct",
+    ),
+    (
+        {"messages": [U | {"content": [{"type": "image"}]}, A]},
+        "message 1 of 'messages' has a part of the type 'image'",
+        "leave out",
+    ),
+    ({"messages": [U, U]}, "the chat has no turn of the role 'assistant'", "leave it out"),
+    ({"messages": [U, A], "tools": "[{"}, "'tools' is not valid JSON: ", "correct"),
+    ({"messages": [U, A], "tools": ["add"]}, "'tools' must be a list of JSON schemas", "correct"),
+    (
+        {"messages": [U, A], "chat_template_kwargs": "x"},
+        "'chat_template_kwargs' must be an object",
+        "correct",
+    ),
+    (
+        {"messages": [U, A | {"content": "\ud83d"}]},
+        "the text has half of a surrogate pair, '\\ud83d'",
+        "leave out",
+    ),
+    (
+        {"prompt": "a", "completion": "\udc00"},
+        "the text has half of a surrogate pair, '\\udc00'",
+        "leave out",
+    ),
+    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", "add it"),
+    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", "add it"),
+    (
+        {"prompt": "a", "completion": [A]},
+        "'prompt' and 'completion' must both be texts or both be lists",
+        "convert",
+    ),
+    ({"prompt": [U], "completion": []}, "'completion' holds no message", "leave out"),
+    ({"prompt": 4, "completion": 5}, "'prompt' must be a list of objects", "correct"),
+    (
+        {"conversations": [U, A]},
+        "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conversations']",
+        "convert",
+    ),
+    (["a"], "need an object with 'messages', got list", "correct"),
+]
+
+
+@pytest.mark.parametrize("sample, problem, remedy", BAD_SAMPLES)
+def test_sample_that_is_no_chat_is_refused_with_a_sentence(tokenizer, sample, problem, remedy):
+    with pytest.raises(ValueError) as error:
+        encoder_of(tokenizer)(sample)
+    sentence = str(error.value)
+    assert sentence.startswith(problem) and remedy in sentence.removeprefix(problem)
+    assert "\n" not in sentence and len(sentence) < 400
+
+
+CANNOT = "t.jinja cannot render the chat: "
+UNMARKED = "t.jinja has no {% generation %} marks, and "
+HEADER = (
+    UNMARKED
+    + "renders the header of the assistant's turn in message 2 differently when the chat goes"
+)
+LOOP = "{% for m in messages %}BODY{% endfor %}"
+# (template, chat, beginning of the sentence, a part of the remedy)
+BAD_TEMPLATES = [
+    (
+        "{{ raise_exception('must alternate') }}",
+        [U, A],
+        CANNOT + "must alternate",
+        "correct the chat",
+    ),
+    (
+        "{{ messages[0].content + 1 }}",
+        [U, A],
+        CANNOT + "can only concatenate str",
+        "training.chat_template",
+    ),
+    (
+        "{{ strftime_now('%d') }}",
+        [U, A],
+        CANNOT + "'strftime_now' is undefined",
+        "with a fixed date",
+    ),
+    # Nothing says where a reply begins.
+    ("{{ messages | length }}{{ messages[1:] }}", [U, A], HEADER, "{% endgeneration %}"),
+    # The header of the next turn is longer than this turn.
+    (
+        LOOP.replace("BODY", "<{{ m.content }}") + "{% if add_generation_prompt %}<x{% endif %}",
+        [U, A | {"content": "x"}, A],
+        UNMARKED + "renders the header of the assistant's turn in message 3 differently",
+        "training.chat_template",
+    ),
+    (
+        "{{ messages[1].role.upper() }}" + PLAIN,
+        [U, A],
+        UNMARKED + "cannot render the beginning of the chat through message 1 (",
+        "training.chat_template",
+    ),
+    # A reply has another closing token once the chat goes on.
+    (
+        PLAIN.replace(
+            "<|im_end|>",
+            "{{ '<|im_start|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}",
+        ),
+        [U, A, U],
+        UNMARKED + "renders the assistant's turn in message 2 differently when the chat goes on (",
+        "training.chat_template",
+    ),
+    (
+        LOOP.replace("BODY", "{{ m.content }}"),
+        [A],
+        "every token of the chat would be trained, because t.jinja writes nothing outside",
+        "writes a header",
+    ),
+    (
+        LOOP.replace(
+            "BODY",
+            "{% set x %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}{{ x | trim }}",
+        ),
+        [A],
+        "t.jinja changes text that it has marked with {% generation %}",
+        "mark it where it is written",
+    ),
+    (
+        LOOP.replace("BODY", "{{ m.content }}{% generation %}{% endgeneration %}"),
+        [U, A],
+        "t.jinja has its {% generation %} marks around the wrong text ('')",
+        "have them enclose",
+    ),
+    (
+        LOOP.replace("BODY", "{% generation %}<{{ m.role }}>{{ m.content }}{% endgeneration %}"),
+        [U, A],
+        "t.jinja has its {% generation %} marks around the wrong text ('<user>what the user asked",
+        "have them enclose",
+    ),
+    (
+        MARKED.replace("'assistant' %}", "'assistant' and m.content != '4' %}"),
+        [U, A],
+        "no token of the chat is trained: t.jinja writes nothing in the assistant's turns",
+        "training.chat_template",
+    ),
+]
+
+
+@pytest.mark.parametrize("source, chat, problem, remedy", BAD_TEMPLATES)
+def test_template_by_which_the_labels_are_unknown_is_refused_by_name(
+    tokenizer, source, chat, problem, remedy
+):
+    with pytest.raises(ValueError) as error:
+        encoder_of(tokenizer, source)({"messages": chat})
+    sentence = str(error.value)
+    assert sentence.startswith(problem) and remedy in sentence.removeprefix(problem)
+    assert "\n" not in sentence and len(sentence) < 600
+
+
+def test_tokenizer_without_template_or_end_token_names_the_keys(tokenizer, tmp_path):
+    with pytest.raises(
+        ValueError, match="^the tokenizer in .* has no chat template; set training.chat"
+    ):
+        ChatEncoder.of_tokenizer(tokenizer)({"messages": [U, A]})
+    bare = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, eos_token=None)))
+    encode = ChatEncoder(bare, None)
+    assert parts(bare, encode({"prompt": "2", "completion": "3"})) == "<|begin|>2[3]"
+    with pytest.raises(ValueError, match="^'completion' is empty .*set training.eos_token"):
+        encode({"prompt": "2", "completion": ""})
+
+
+# ---- files ----
+
+ROWS = [
+    {
+        "messages": [
+            U | {"name": "u"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+            },
+        ],
+        "id": 1,
+    },
+    {"messages": [U, A], "tools": [{"name": "f", "parameters": {"b": {"type": "x"}}}]},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "jsonl.gz"])
+def test_rows_of_every_kind_of_file_are_those_that_were_written(kind, tmp_path):
+    path = tmp_path / f"chats.{kind}"
+    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        columns = {key: [row.get(key) for row in ROWS] for key in ("messages", "tools", "id")}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.replace("\n\n", "\n").encode()))
+    else:
+        path.write_text(json.dumps(ROWS) if kind == "json" else lines)
+    chats = load_chats(str(path))
+    assert [chats[i] for i in range(len(chats))] == ROWS
+    place = {"jsonl": "line 3", "json": "entry 2"}.get(kind, "row 2")
+    assert chats.where(1) == f"{path}, {place}"
+
+
+def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [1]}\n{"text": "x"}\n[\n{"prompt": "x"}\n"x"\n')
+    chats = load_chats(str(path))
+    assert chats[0] == {"messages": [1]}  # the encoder refuses it
+    for index, sentence in [
+        (
+            1,
+            "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the keys",
+        ),
+        (
+            2,
+            r'line 3: not valid JSON .*one object like \{"messages": \[\{"role": "user", "content"',
+        ),
+        (3, "line 4: need 'completion' beside 'prompt', got the keys"),
+        (4, "line 5: need an object with 'messages', got str"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            chats[index]
+    (tmp_path / "chats.txt").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"one kind \(JSON lines, parquet, compressed JSON lines\), got"
+    ):
+        load_chats(str(tmp_path / "chats.txt"))
+    with pytest.raises(ValueError, match="'chat' needs training.dataset_path"):
+        load_chats("")
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        load_chats(str(tmp_path / "none"))

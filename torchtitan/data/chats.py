@@ -1,0 +1,472 @@
+"""Chats, and pairs of a prompt and a completion, as token ids with the labels that the loss counts.
+
+The text is that of the tokenizer's chat template, and the ids are those of `apply_chat_template` of
+`transformers`. Labels are the tokens of the assistant's turns. They are found by the template's
+{% generation %} marks or, if it has none, by rendering the messages before and through each turn. If
+neither way is sound, the chat is refused.
+
+n: tokens of a chat.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchtitan.config.checks.common import guess
+from torchtitan.data.chat_template import ChatTemplate, Message
+from torchtitan.data.local_files import SampleRule, load_local_documents
+from torchtitan.data.open_document import Tokens
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools.logging import logger, warn_once
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_RESULT_ROLES = ("tool", "function", "ipython")
+# Names of the model's thinking in a message, the first being the one that most templates read.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+Span = tuple[int, int]  # the characters [begin, end) of a text
+
+
+class ChatEncoder:
+    """Converts a sample to (ids [n] int32, trained [n] bool); trained tokens are labels of the loss.
+
+    A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
+    `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
+    of messages or both texts. Other keys are ignored, and so are keys whose value is None. A `prompt`
+    beside `messages` is ignored, too.
+
+    - messages: every token of an assistant's turn is trained, including the end of the turn if the
+      marks enclose it. Without marks a turn is the text behind its header, through the control token
+      that ends it.
+    - prompt and completion, messages: every token of the completion is trained, but for blanks behind
+      the control token that ends it.
+    - prompt and completion, texts: no template. The ids are those of both texts joined and the
+      end-of-text id; the completion and the end-of-text id are trained.
+
+    The whole text is encoded at once. A token with characters on both sides of a turn's boundary is
+    trained, as in `transformers`, because it holds a part of what the model writes.
+
+    tokenizer: of the model. template: None if the folder has none; then chats are refused.
+    tool_template: for samples with tools, if it is another one.
+    num_with_control_tokens: the number of encoded chats in which somebody else than the assistant wrote
+        a control token as text. It becomes that token, as in `transformers`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._tool_template = tool_template or template
+        for each in (template, tool_template):
+            if each is not None:
+                _check_marks(each)
+        self.num_with_control_tokens = 0
+        self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
+        backend = tokenizer.tokenizer
+        processor = backend.post_processor
+        if processor and b'"trim_offsets":true' in processor.__getstate__():
+            # It cuts blanks off the offsets of tokens. Without it the ids of a text are the same.
+            backend = type(backend).from_str(backend.to_str())
+            backend.post_processor = None
+        self._backend = backend
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: HuggingFaceTokenizer, path: str = "") -> "ChatEncoder":
+        """Return an encoder with the template in a file, or, without a path, of the model's folder.
+
+        Raises ValueError for a template that cannot be read.
+        """
+        templates = (
+            ChatTemplate.of_tokenizer(tokenizer, path=path, tools=tools) for tools in (False, True)
+        )
+        return cls(tokenizer, *templates)
+
+    def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids [n] int32, trained [n] bool).
+
+        Raises ValueError, a sentence without the sample's place, for a sample that is no chat, that the
+        template cannot render, or in which the labels are unknown or none.
+        """
+        if problem := _problem_of(sample):
+            raise ValueError(problem)
+        sample = {key: value for key, value in sample.items() if value is not None}
+        if "messages" not in sample and isinstance(sample["prompt"], str):
+            return self._encode_texts(sample["prompt"], sample["completion"])
+        chat = _Chat(self._template_for(sample), sample)
+        ids, trained = self._encode(*chat.text_and_spans())
+        if not trained.any():
+            raise ValueError(
+                f"no token of the chat is trained: {chat.template.name} writes nothing in the "
+                "assistant's turns, or has its {% generation %} marks elsewhere; leave out the chat, or "
+                "set training.chat_template to a template file with marks around the assistant's text"
+            )
+        if trained.all():
+            raise ValueError(
+                f"every token of the chat would be trained, because {chat.template.name} writes nothing "
+                "outside of the assistant's turns; set training.chat_template to a template file that "
+                "writes a header before them"
+            )
+        self._warn_of_control_tokens(chat)
+        return ids, trained
+
+    def _template_for(self, sample: Mapping[str, Any]) -> ChatTemplate:
+        template = self._template if sample.get("tools") is None else self._tool_template
+        if template is None:
+            raise ValueError(
+                f"the tokenizer in {self._tokenizer.tokenizer_path!r} has no chat template; set "
+                "training.chat_template to a file with a Jinja template, or put a "
+                "chat_template.jinja into the folder model.hf_assets_path"
+            )
+        return template
+
+    def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        text = prompt + completion
+        ids, trained = self._encode(text, [(len(prompt), len(text))])
+        tokenizer = self._tokenizer
+        if tokenizer.bos_id is not None and (tokenizer.hf_adds_bos or tokenizer.default_add_bos):
+            ids, trained = np.insert(ids, 0, tokenizer.bos_id), np.insert(trained, 0, False)
+        is_ended = bool(completion) and ids[-1:].tolist() == [tokenizer.eos_id]
+        if tokenizer.eos_id is not None and not is_ended:
+            ids, trained = np.append(ids, tokenizer.eos_id), np.append(trained, True)
+        if not trained.any():
+            raise ValueError(
+                "'completion' is empty and the tokenizer has no end-of-text token, so no token is "
+                "trained; leave out the sample, or set training.eos_token"
+            )
+        return ids.astype(np.int32), trained
+
+    def _encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids [n], trained [n]) of a text; tokens with a character in a span are trained."""
+        try:
+            text.encode()  # raises where the tokenizer would
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half of a surrogate pair, {text[error.start]!r}, which is not a "
+                "character; mend or leave out the sample"
+            ) from None
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        trained = np.zeros(len(encoding.ids), dtype=bool)
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        # Several tokens may share a character. Tokens of no character have the place between others.
+        begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
+        for begin, end in spans:
+            if begin < end:
+                first = np.searchsorted(ends, begin, side="right")
+                trained[first : np.searchsorted(begins, end, side="left")] = True
+        return np.array(encoding.ids, dtype=np.int32), trained
+
+    def _warn_of_control_tokens(self, chat: "_Chat") -> None:
+        for message in chat.messages:
+            if message["role"] == "assistant":
+                continue
+            for text in _texts_of(message.get("content")):
+                if token := chat.template.control_token_in(text):
+                    self.num_with_control_tokens += 1
+                    warn_once(
+                        logger,
+                        f"a message of the role {message['role']!r} has {token!r} in its text, which is "
+                        "encoded as that control token, as transformers does; change such texts if "
+                        "they come from people who must not end a turn (this is said only once)",
+                    )
+                    return
+
+
+class ChatTokens:
+    """Converts a sample to the tokens of a document that is at most `seq_len` long.
+
+    too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
+        "skip" none. A chat that trains nothing before the cut is skipped, too.
+    key: text that the result depends on beside the tokenizer.
+    """
+
+    def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
+        self._encoder, self._seq_len, self._too_long = encoder, seq_len, too_long
+        self.key = f"{seq_len} {too_long} {encoder.key}"
+
+    def __call__(self, sample: Mapping[str, Any]) -> Tokens:
+        return self._fitted(*self._encoder(sample))
+
+    def count(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return the numbers of tokens, of trained tokens, and of tokens before a cut."""
+        ids, trained = self._encoder(sample)
+        fitted = self._fitted(ids, trained)
+        return len(fitted.ids), int(fitted.trained.sum()), len(ids)
+
+    def _fitted(self, ids: np.ndarray, trained: np.ndarray) -> Tokens:
+        if len(ids) > self._seq_len and self._too_long == "error":
+            raise ValueError(
+                f"the chat has {len(ids)} tokens, and training.seq_len is {self._seq_len}; raise it, or "
+                "set training.too_long to 'cut' or 'skip'"
+            )
+        n = 0 if len(ids) > self._seq_len and self._too_long == "skip" else self._seq_len
+        if not trained[:n].any():
+            n = 0
+        return Tokens(ids[:n], trained[:n])
+
+
+class _Chat:
+    """The messages of a sample, with the template that renders them."""
+
+    def __init__(self, template: ChatTemplate, sample: Mapping[str, Any]) -> None:
+        self.template = template
+        tools = sample.get("tools")
+        if isinstance(tools, str):  # for files whose columns cannot hold any JSON
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"'tools' is not valid JSON: {error}; correct it") from None
+        if tools is not None and not _is_list_of(dict, tools):
+            raise ValueError("'tools' must be a list of JSON schemas; correct it")
+        variables = sample.get("chat_template_kwargs", {})
+        if not isinstance(variables, dict):
+            raise ValueError(
+                "'chat_template_kwargs' must be an object of template variables; correct it"
+            )
+        self._options: Any = {"tools": tools, "variables": variables}
+        self._num_prompt = 0  # messages that are no part of the completion; 0 without a completion
+        if "messages" not in sample:
+            self.messages = _checked_messages(sample["prompt"], "prompt")
+            self._num_prompt = len(self.messages)
+            self.messages += _checked_messages(sample["completion"], "completion")
+        else:
+            self.messages = _checked_messages(sample["messages"], "messages")
+            if not any(message["role"] == "assistant" for message in self.messages):
+                raise ValueError(
+                    "the chat has no turn of the role 'assistant', so nothing is to be learned; leave "
+                    "it out"
+                )
+
+    def text_and_spans(self) -> tuple[str, list[Span]]:
+        """Return the text of the chat, and the spans of its characters that are trained."""
+        try:
+            text, spans = self.template.render_with_spans(self.messages, **self._options)
+        except ValueError as error:
+            if error.__cause__ is None:
+                raise
+            reason = " ".join(str(error.__cause__).split())
+            remedy = (
+                "correct the chat, or set training.chat_template to a template file that fits it"
+            )
+            if "strftime_now" in reason:
+                remedy = (
+                    "the date of today would change the data from day to day: set "
+                    "training.chat_template to a copy of the template with a fixed date"
+                )
+            sentence = f"{self.template.name} cannot render the chat: {reason}; {remedy}"
+            raise ValueError(sentence) from None
+        if self._num_prompt:
+            return text, [self._span_of_completion(text)]
+        if not self.template.marks_generation:
+            turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+            spans = [self._span_of_turn(text, turn) for turn in turns]
+        return text, spans
+
+    def _span_of_completion(self, text: str) -> Span:
+        is_reply = self.messages[self._num_prompt]["role"] == "assistant"
+        before = self._beginning(self._num_prompt, header=is_reply)
+        if difference := _difference(text, before):
+            raise ValueError(
+                f"{self.template.name} renders the prompt differently when the completion follows "
+                f"({difference}), so it is unknown where the completion begins; write the sample as "
+                f"'messages', and {_MARK_IT}"
+            )
+        return len(before), self.template.end_of_turn(text)
+
+    def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
+        """Return the text of the first messages.
+
+        header: with the header of the assistant's next turn. of: messages in place of the chat's.
+        """
+        messages = (of or self.messages)[:number]
+        try:
+            return self.template.render(messages, add_generation_prompt=header, **self._options)
+        except ValueError as error:
+            reason = " ".join(str(error.__cause__).split())
+            raise ValueError(
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
+                f"beginning of the chat through message {number} ({reason}), so it is unknown which tokens are the "
+                f"assistant's; {_MARK_IT}"
+            ) from None
+
+    def _span_of_turn(self, text: str, turn: int) -> Span:
+        """Return the span of an assistant's turn, from behind its header to its closing token.
+
+        It is sound if the text begins with the messages before the turn and its header, and
+
+        - with the messages through the turn, or
+        - if the template writes less thinking once the chat goes on, if what follows the turn's content
+          in the text begins with what follows it at the end of a chat. A rendering with other content
+          shows where the content ends.
+        """
+        before = self._beginning(turn, header=True)
+        through = self._beginning(turn + 1)
+        name = f"the assistant's turn in message {turn + 1}"
+        if difference := _difference(text, before):
+            name = f"the header of {name}"
+        elif text.startswith(through) and len(before) <= len(through):
+            return len(before), self.template.end_of_turn(through)
+        else:
+            difference = _difference(text, through) or "it is shorter than its header"
+            changed = self._with_other_content(turn)
+            closing = _common_end(through, self._beginning(turn + 1, of=changed))
+            rest = _common_end(text, self._beginning(len(changed), of=changed))
+            end = len(text) - len(rest) + self.template.end_of_turn(closing)
+            if closing and rest.startswith(closing) and end >= len(before):
+                return len(before), end
+        raise ValueError(
+            f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently "
+            f"when the chat goes on ({difference}), so it is unknown which tokens are the assistant's; "
+            f"{_MARK_IT}"
+        )
+
+    def _with_other_content(self, turn: int) -> list[Message]:
+        """Return the messages with another text in one turn; its last character is another one, too."""
+        message = self.messages[turn]
+        ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
+        other = {**message, "content": f"what the model wrote{ending}"}
+        return [*self.messages[:turn], other, *self.messages[turn + 1 :]]
+
+
+_MARK_IT = (
+    "set training.chat_template to a copy of the template that has the assistant's text between "
+    "{% generation %} and {% endgeneration %}"
+)
+
+
+def _difference(text: str, prefix: str) -> str:
+    """Return where a text does not begin with a prefix, for messages; "" if it does."""
+    if text.startswith(prefix):
+        return ""
+    same = len(os.path.commonprefix([text, prefix]))
+    here = slice(max(0, same - 20), same + 40)
+    return f"{text[here]!r} in place of {prefix[here]!r}"
+
+
+def _common_end(text: str, other: str) -> str:
+    """Return the longest text that both texts end with."""
+    length = len(os.path.commonprefix([text[::-1], other[::-1]]))
+    return text[len(text) - length :]
+
+
+def _check_marks(template: ChatTemplate) -> None:
+    """Raise ValueError if the template's {% generation %} marks are around another role's text."""
+    question, answer = "what the user asked", "what the model wrote"
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        text, spans = template.render_with_spans(chat)
+    except ValueError:  # the template is made for other chats
+        return
+    marked = "".join(text[begin:end] for begin, end in spans)
+    if question in marked or (template.marks_generation and answer not in marked):
+        raise ValueError(
+            f"{template.name} has its {{% generation %}} marks around the wrong text ({marked!r:.80}); "
+            "have them enclose the assistant's text, and no other role's"
+        )
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
+
+
+def _texts_of(content: Any) -> list[str]:
+    """Return the texts in a message's content, a string or a list of parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _checked_messages(messages: Any, key: str) -> list[Message]:
+    """Return the messages of a chat as `transformers` gives them to a template.
+
+    Keys whose value is None are left out, and a message's thinking gets the names that templates read.
+    """
+    if not _is_list_of(dict, messages):
+        raise ValueError(
+            f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
+            "correct it"
+        )
+    if not messages:
+        raise ValueError(f"{key!r} holds no message; leave out the chat")
+    checked: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        message = {name: value for name, value in message.items() if value is not None}
+        if problem := _problem_of_message(message):
+            raise ValueError(f"message {number} of {key!r} {problem}")
+        thoughts = [message[name] for name in _REASONING_KEYS if name in message]
+        if thoughts:
+            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+        checked.append(message)
+    return checked
+
+
+def _problem_of_message(message: Message) -> str | None:
+    role, content = message.get("role"), message.get("content")
+    if role is None:
+        return (
+            f"has no 'role', got the keys {sorted(message)}; convert the chat to messages with 'role' "
+            "and 'content'"
+        )
+    if role not in ROLES:
+        return f"has the unknown role {role!r}{guess(role, ROLES)}; it must be one of {', '.join(ROLES)}"
+    if content is None:
+        if role == "assistant" and {"tool_calls", *_REASONING_KEYS} & message.keys():
+            return None
+        return f"has no 'content' (role {role!r}); give it a text, or leave out the chat"
+    if role in _RESULT_ROLES and isinstance(content, dict | list):
+        return None  # templates write it as JSON
+    if _is_list_of(dict, content):
+        others = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
+        if not others:
+            return None
+        return f"has a part of the type {others[0]!r}; only text can be trained: leave out the chat"
+    if not isinstance(content, str):
+        return f"must have a text as its 'content', got {content!r:.80}; correct it"
+    return None
+
+
+def _problem_of(sample: Any) -> str | None:
+    """Return the end of an error's sentence if a sample lacks the columns of a chat."""
+    if not isinstance(sample, Mapping):
+        return f"need an object with 'messages', got {type(sample).__name__}; correct it"
+    present = [key for key in ("prompt", "completion") if sample.get(key) is not None]
+    if sample.get("messages") is not None:
+        return None
+    if len(present) == 1:
+        missing = "completion" if present == ["prompt"] else "prompt"
+        return (
+            f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}; add it, or leave "
+            "out the sample"
+        )
+    if not present:
+        return (
+            "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
+            f"{sorted(sample)}; convert the data to these keys"
+        )
+    if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
+        return (
+            "'prompt' and 'completion' must both be texts or both be lists of messages; convert one"
+        )
+    return None
+
+
+_CHAT = SampleRule('{"messages": [{"role": "user", "content": "..."}, ...]}', _problem_of)
+
+
+def load_chats(path: str) -> Any:
+    """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
+
+    The files are JSON lines, JSON or Parquet, also compressed JSON, with samples for `ChatEncoder`.
+    Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds other files.
+    """
+    if not path:
+        raise ValueError(
+            "training.dataset = 'chat' needs training.dataset_path, a .jsonl, .json or .parquet file "
+            "or a folder of such files"
+        )
+    return load_local_documents(path, _CHAT)

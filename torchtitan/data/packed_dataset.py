@@ -1,0 +1,272 @@
+"""The rows of one rank's part of every global batch, from the lanes that this process reads."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan.data.chats import ChatTokens
+from torchtitan.data.counts import count_tokens, steps_of
+from torchtitan.data.document_share import DocumentShare, deal_again
+from torchtitan.data.document_sources import Source
+from torchtitan.data.lanes import Lane, Packing, Row
+from torchtitan.tools.logging import logger
+
+_BEGIN_AGAIN = (
+    "begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
+)
+
+
+class PackedDataset(IterableDataset):
+    """The rows of one data-parallel rank, in the order of its part of the global batch.
+
+    Yields `(input_dict, labels)` of LongTensors [T]; `input_dict` has "input", what `packing` adds, and
+    "sample_ids" [2], the indices of the first and the last document in the row, -1 if unknown. In a
+    data worker, rows that another worker of this rank reads are None.
+
+    rows: of this rank in a step, each with a lane of its own. A stream has as many lanes as its number
+        of files and the rows of the global batch have in common; each lane then fills several rows.
+        None: the rank has one lane, whatever the size of its batches.
+    infinite: begin again at the end of the data. Otherwise the rows end with the data, and another
+        iteration begins from the start.
+
+    Raises ValueError if the data hold no documents or, when finite, no whole row.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        packing: Packing,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        infinite: bool = False,
+        rows: int | None = None,
+    ) -> None:
+        self._sources, self._packing = list(sources), packing
+        self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
+        self._rows = rows or 1
+        for number, source in enumerate(self._sources):
+            source.number = number
+            if not infinite and source.limit is None:
+                source.limit = 1
+        num_rows = self._rows * dp_world_size  # of the global batch
+        shards = [s.data.num_shards for s in self._sources if not s.is_indexed]
+        self._num_lanes = math.gcd(num_rows, *shards) if rows else dp_world_size
+        self._rows_per_lane = num_rows // self._num_lanes
+        if self._num_lanes % dp_world_size:
+            fitting = [n for n in range(1, self._num_lanes + 1) if not self._num_lanes % n]
+            raise ValueError(
+                f"{dp_world_size} data-parallel ranks cannot share the stream's files: the number of "
+                f"files, {' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have "
+                f"the divisor {self._num_lanes} in common; train on {' or '.join(map(str, fitting))} "
+                "ranks, change training.global_batch_size, or copy the data to this machine"
+            )
+        self._lanes: dict[int, Lane] = {}  # the lanes that this process reads, by number
+        self._row = 0  # the next row, of those of this rank in a step
+        self._saved: dict[int, Any] = {}  # the states of this rank's lanes, until they are made
+        self._is_resumed = self._ran_out = False
+
+    @property
+    def num_documents(self) -> int | None:
+        """The number of documents of all readers; None if a source is a stream."""
+        counts = [len(s.data) for s in self._sources if s.is_indexed]
+        return sum(counts) if len(counts) == len(self._sources) else None
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the sources, with a number where several have the same name."""
+        names = [source.name for source in self._sources]
+        return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
+
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of steps that `epochs` passes over the data take; see `counts.steps_of`."""
+        num_rows = self._rows * self._dp_world_size
+        return steps_of(epochs, self._sources, self._packing, num_rows)
+
+    @property
+    def has_chats(self) -> bool:
+        return any(isinstance(source.encode, ChatTokens) for source in self._sources)
+
+    def log_chats(self) -> None:
+        """Log what is trained of each source of chats. Collective: the ranks count together."""
+        for name, source in zip(self.source_names, self._sources, strict=True):
+            if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
+                continue
+            tokens, trained, whole = count_tokens(source).T
+            num_left_out = (tokens == 0).sum()
+            num_cut = ((tokens < whole) & (tokens > 0)).sum()
+            logger.info(
+                f"dataset {name}: {len(tokens):,} chats of {tokens.sum():,} tokens, "
+                f"{trained.sum() / max(tokens.sum(), 1):.1%} of them trained; {num_cut:,} chats longer "
+                f"than training.seq_len = {self._packing.seq_len} are cut, {num_left_out:,} left out"
+            )
+            if num_left_out == len(tokens):
+                raise ValueError(
+                    f"dataset {name}: every chat is left out, because it is longer than "
+                    f"training.seq_len = {self._packing.seq_len} (or trains nothing before that token); "
+                    "raise training.seq_len"
+                )
+
+    def __iter__(self) -> Iterator[Row | None]:
+        if self._ran_out:
+            self._lanes, self._row, self._is_resumed, self._ran_out = {}, 0, False, False
+        self._start()
+        has_row = self._is_resumed
+        ended: set[int] = set()
+        while len(ended) < len(self._lanes):
+            number = (self._dp_rank * self._rows + self._row) // self._rows_per_lane
+            self._row = (self._row + 1) % self._rows
+            row = None
+            if number in self._lanes and number not in ended:
+                row = self._lanes[number].next_row()
+                if row is None:
+                    ended.add(number)
+            has_row |= row is not None
+            if row is not None or get_worker_info() is not None:
+                yield row
+        if self._lanes and not has_row:
+            raise ValueError(self._too_small())
+        names = " and ".join(source.name for source in self._sources)
+        logger.warning(f"Dataset {names} has run out of data")
+        self._ran_out = True
+        while get_worker_info() is not None:  # another worker may have rows left
+            yield None
+
+    def _too_small(self) -> str:
+        number, lane = next(iter(self._lanes.items()))
+        needed = self._packing.seq_len + 1
+        return (
+            f"dataset {self._sources[0].name!r} is too small: reader {number + 1} of {self._num_lanes} "
+            f"(one per rank) got {lane.num_left_over} tokens, and one row takes "
+            f"seq_len + 1 = {needed}; use more data, a smaller seq_len, or fewer ranks"
+        )
+
+    def _start(self) -> None:
+        """Make the lanes that this process reads, once: only a data worker knows its number."""
+        if self._lanes:
+            return
+        worker = get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        for number in self._lanes_of_rank()[worker_id::num_workers]:
+            lane = Lane(self._sources, self._packing, number, self._num_lanes)
+            if self._saved:
+                lane.load(self._saved[number])
+            self._lanes[number] = lane
+        self._saved = {}
+
+    def _lanes_of_rank(self) -> range:
+        per_rank = self._num_lanes // self._dp_world_size
+        return range(self._dp_rank * per_rank, (self._dp_rank + 1) * per_rank)
+
+    # ---- the position ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the lanes that this process reads, as plain data.
+
+        It holds the numbers of documents that are partly read, or their unread text for a stream.
+        """
+        self._start()
+        return {
+            "num_lanes": self._num_lanes,
+            "row": self._row,
+            "sources": [source.identity() for source in self._sources],
+            "lanes": {number: lane.state() for number, lane in self._lanes.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a dataset that read the same lanes stopped."""
+        self.inherit([state_dict])
+        self._start()
+
+    def inherit(self, states: list[dict[str, Any]]) -> None:
+        """Go on where other datasets stopped, on any number of ranks and data workers.
+
+        states: the `state_dict` of each, which together have all lanes. If the global batch has as many
+        rows as before, the rows are those of the unbroken run. Otherwise each document, or part of one,
+        that the saved lanes had not read goes to one of the new lanes. Call it before iterating, in the
+        dataloader's process. Raises ValueError for the position of other data, or of another order.
+        """
+        states = [_in_lanes(state) for state in states]
+        for state in states:
+            self._check_sources(state["sources"])
+        num_saved = states[0]["num_lanes"]
+        lanes = {number: lane for state in states for number, lane in state["lanes"].items()}
+        rows = {state["row"] for state in states}
+        self._row = rows.pop() % self._rows if len(rows) == 1 else 0
+        if num_saved != self._num_lanes or not lanes.keys() >= set(self._lanes_of_rank()):
+            lanes, self._row = self._dealt_again(lanes, num_saved), 0
+        self._saved = {number: lanes[number] for number in self._lanes_of_rank()}
+        self._lanes, self._is_resumed, self._ran_out = {}, True, False
+
+    def _check_sources(self, saved: list[dict[str, Any]]) -> None:
+        own = [source.identity() for source in self._sources]
+        if len(own) != len(saved):
+            raise ValueError(
+                f"the checkpoint's data position is for {len(saved)} sources, but training.mixture has "
+                f"{len(own)}: resume with the same sources, or {_BEGIN_AGAIN}"
+            )
+        for mine, theirs in zip(own, saved, strict=True):
+            if mine["num_documents"] != theirs["num_documents"]:
+                raise ValueError(
+                    f"the checkpoint's data position is for {theirs['num_documents']} documents, but "
+                    f"dataset {mine['name']!r} holds {mine['num_documents']}: resume with the same "
+                    f"data, or {_BEGIN_AGAIN}"
+                )
+            if mine["seed"] != theirs["seed"]:
+                raise ValueError(
+                    f"the checkpoint's data position is for training.shuffle with data_seed "
+                    f"{theirs['seed']} (None is off), got {mine['seed']}: resume with the same order, "
+                    f"or {_BEGIN_AGAIN}"
+                )
+
+    def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
+        """Divide what the saved lanes had left among this dataset's number of lanes."""
+        if len(saved) != num_saved:
+            raise ValueError(
+                f"the data position has {len(saved)} of {num_saved} lanes (rows of the global batch): "
+                f"the checkpoint is damaged; {_BEGIN_AGAIN}"
+            )
+        if not all(source.is_indexed for source in self._sources):
+            raise ValueError(
+                f"the data position of a stream in {num_saved} parts does not divide among "
+                f"{self._num_lanes}: resume on as many ranks with the same training.global_batch_size, "
+                f"or {_BEGIN_AGAIN}"
+            )
+        lanes = [saved[number] for number in range(num_saved)]
+        n = self._num_lanes
+        logger.info(f"Dealt the data position of {len(lanes)} rows out to {n}")
+        places = [place for open_places, _, _ in lanes for place in open_places]
+        feeds: list[list[Any]] = [[] for _ in range(n)]
+        for source in range(len(self._sources)):
+            shares = [
+                DocumentShare(number, len(lanes)).resumed(states[source])
+                for number, (_, states, _) in enumerate(lanes)
+            ]
+            for number, share in enumerate(deal_again(shares, n)):
+                feeds[number].append(share.state())
+        num_tokens = [sum(tokens) // n for tokens in zip(*(lane[2] for lane in lanes), strict=True)]
+        return {i: (places[i::n], feeds[i], list(num_tokens)) for i in range(n)}
+
+
+def _in_lanes(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved position as lanes. Versions before 0.2.100 saved it by readers, one at a time."""
+    if "lanes" in state:
+        return state
+    if "sample_idx" not in state:
+        raise ValueError(
+            "the data position is that of a stream, saved by a version that divided streams among ranks "
+            f"instead of rows: {_BEGIN_AGAIN}"
+        )
+    tokens = state.get("token_buffer")  # of still older versions
+    places = [{"tokens": tokens}] if tokens else []
+    for place in state.get("open", []):
+        is_known = "number" in place
+        places.append((0, place["number"], place["start"], place["used"]) if is_known else place)
+    share = (state["base"], state["sample_idx"], state["pending"])
+    return {
+        "num_lanes": state["num_readers"],
+        "row": 0,
+        "sources": [{"num_documents": state["num_documents"], "seed": None}],
+        "lanes": {state["reader"]: (places, [share], [0])},
+    }

@@ -1,0 +1,427 @@
+"""Write a dataset's documents as token ids, for training.dataset = "tokens".
+
+    python -m torchtitan.data.tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
+
+The ids are those of training on the text itself. Run the same command again after it was stopped:
+parts that are whole are kept. `token_files` has the format.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from torchtitan.config.checks.common import guess, import_named
+from torchtitan.data import token_files
+from torchtitan.data.document_sources import Source
+from torchtitan.data.text_datasets import DATASETS, text_encoder
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools import events
+from torchtitan.tools.errors import ConfigError, RunError
+from torchtitan.tools.files import find_shipped, open_file
+from torchtitan.tools.folder_lock import FolderLock
+from torchtitan.tools.logging import init_logger, logger
+
+MOST_DOCUMENTS_PER_PART = 100_000
+SECONDS_BETWEEN_REPORTS = 5
+_IDS_AT_A_TIME = 2**16
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the command line and write the folder.
+
+    Exit code 2: the command cannot run as it stands; 1: a document, file or process failed; 130:
+    interrupted by Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    init_logger()
+    try:
+        _plan(options).write()
+    except KeyboardInterrupt:
+        print("interrupted; the same command keeps the parts that are whole", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except (ValueError, OSError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(events.exit_code(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.data.tokenize",
+        usage="%(prog)s SOURCE OUT --tokenizer FOLDER [options]",
+        description="Write a dataset's documents as token ids, for training.dataset = 'tokens'.",
+    )
+    parser.add_argument(
+        "source", help="a data file, a folder of data files, or the name of a registered dataset"
+    )
+    parser.add_argument("out", help="the folder to write")
+    parser.add_argument("--tokenizer", required=True, help="a folder with tokenizer.json")
+    parser.add_argument("--bos_token", help="as training.bos_token")
+    parser.add_argument("--eos_token", help="as training.eos_token")
+    parser.add_argument(
+        "--processes", type=_positive, default=os.cpu_count(), help="default: one per CPU"
+    )
+    parser.add_argument(
+        "--documents_per_part",
+        type=_positive,
+        help="documents of one pair of files; default: four parts per process, of at most "
+        f"{MOST_DOCUMENTS_PER_PART:,} documents",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove what this program wrote to the folder"
+    )
+    parser.add_argument("--custom_import", help="a module to import, which registers a dataset")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+@dataclass
+class _Job:
+    """A folder to be written. `documents` and `tokenizer` are pickled for other processes."""
+
+    documents: Any  # with len() and [i]
+    tokenizer: HuggingFaceTokenizer
+    dataset: str  # its name in the registry
+    custom_import: str | None
+    folder: Path
+    about: dict[str, Any]  # the content of tokens.json
+    processes: int
+
+    @property
+    def num_parts(self) -> int:
+        return math.ceil(len(self.documents) / self.about["documents_per_part"])
+
+    def prefix(self, part: int) -> str:
+        return str(self.folder / f"part-{part:05d}")
+
+    def numbers(self, part: int) -> range:
+        """Return the numbers of a part's documents."""
+        size = self.about["documents_per_part"]
+        return range(part * size, min((part + 1) * size, len(self.documents)))
+
+    def write(self) -> None:
+        """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
+        self._remove_unfinished()
+        missing = [part for part in range(self.num_parts) if self._size(part) is None]
+        if missing:
+            self._write_about(finished=False, parts=[])
+            kept = self.num_parts - len(missing)
+            logger.info(f"{len(missing)} parts to write" + (f", {kept} are whole" if kept else ""))
+        progress = _Progress(sum(len(self.numbers(part)) for part in missing))
+        try:
+            if self.processes == 1:
+                self.write_parts(missing, progress.add)
+            elif missing:
+                _write_in_processes(self, missing, progress)
+        finally:
+            self._remove_unfinished()
+        parts = []
+        for part in range(self.num_parts):
+            tokens = self._size(part)
+            if tokens is None:
+                raise RunError(f"{self.prefix(part)}.idx has changed; run the same command again")
+            name, documents = os.path.basename(self.prefix(part)), len(self.numbers(part))
+            parts.append({"name": name, "documents": documents, "tokens": tokens})
+        num_tokens = sum(part["tokens"] for part in parts)
+        self._write_about(finished=True, tokens=num_tokens, parts=parts)
+        logger.info(
+            f"{self.folder} is finished: {len(self.documents):,} documents of {num_tokens:,} tokens "
+            f"in {len(parts)} parts; train on them with training.dataset = 'tokens' and "
+            f"training.dataset_path = {str(self.folder)!r}"
+        )
+
+    def write_parts(self, parts: Iterable[int], count: Callable[[int, int], None]) -> None:
+        """Write parts; calls `count(1, ids)` after each document."""
+        size = self.about["tokenizer"]["vocabulary_size"]
+        encode = text_encoder(self.dataset)
+        source = Source(self.dataset, self.documents, encode, self.tokenizer)
+        for part in parts:
+            documents = (self._pieces(source, n, count) for n in self.numbers(part))
+            try:
+                token_files.write_pair(
+                    self.prefix(part), documents, token_files.smallest_type(size)
+                )
+            except OSError as error:
+                raise RunError(
+                    f"{self.prefix(part)} cannot be written: {error}; the same command goes on "
+                    "after the cause is removed"
+                ) from error
+
+    def _pieces(
+        self, source: Source, number: int, count: Callable[[int, int], None]
+    ) -> Iterator[NDArray[Any]]:
+        """Yield the ids of a document, in pieces of bounded size."""
+        document, length = source.open(source.data[number], number), 0
+        while len(ids := document.take(_IDS_AT_A_TIME).ids):
+            length += len(ids)
+            yield ids
+        count(1, length)
+
+    def _size(self, part: int) -> int | None:
+        """Return the number of tokens of a part that is whole, else None."""
+        try:
+            pair = token_files.Pair(self.prefix(part))
+        except ValueError:
+            return None
+        return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
+
+    def _remove_unfinished(self) -> None:
+        for file in self.folder.glob(f"*{token_files.UNFINISHED}"):
+            file.unlink()
+
+    def _write_about(self, **more: Any) -> None:
+        """Replace tokens.json in one instant."""
+        path = self.folder / token_files.ABOUT_FILE
+        unfinished = f"{path}.{os.getpid()}{token_files.UNFINISHED}"
+        with open_file(unfinished, "w") as file:
+            json.dump(self.about | more, file, indent=1)
+            token_files.sync(file)
+        os.replace(unfinished, path)
+
+
+def _plan(options: argparse.Namespace) -> _Job:
+    """Open source, tokenizer and folder; ConfigError if the command cannot run."""
+    if options.custom_import:
+        import_named("--custom_import", options.custom_import)
+    try:
+        tokenizer = HuggingFaceTokenizer(
+            options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
+        )
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"--tokenizer: {error}") from None
+    if tokenizer.eos_id is None:
+        logger.warning(
+            f"the tokenizer in {options.tokenizer} names no end-of-text token, so nothing marks the "
+            "ends of documents; name one with --eos_token"
+        )
+    name, path = options.source, ""
+    if name in DATASETS:
+        path = find_shipped(DATASETS[name].path)
+    elif os.path.exists(name):
+        name, path = "local", os.path.abspath(name)
+    else:
+        raise ConfigError(
+            f"SOURCE must be a data file, a folder of them or a registered dataset "
+            f"({', '.join(DATASETS)}), got {name!r}{guess(name, DATASETS)} (looked in {os.getcwd()})"
+        )
+    text_encoder(name)
+    documents = DATASETS[name].loader(path)
+    if not hasattr(documents, "__len__"):
+        raise ConfigError(
+            f"dataset {name!r} is a stream, and parts need documents with len() and [i]; download "
+            "its files and give their folder as SOURCE"
+        )
+    if len(documents) == 0:
+        raise ConfigError(f"{options.source} holds no documents; correct SOURCE")
+
+    about = {
+        "format": token_files.ABOUT_FORMAT,
+        "source": {"dataset": name, "path": path} | _sizes(path),
+        "tokenizer": {
+            "sha256": token_files.tokenizer_hash(tokenizer),
+            "vocabulary_size": token_files.vocabulary_size(tokenizer),
+            "bos_id": tokenizer.bos_id,
+            "eos_id": tokenizer.eos_id,
+        },
+        "documents": len(documents),
+        "documents_per_part": options.documents_per_part,
+    }
+    folder = Path(options.out)
+    if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
+        raise ConfigError(
+            f"OUT must not be in SOURCE, got {folder}, in {path}; name another folder"
+        )
+    try:
+        FolderLock(str(folder))  # released when this process ends
+    except RunError as error:
+        raise RunError(
+            f"{folder} is being written by another process; wait for it, or name another folder"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error}; name another") from error
+    old = _old_about(folder, options.overwrite)
+    if about["documents_per_part"] is None:
+        for_processes = math.ceil(len(documents) / (4 * options.processes))
+        size = min(for_processes, MOST_DOCUMENTS_PER_PART)
+        about["documents_per_part"] = (old or {}).get("documents_per_part") or size
+    for key in about if old is not None else ():
+        if old.get(key) != about[key]:
+            raise ConfigError(
+                f"{folder} was begun with {key} = {old.get(key)}, and this command has {about[key]}; "
+                "write to another folder, or begin again with --overwrite"
+            )
+    return _Job(documents, tokenizer, name, options.custom_import, folder, about, options.processes)
+
+
+def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
+    """Return what tokens.json says about an earlier run; with `overwrite`, remove its files."""
+    about_file = folder / token_files.ABOUT_FILE
+    old = token_files.read_about(about_file)
+    if overwrite and old is not None:
+        # tokens.json goes last: until then it lists parts that are missing.
+        for pattern in ("part-*.idx", "part-*.bin", token_files.ABOUT_FILE):
+            for file in folder.glob(pattern):
+                file.unlink()
+        return None
+    if old is None and any(file.suffix in (".bin", ".idx") for file in folder.iterdir()):
+        raise ConfigError(
+            f"{folder} holds .bin or .idx files and no {token_files.ABOUT_FILE}, so this program did "
+            "not write them; name another folder"
+        )
+    return old
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Return what shows that files have changed: their number, bytes and latest time; {} if none."""
+    root = Path(path)
+    if not path or not root.exists():
+        return {}
+    files = [root]
+    if root.is_dir():
+        files = [
+            file
+            for file in root.rglob("*")
+            if file.is_file() and not any(p[0] == "." for p in file.relative_to(root).parts)
+        ]
+    stats = [file.stat() for file in files]
+    return {
+        "files": len(stats),
+        "bytes": sum(stat.st_size for stat in stats),
+        "modified_ns": max((stat.st_mtime_ns for stat in stats), default=0),
+    }
+
+
+class _Progress:
+    """Counts documents and ids, and logs them every few seconds."""
+
+    def __init__(self, num_documents: int) -> None:
+        self._num_documents = num_documents
+        self._documents = self._tokens = 0
+        self._started = self._reported = time.monotonic()
+
+    def add(self, documents: int, tokens: int) -> None:
+        self.report(self._documents + documents, self._tokens + tokens)
+
+    def report(self, documents: int, tokens: int) -> None:
+        self._documents, self._tokens = documents, tokens
+        now = time.monotonic()
+        if now - self._reported < SECONDS_BETWEEN_REPORTS or not documents:
+            return
+        self._reported, seconds = now, now - self._started
+        left = seconds * (self._num_documents - documents) / documents
+        logger.info(
+            f"{documents:,} of {self._num_documents:,} documents, {tokens:,} tokens, "
+            f"{tokens / seconds:,.0f} tokens/s, {left / 60:.1f} min left"
+        )
+
+
+# ---- several processes ----
+
+
+def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> None:
+    """Write parts in `job.processes` processes, each of which takes the next part when it is free."""
+    try:
+        pickled = pickle.dumps(job)
+    except Exception as error:  # pickle raises several types
+        raise ConfigError(
+            f"dataset {job.dataset!r} cannot be sent to other processes ({error}); use --processes 1"
+        ) from error
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
+    next_part, counts = context.Value("q", 0), context.Array("q", 2)
+    errors = context.SimpleQueue()
+    # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
+    # so do the processes that it forks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
+    workers = [
+        context.Process(target=_work, args=(pickled, parts, next_part, counts, errors), daemon=True)
+        for _ in range(min(job.processes, len(parts)))
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        running = list(workers)
+        while running:
+            connection.wait([w.sentinel for w in running], SECONDS_BETWEEN_REPORTS / 5)
+            progress.report(*counts)
+            for worker in [w for w in running if not w.is_alive()]:
+                running.remove(worker)
+                if worker.exitcode:
+                    raise _error_of(worker.exitcode, errors)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for worker in workers:
+            if worker.pid is not None:
+                worker.kill()
+                worker.join()
+
+
+def _work(pickled: bytes, parts: list[int], next_part: Any, counts: Any, errors: Any) -> None:
+    """Run one process; a failure goes to `errors`."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    init_logger()
+    try:
+        job = pickle.loads(pickled)
+        if job.custom_import:
+            import_named("--custom_import", job.custom_import)
+
+        def take() -> Iterator[int]:
+            while True:
+                with next_part.get_lock():
+                    index, next_part.value = next_part.value, next_part.value + 1
+                if index >= len(parts):
+                    return
+                yield parts[index]
+
+        def count(documents: int, tokens: int) -> None:
+            with counts.get_lock():
+                counts[0] += documents
+                counts[1] += tokens
+
+        job.write_parts(take(), count)
+    except (ValueError, RunError) as error:
+        errors.put(str(error))
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _error_of(exit_code: int, errors: Any) -> Exception:
+    if not errors.empty():
+        return RunError(errors.get())
+    if exit_code == -signal.SIGKILL:
+        return RunError(
+            "a tokenizing process was killed, most often for lack of host memory; run the same "
+            "command with fewer --processes"
+        )
+    return RuntimeError(f"a tokenizing process ended with exit code {exit_code}; see its output")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    main()

@@ -1,0 +1,48 @@
+"""The tokens and the mean loss of each source of a mixture, beside a step's other metrics."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+
+
+class SourceLosses:
+    """A loss function of a step that also adds up the loss of each source since the last log.
+
+    The loss is the summed cross entropy of `TokenLogProbs`, which the step has to take as its head. The
+    batch needs "sources" [B, T], the number of each token's source.
+    """
+
+    head = TokenLogProbs()
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names = names
+        # [2, number of sources]: sums of losses and numbers of labels, on this rank.
+        self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
+
+    def __call__(self, outputs: TokenOutputs, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        losses = -outputs.logprobs
+        counted = torch.stack([losses.detach(), labels != IGNORE_INDEX]).flatten(1).double()
+        self._sums.index_add_(1, batch["sources"].flatten(), counted)
+        return losses.sum()
+
+    def read(self, loss_group: dist.ProcessGroup | None, schedule: Any | None) -> dict[str, float]:
+        """Return the metrics of the global batches since the last call. Collective over all ranks."""
+        sums = self._sums.clone()
+        self._sums.zero_()
+        if loss_group is not None:
+            dist.all_reduce(sums, group=loss_group)
+        if schedule is not None:
+            sums = schedule.broadcast_from_last_stage(sums)
+        losses, counts = sums.tolist()
+        metrics = {}
+        for name, loss, count in zip(self._names, losses, counts, strict=True):
+            metrics[f"sources/{name}/tokens"] = count
+            if count:
+                metrics[f"sources/{name}/loss"] = loss / count
+        return metrics
