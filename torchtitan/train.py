@@ -174,6 +174,8 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
 
     The stack of a bug is printed before the message. Returns None for KeyboardInterrupt.
     """
+    # torch's handler would raise here if a data worker has just died, and that is the error reported.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if isinstance(error, PeerError):  # rank 0 has printed it
         _write_for_torchrun(str(error))
         if peers is not None:

@@ -29,7 +29,6 @@ def break_down() -> None:
         time.sleep(60)
     elif action == "kill data worker":
         multiprocessing.active_children()[0].kill()
-        time.sleep(0.2)  # the signal of its death comes before its pipe is read
     else:
         for _ in range(int(os.environ.get("BROKEN_TIMES", "1"))):
             os.kill(os.getpid(), signal.Signals[action])

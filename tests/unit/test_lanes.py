@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
-from torchtitan.data import counts
+from torchtitan.data import counts, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Source
 from torchtitan.data.lanes import Packing
@@ -166,6 +166,13 @@ def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
     assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= error
 
 
+def test_sources_of_equal_length_have_orders_of_their_own():
+    sources = [source([3] * 50, seed=7), source([3] * 50, seed=7)]
+    rows = rows_of(PackedDataset(sources, Packing("none", 4, sources=True)))
+    order = [[x["sample_ids"][0].item() for x, _ in rows if x["sources"][0] == i] for i in (0, 1)]
+    assert sorted(order[0]) == sorted(order[1]) and order[0] != order[1]
+
+
 def test_source_with_a_limit_leaves_the_mixture_and_the_end_of_all_ends_the_data():
     sources = [source([5] * 4, limit=1.0), source([5] * 40, limit=0.5, weight=0.1)]
     packing = Packing("concat", 4, sources=True)
@@ -259,6 +266,26 @@ def test_position_takes_200_bytes_of_a_lane(method):
         next(iterator)
     assert len(loader.state_dict()["dp_rank_0"]) <= 64 * 200
     assert len(pickle.dumps(dataset.state_dict())) <= 64 * 200
+
+
+def test_fitted_rows_go_on_within_texts_of_several_pieces(monkeypatch):
+    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 60)
+    monkeypatch.setattr(open_document, "_COMPARED_CHARACTERS", 20)
+    samples = [{"text": " ".join(str(100 * i + k) for k in range(7 * i))} for i in range(12)]
+
+    def dataset():
+        texts = Source("texts", samples, lambda sample: sample["text"], TOKENIZER)
+        return PackedDataset([texts], Packing("fit", 16, document_ids=True), rows=2)
+
+    unbroken = rows_of(dataset())
+    for at in range(len(unbroken)):
+        first, second = dataset(), dataset()
+        rows_of(first, at)
+        second.load_state_dict(first.state_dict())
+        rest = rows_of(second)
+        assert len(rest) == len(unbroken) - at
+        for (x, labels), (y, expected) in zip(rest, unbroken[at:], strict=True):
+            assert x["input"].equal(y["input"]) and labels.equal(expected)
 
 
 def test_another_order_is_refused():

@@ -66,11 +66,9 @@ class Packing:
         start = 0
         for number, (document, part) in enumerate(zip(documents, parts, strict=True)):
             tokens = part.ids
-            end = start + len(tokens)
-            if not is_concat:
-                end = min(end, seq_len)
-            n = end - start
-            inputs[start:end] = tokens[:n]
+            n = len(tokens)
+            end = start + n  # T + 1 if the document goes on behind the row
+            inputs[start:end] = tokens
             # The label of a token is the next token; in "concat" also across documents.
             first = 0 if is_concat and start else 1
             counted = tokens[first:]

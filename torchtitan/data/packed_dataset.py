@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -43,13 +44,17 @@ class PackedDataset(IterableDataset):
         infinite: bool = False,
         rows: int | None = None,
     ) -> None:
-        self._sources, self._packing = list(sources), packing
+        self._packing = packing
+        self._sources = [
+            replace(
+                source,
+                number=number,
+                limit=1 if source.limit is None and not infinite else source.limit,
+            )
+            for number, source in enumerate(sources)
+        ]
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._rows = rows or 1
-        for number, source in enumerate(self._sources):
-            source.number = number
-            if not infinite and source.limit is None:
-                source.limit = 1
         num_rows = self._rows * dp_world_size  # of the global batch
         shards = [s.data.num_shards for s in self._sources if not s.is_indexed]
         self._num_lanes = math.gcd(num_rows, *shards) if rows else dp_world_size

@@ -262,9 +262,8 @@ def _build(
             weight=part.get("weight", 1.0),
             limit=part.get("epochs"),
             seed=training.data_seed if is_training and training.shuffle else None,
-            number=number,
         )
-        for number, part in enumerate(parts)
+        for part in parts
     ]
     mask_type = job_config.model.attn_mask_type
     packing = Packing(
