@@ -233,7 +233,7 @@ def tokens_left_in_buffers(states):
 
     loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
     readers = [reader for loader in loaders for reader in _reader_states(loader)]
-    places = [place for reader in readers for lane in reader["lanes"].values() for place in lane[0]]
+    places = [place for reader in readers for lane in reader["lanes"] for place in lane[0]]
     return [token for place in places for token in place["tokens"]]
 
 

@@ -176,7 +176,8 @@ class PackedDataset(IterableDataset):
             "num_lanes": self._num_lanes,
             "row": self._row,
             "sources": [source.identity() for source in self._sources],
-            "lanes": {number: lane.state() for number, lane in self._lanes.items()},
+            "numbers": list(self._lanes),
+            "lanes": [lane.state() for lane in self._lanes.values()],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,7 +197,9 @@ class PackedDataset(IterableDataset):
         for state in states:
             self._check_sources(state["sources"])
         num_saved = states[0]["num_lanes"]
-        lanes = {number: lane for state in states for number, lane in state["lanes"].items()}
+        lanes: dict[int, Any] = {}
+        for state in states:
+            lanes |= zip(state["numbers"], state["lanes"], strict=True)
         rows = {state["row"] for state in states}
         self._row = rows.pop() % self._rows if len(rows) == 1 else 0
         if num_saved != self._num_lanes or not lanes.keys() >= set(self._lanes_of_rank()):
@@ -273,5 +276,6 @@ def _in_lanes(state: dict[str, Any]) -> dict[str, Any]:
         "num_lanes": state["num_readers"],
         "row": 0,
         "sources": [{"num_documents": state["num_documents"], "seed": None}],
-        "lanes": {state["reader"]: (places, [share], [0])},
+        "numbers": [state["reader"]],
+        "lanes": [(places, [share], [0])],
     }
