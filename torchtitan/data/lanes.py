@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
@@ -57,39 +58,44 @@ class Packing:
         parts: T + 1 tokens in all for "concat". Otherwise each part is followed by the document's next
             token if the document goes on in another row.
         """
-        seq_len, is_concat = self.seq_len, self.method == "concat"
-        inputs = np.full(seq_len + 1, self.padding_id, np.int64)
-        labels = np.full(seq_len + 1, IGNORE_INDEX, np.int64)
-        positions = np.full(seq_len + 1, PADDING, np.int64)
-        ids = np.full(seq_len + 1, PADDING, np.int32)
-        sources = np.zeros(seq_len + 1, np.int64)
-        start = 0
-        for number, (document, part) in enumerate(zip(documents, parts, strict=True)):
-            tokens = part.ids
-            n = len(tokens)
-            end = start + n  # T + 1 if the document goes on behind the row
-            inputs[start:end] = tokens
-            # The label of a token is the next token; in "concat" also across documents.
-            first = 0 if is_concat and start else 1
-            counted = tokens[first:]
-            if part.trained is not None:
-                counted = np.where(part.trained[first:], counted, IGNORE_INDEX)
-            at = start + first - 1
-            labels[at : at + len(counted)] = counted
-            positions[start:end] = np.arange(n)
-            ids[start:end] = number
-            sources[start:end] = document.source
-            start = end
-        entries = {"input": inputs}
+        lengths = [len(part.ids) for part in parts]  # T + 1 in all if the last document goes on
+        if self.method == "concat":
+            tokens = join(parts)
+            labels = tokens.ids[1:].astype(np.int64)
+            if tokens.trained is not None:
+                labels[~tokens.trained[1:]] = IGNORE_INDEX
+            entries = {"input": tokens.ids[:-1].astype(np.int64)}
+        else:
+            inputs = self._filled([part.ids for part in parts], self.padding_id)
+            labels = self._filled([_labels_of(part) for part in parts], IGNORE_INDEX)
+            entries = {"input": inputs}
         if self.positions:
-            entries["positions"] = positions
+            entries["positions"] = self._filled([np.arange(n) for n in lengths], PADDING)
         if self.document_ids:
-            entries["document_ids"] = ids
+            numbers = np.arange(len(parts), dtype=np.int32)
+            entries["document_ids"] = self._filled([np.repeat(numbers, lengths)], PADDING)
         if self.sources:
-            entries["sources"] = sources
-        row = {key: torch.from_numpy(x[:seq_len]) for key, x in entries.items()}
+            sources = np.array([document.source for document in documents])
+            entries["sources"] = self._filled([np.repeat(sources, lengths)], 0)
+        row = {key: torch.from_numpy(x) for key, x in entries.items()}
         row[SAMPLE_IDS] = torch.tensor([documents[0].index, documents[-1].index])
-        return row, torch.from_numpy(labels[:seq_len])
+        return row, torch.from_numpy(labels)
+
+    def _filled(self, parts: list[NDArray[Any]], padding: int) -> NDArray[np.int64]:
+        """Return the parts one after the other, cut or filled up to T."""
+        filled = np.full(self.seq_len, padding, np.int64)
+        numbers = np.concatenate(parts)[: self.seq_len]
+        filled[: len(numbers)] = numbers
+        return filled
+
+
+def _labels_of(part: Tokens) -> NDArray[np.int64]:
+    """Return the next token of each token of a part, IGNORE_INDEX if it is unknown or not trained."""
+    labels = np.full(len(part.ids), IGNORE_INDEX, np.int64)
+    labels[:-1] = part.ids[1:]
+    if part.trained is not None:
+        labels[:-1][~part.trained[1:]] = IGNORE_INDEX
+    return labels
 
 
 class Lane:
