@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.adapters.lora import init_adapters, refuse_stages_without_training
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import filler_batch
@@ -131,6 +132,8 @@ def build(
         model_parts = [spec.parallelize_fn(model, dims, config)]
     has_outputs = has_last_stage is not False
     last_part = model_parts[-1] if has_outputs else None
+    if "lora" in config.model.converters:
+        refuse_stages_without_training(model_parts)
     gradient_factor = average_gradients(config, layout, last_part, has_clients_backward)
     materialize(model_parts, config, device, seed)
 
@@ -150,6 +153,7 @@ def build(
         sd_adapter=spec.state_dict_adapter
         and spec.state_dict_adapter(model_args, config.model.hf_assets_path),
         base_folder=config.job.dump_folder,
+        lora=config.lora if "lora" in config.model.converters else None,
     )
     value_head = has_value_head(config, model_args)
     with on_error(checkpointer.close):
@@ -333,4 +337,5 @@ def materialize(
         part.to_empty(device=init_device)
         with torch.no_grad(), seeded_init(part, seed):
             part.init_weights(buffer_device=buffer_device)
+            init_adapters(part)
         part.train()
