@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.adapters.lora import init_adapters, refuse_stages_without_training
+from torchtitan.adapters.lora import init_adapters
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import filler_batch
@@ -132,8 +132,6 @@ def build(
         model_parts = [spec.parallelize_fn(model, dims, config)]
     has_outputs = has_last_stage is not False
     last_part = model_parts[-1] if has_outputs else None
-    if "lora" in config.model.converters:
-        refuse_stages_without_training(model_parts)
     gradient_factor = average_gradients(config, layout, last_part, has_clients_backward)
     materialize(model_parts, config, device, seed)
 

@@ -29,7 +29,6 @@ from torchtitan.distributed.dtensor import (
     local_tensor,
     whole_tensor,
 )
-from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import linear
@@ -142,17 +141,6 @@ def init_adapters(part: nn.Module) -> None:
         bound = a.shape[-1] ** -0.5
         nn.init.uniform_(a, -bound, bound)
         nn.init.zeros_(parameters[adapted.b])
-
-
-def refuse_stages_without_training(parts: Iterable[nn.Module]) -> None:
-    """Raise ValueError on all ranks if a part of any rank has nothing to train. Collective."""
-    are_idle = [not any(p.requires_grad for p in part.parameters()) for part in parts]
-    if idle := [rank for rank, ranks_parts in enumerate(all_ranks(are_idle)) if any(ranks_parts)]:
-        raise ValueError(
-            f"lora.target_modules gives no adapter to a pipeline stage of rank {idle[0]}, where "
-            "backward would find nothing to train; name layers of every stage, or set "
-            "parallelism.pipeline_parallel_degree lower"
-        )
 
 
 @contextlib.contextmanager
