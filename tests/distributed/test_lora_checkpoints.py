@@ -54,7 +54,9 @@ def test_resumed_run_repeats_the_unbroken_one_bitwise(unbroken, tmp_path):
     assert losses + later == unbroken[0]
     assert all(torch.equal(weights[name], unbroken[1][name]) for name in unbroken[1])
     saved = FileSystemReader(tmp_path / "checkpoint/step-6").read_metadata().state_dict_metadata
-    assert {name for name in saved if name.startswith(("layers", "tok", "norm", "out"))} == set(weights)
+    assert {name for name in saved if name.startswith(("layers", "tok", "norm", "out"))} == set(
+        weights
+    )
     moments = {f"optimizer.state.{name}.{kind}" for name in weights for kind in ("exp_avg", "step")}
     assert moments <= saved.keys()
 

@@ -1,6 +1,5 @@
 """Adapters give the numbers of the library `peft`, and its files are ours."""
 
-
 import pytest
 import torch
 from torch.nn import functional as F
