@@ -127,3 +127,55 @@ def test_twenty_steps_give_the_losses_and_gradients_of_peft(family, flags, tmp_p
         (again,) = engine.forward_step({"input": tokens})
         with torch.no_grad():
             assert relative(again, theirs(input_ids=tokens).logits) <= TOLERANCE
+
+
+# What trains beside linear layers: family, our flags, changes of the base.
+FILES = {
+    "norms, embedding and output": ("qwen3", "--lora.also_train=norms,embed_tokens,lm_head", {}),
+    "tied embedding": ("qwen3", "--lora.also_train=embed_tokens", {"tie_word_embeddings": True}),
+    "biases": ("llama3", "--lora.also_train=biases", {"attention_bias": True}),
+    "value head": ("qwen3", "--model.value_head", {"is_critic": True}),
+    "attention beside experts": ("qwen3_moe", "--lora.target_modules=self_attn", {}),
+    "experts": ("qwen3_moe", "--lora.target_modules=all-linear", {}),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_hold_all_that_trains_in_both_directions(case, tmp_path):
+    family, flag, changes = FILES[case]
+    folder = base_folder(tmp_path, family, **changes)
+    head = "TokenClassification" if "is_critic" in changes else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{head}")
+
+    def train(engine):
+        loss_fn = (lambda values, labels, batch: values.square().sum()) if head[0] == "T" else None
+        for step in range(2):
+            tokens = batch(step)
+            engine.forward_backward_step(
+                input_dict={"input": tokens},
+                labels=tokens.roll(-1, dims=1),
+                global_valid_tokens=tokens.numel(),
+                loss_fn=loss_fn,
+            )
+            engine.optim_step(lr=1e-2)
+
+    with engine_of(folder, flag) as engine:
+        train(engine)
+        engine.save_peft(tmp_path / "ours")
+        (ours,) = engine.forward_step({"input": batch(9)})
+        base = auto.from_pretrained(folder, attn_implementation="eager")
+        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"), is_trainable=True)
+        theirs.eval()
+        with torch.no_grad():
+            assert relative(ours, theirs(input_ids=batch(9)).logits) <= TOLERANCE
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+        if case == "experts":  # peft stores one A for the gates and ups of all experts
+            with pytest.raises(ValueError, match="target_parameters = "):
+                engine.load_peft(tmp_path / "theirs")
+            return
+        train(engine)
+        (later,) = engine.forward_step({"input": batch(9)})
+        assert relative(ours, later) > 1e-3
+        engine.load_peft(tmp_path / "theirs")
+        (again,) = engine.forward_step({"input": batch(9)})
+        assert relative(again, ours) <= TOLERANCE

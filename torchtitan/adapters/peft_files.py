@@ -1,16 +1,18 @@
 """Adapters in the files of the library `peft`: adapter_config.json and adapter_model.safetensors.
 
 A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored as
-base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, and parameters that train
-whole as base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each
-expert is a layer.
+base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
+base_model.model.M.base_layer.bias, and other parameters that train whole as
+base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
+layer.
 """
 
 import copy
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +98,10 @@ def save_peft(
     trained_whole = adapter.to_hf(
         {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
     )
-    tensors |= {_PREFIX + name: tensor for name, tensor in trained_whole.items()}
+    for name, other in adapter.hf_aliases().items():
+        if name in trained_whole:  # a tied tensor is in PEFT's files twice
+            trained_whole[other] = trained_whole[name].clone()
+    tensors |= {_key(name, layers): tensor for name, tensor in trained_whole.items()}
 
     # Pipeline stages have different tensors; of the ranks with the same, the first one sends.
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -121,6 +126,16 @@ def save_peft(
 
     from_rank_zero(write)
     logger.info(f"Wrote the adapters of {len(all_layers)} layers to {folder}")
+
+
+def _key(hf_name: str, layers: Collection[str]) -> str:
+    """Return the key of a parameter that trains whole. layers: those with an adapter."""
+    layer, _, kind = hf_name.rpartition(".")
+    return (
+        f"{_PREFIX}{layer}.base_layer.bias"
+        if kind == "bias" and layer in layers
+        else _PREFIX + hf_name
+    )
 
 
 def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) -> list[str]:
@@ -225,14 +240,19 @@ def load_peft(
     in_adapters = {name for one in adapted for name in (one.a, one.b)}
     whole = {name: entries[name] for name in trained if name not in in_adapters}
     metas = {name: torch.empty(t.shape, device="meta") for name, t in whole.items()}
-    hf_whole = {_PREFIX + name: tuple(t.shape) for name, t in adapter.to_hf(metas).items()}
+    in_hf = adapter.to_hf(metas)
+    layers = {name for names in hf_layers for name in names}
+    keys = {name: _key(name, layers) for name in in_hf}
 
-    wanted = dict(hf_whole)
+    wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
+    aliases = {_PREFIX + other for name, other in adapter.hf_aliases().items() if name in in_hf}
     for one, names in zip(adapted, hf_layers, strict=True):
         for name in names:
             wanted[f"{_PREFIX}{name}.lora_A.weight"] = tuple(entries[one.a].shape[-2:])
             wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
+    for alias in set().union(*all_ranks(aliases)):
+        shapes.pop(alias, None)
     for problem in _differences(shapes, all_wanted):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
     problems = [
@@ -255,7 +275,7 @@ def load_peft(
                 if not stacks:
                     (b,) = adapter.from_hf({f"{names[0]}.weight": b_parts[0]}).values()
                 _fill(entries[one.b], torch.stack(b_parts) if stacks else b)
-            hf_tensors = {key.removeprefix(_PREFIX): file.get_tensor(key) for key in hf_whole}
+            hf_tensors = {name: file.get_tensor(key) for name, key in keys.items()}
             for name, tensor in adapter.from_hf(hf_tensors).items():
                 if name in whole:
                     _fill(whole[name], tensor)
@@ -277,7 +297,7 @@ def read_config(folder: str) -> dict[str, Any]:
         )
     config = read_json_object(path)
     for field, plain in _PLAIN.items():
-        if config.get(field, plain) not in (plain, None):
+        if config.get(field) and config[field] != plain:
             raise ValueError(
                 f"{path} has {field} = {config[field]!r}, and only adapters with {field} = {plain!r} "
                 "can be read; merge these into the base model with peft"
@@ -325,8 +345,9 @@ def _other_scales(
     for name in hf_layers:
         alpha = config.get("lora_alpha", 8)
         for pattern, other in (config.get("alpha_pattern") or {}).items():
-            if f".{name}".endswith(f".{pattern}"):
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):  # as peft does, the first that fits
                 alpha = other
+                break
         divisor = rank**0.5 if config.get("use_rslora") else rank
         if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
             yield (
