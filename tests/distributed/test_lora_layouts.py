@@ -79,6 +79,31 @@ def test_compiled_blocks_give_the_numbers_of_one_process(one_process, tmp_path):
         assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout, recipe",
+    [
+        (Layout("FSDP 2", dp_shard=2), "rowwise"),  # scales of rows don't depend on the batch
+        (Layout("TP 2", tp=2), "tensorwise"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_base_in_float8_gives_the_numbers_of_one_process(layout, recipe, tmp_path):
+    pytest.importorskip("torchao")
+    flags = (
+        "--model.converters=quantize.linear.float8,lora",
+        "--quantize.linear.float8.emulate",
+        "--quantize.linear.float8.filter_fqns=output",
+        f"--quantize.linear.float8.recipe_name={recipe}",
+    )
+    one, other = (
+        measure(shallow(x), [("llama3", "whole rows")], str(tmp_path), flags)[0]
+        for x in (ONE_PROCESS, layout)
+    )
+    for kind, difference in differences(other, one).items():
+        assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
+
+
 def sent_and_held(folder):
     """Bytes that FSDP reduces in a step, sizes of what trains, and the dtypes of what does not."""
     from torchtitan.distributed import fsdp
