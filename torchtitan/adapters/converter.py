@@ -14,6 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts, RouterGate, StackedExperts
 from torchtitan.numerics.linear import Linear
 from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
 ALL_LINEAR = "all-linear"
@@ -26,7 +27,7 @@ class LoRAConverter(ModelConverter):
 
     The router's load balance is frozen with the weights. Frozen weights that every step would cast
     to `training.mixed_precision_param` are cast once; what trains keeps `training.dtype`.
-    Raises ValueError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
+    Raises ConfigError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -77,7 +78,7 @@ class LoRAConverter(ModelConverter):
             if any(fits(name, linear) for linear in linears):
                 continue
             if fitting := [module for module in everything if fits(name, module)]:
-                raise ValueError(
+                raise ConfigError(
                     f"lora.target_modules holds layers that can have an adapter, got {name!r}, which "
                     f"is {fitting[0]}; lora.also_train = ['{name}'] trains it whole"
                 )
@@ -89,7 +90,7 @@ class LoRAConverter(ModelConverter):
         }
         for name, (module, _) in chosen.items():
             if isinstance(module, StackedExperts) and type(module) is not GroupedExperts:
-                raise ValueError(
+                raise ConfigError(
                     f"lora.target_modules = {wanted} names {name}, and experts of class "
                     f"{type(module).__name__} cannot have adapters; name other layers, such as "
                     "['self_attn']"
@@ -97,7 +98,7 @@ class LoRAConverter(ModelConverter):
             if isinstance(module, StackedExperts) and (
                 quantizing := [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
             ):
-                raise ValueError(
+                raise ConfigError(
                     f"lora.target_modules = {wanted} names {name}, and experts in 8 bits cannot have "
                     f"adapters; name other layers, or remove {quantizing[0]} from model.converters"
                 )
@@ -115,7 +116,7 @@ class LoRAConverter(ModelConverter):
         _refuse_misfits("lora.also_train", names, modules)
         for name in names:
             if with_adapter := [layer for layer in targets if fits(name, layer)]:
-                raise ValueError(
+                raise ConfigError(
                     f"lora.also_train names {name!r}, which is {with_adapter[0]}, and that has an "
                     "adapter; leave it out of lora.also_train or of lora.target_modules"
                 )
@@ -157,11 +158,11 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _refuse_misfits(key: str, patterns: Collection[str], layers: Collection[str]) -> None:
-    """Raise ValueError for a pattern that fits no layer."""
+    """Raise ConfigError for a pattern that fits no layer."""
     for pattern in patterns:
         if not any(fits(pattern, layer) for layer in layers):
             ends = sorted({layer.rpartition(".")[2] for layer in layers})
-            raise ValueError(
+            raise ConfigError(
                 f"{key} holds parts of layers' names ({', '.join(ends)}, and PEFT's names for them), "
                 f"got {pattern!r}{guess(pattern, ends)}; correct it"
             )
