@@ -31,7 +31,7 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.numerics.linear import linear
+from torchtitan.numerics.linear import is_slow_product, linear
 
 
 class Adapted(NamedTuple):
@@ -87,8 +87,12 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
         return output
     scales, dropout = module.lora
     x = inputs[0] if not dropout else F.dropout(inputs[0], dropout, module.training)
-    low_rank = linear(x, local_parameter(module.lora_a))
-    return output + scales["weight"] * linear(low_rank, local_parameter(module.lora_b))
+    low_rank, b = linear(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
+    if is_slow_product(x):
+        return output + linear(scales["weight"] * low_rank, b)
+    rows, scale = low_rank.flatten(0, -2), scales["weight"]
+    # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
 
 
 class AdaptedExperts(GroupedExperts):
@@ -117,7 +121,7 @@ class AdaptedExperts(GroupedExperts):
                 return out
             a, b = pair_of[name]
             x = F.dropout(x, dropout, self.training) if dropout else x
-            return out + scales[name] * linear(linear(x, a), b)
+            return out + linear(scales[name] * linear(x, a), b)
 
         return product("w2", F.silu(product("w1", x, w1)) * product("w3", x, w3), w2)
 
