@@ -14,13 +14,14 @@ result is then a share of the result, as for the weight.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
     load_dtensor,
@@ -29,7 +30,8 @@ from torchtitan.distributed.dtensor import (
     local_tensor,
     whole_tensor,
 )
-from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.fsdp import reshard_model
+from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import is_slow_product, linear
 
@@ -145,6 +147,33 @@ def init_adapters(part: nn.Module) -> None:
         bound = a.shape[-1] ** -0.5
         nn.init.uniform_(a, -bound, bound)
         nn.init.zeros_(parameters[adapted.b])
+
+
+@torch.no_grad()
+def redraw_adapters(
+    parts: Iterable[nn.Module], seed: int, rank: int, layers: Collection[str]
+) -> None:
+    """Fill the adapters as new ones of a rank of at most their own; the layout changes no bit.
+
+    layers: names, as in `lora.target_modules`; the adapters of other layers stay without effect.
+    Rows of A from `rank` on are zero. They and their columns of B stay zero, because each has the
+    other one as a factor of its gradient.
+    """
+    for part in parts:
+        reshard_model(part)
+        with seeded_init(part, seed):
+            init_adapters(part)
+        parameters = {name_without_wrappers(name): p for name, p in part.named_parameters()}
+        for adapted in adapted_weights([part]):
+            is_chosen = first_fit(layers, adapted.weight.removesuffix(".weight")) is not None
+            a = parameters[adapted.a]
+            local, dim = local_tensor(a), a.ndim - 2
+            first_row = 0
+            if is_dtensor(a):
+                _, offsets = local_shape_and_offsets(a.shape, a.device_mesh, a.placements)
+                first_row = offsets[dim]
+            n_kept = min(max((rank if is_chosen else 0) - first_row, 0), local.shape[dim])
+            local.narrow(dim, n_kept, local.shape[dim] - n_kept).zero_()
 
 
 @contextlib.contextmanager

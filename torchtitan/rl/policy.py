@@ -6,11 +6,13 @@ and their products), the checkpoints and the schedule.
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
@@ -128,6 +130,13 @@ class PolicyTrainer(Learner):
     def replace_weights(self, weights: dict[str, Tensor]) -> None:
         """Take these weights (`snapshots.host_copy`); the optimizer starts with no state."""
         exchange(self.engine, weights)
+        self.engine.weights_version += 1
+        self._restart_optimizer()
+        self.zero_grad()
+
+    def start_adapters(self, seed: int, rank: int, layers: Collection[str]) -> None:
+        """Begin with new adapters; see `redraw_adapters`. The optimizer starts with no state."""
+        redraw_adapters(self.engine.model_parts, seed, rank, layers)
         self.engine.weights_version += 1
         self._restart_optimizer()
         self.zero_grad()

@@ -204,6 +204,7 @@ class LocalTrainingClient:
     def save_state(self, name: str) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
+        Adapters are also saved there in PEFT's format, in the folder `peft`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
         path = os.path.join(self.states_folder, name)
@@ -214,6 +215,9 @@ class LocalTrainingClient:
                 "is outside of it; give a name without '..' or a leading path"
             )
         self._trainer.save_checkpoint(path)
+        checkpointer = self.checkpointer
+        if checkpointer.lora is not None and checkpointer.sd_adapter is not None:
+            checkpointer.save_peft(os.path.join(path, "peft"))
         return SaveWeightsResponse(path)
 
     @_on_thread
@@ -239,6 +243,16 @@ class LocalTrainingClient:
         self._failure = None
         with self._changing():
             self._trainer.replace_weights(weights)
+
+    @_on_thread
+    def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
+        """Begin with new adapters of a rank up to `lora.rank`, and reset the optimizer.
+
+        layers: names, as in `lora.target_modules`; the adapters of other layers don't train.
+        """
+        self._failure = None
+        with self._changing():
+            self._trainer.start_adapters(seed, rank, layers)
 
     @_on_thread
     def fail_step(self, error: Exception) -> None:

@@ -60,9 +60,14 @@ class Policy:
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
 
-    def start_model(self) -> None:
-        """Go back to the weights that the server started with, and reset the optimizer."""
+    def start_model(self, adapters: dict[str, Any] | None = None) -> None:
+        """Go back to the weights that the server started with, and reset the optimizer.
+
+        adapters: arguments of `start_adapters`, which then draws new adapters.
+        """
         self._client.load_sampler_weights(self._samplers[BASE]).result()
+        if adapters is not None:
+            self._client.start_adapters(**adapters).result()
 
     def load(self, path: str, with_optimizer: bool) -> None:
         load = self._client.load_state_with_optimizer if with_optimizer else self._client.load_state

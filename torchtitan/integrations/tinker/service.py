@@ -1,6 +1,6 @@
 """Tinker's endpoints, which check requests and turn them into commands for the policy.
 
-The server trains one policy at a time, with all its weights. A session is a client program, a model
+The server trains one policy at a time: all its weights, or adapters. A session is a client program, a model
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import secrets
 import threading
 import time
 import uuid
@@ -107,6 +108,8 @@ class Service:
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
         self._max_len = batch_seq_len(job_config)
+        self._lora = job_config.lora if "lora" in job_config.model.converters else None
+        self._rank = job_config.lora.rank  # of the policy's adapters, if it has some
         self._results = Results(put)
         self._lock = threading.Lock()
         self._sessions = _Sessions()
@@ -178,13 +181,15 @@ class Service:
         )
 
     def _create_session(self, values: dict[str, Any]) -> Answer:
-        model = self._config.model
+        model, trained = self._config.model, "all weights"
+        advice = ": a LoRA rank is accepted and ignored"
+        if self._lora is not None:
+            trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
         return Answer(
             {
                 "type": "create_session",
                 "session_id": self._sessions.create(),
-                "info_message": f"this server trains all weights of {model.name} {model.flavor}: "
-                "a LoRA rank is accepted and ignored",
+                "info_message": f"this server trains {trained} of {model.name} {model.flavor}{advice}",
             }
         )
 
@@ -233,8 +238,32 @@ class Service:
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
-        take(values, "lora_config", dict, None)
-        return self._start_model(values, Command("start_model", {}), {"type": "create_model"})
+        config, lora = take(values, "lora_config", dict, {}), self._lora
+        arguments: dict[str, Any] = {}
+        if lora is not None:
+            rank = take(config, "rank", int, lora.rank)
+            if not 1 <= rank <= lora.rank:
+                raise Refused(
+                    f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
+                    "ask for less, or start the server with a larger one"
+                )
+            parts = {"train_attn": "self_attn", "train_mlp": "mlp"}
+            layers = [name for key, name in parts.items() if take(config, key, bool, True)]
+            if not layers:
+                raise Refused(
+                    "lora_config must train attention or feed-forward, got train_attn and train_mlp "
+                    "false: the output projection has no adapter; set one of them to true"
+                )
+            seed = take(config, "seed", int, secrets.randbits(31))
+            arguments["adapters"] = {"seed": seed, "rank": rank, "layers": layers}
+            self._rank = rank
+        command = Command("start_model", arguments)
+        return self._start_model(values, command, {"type": "create_model"})
+
+    def _lora_info(self) -> dict[str, Any]:
+        return (
+            {"is_lora": False} if self._lora is None else {"is_lora": True, "lora_rank": self._rank}
+        )
 
     def _model(self, values: dict[str, Any]) -> str:
         """Return the id of a request's model; refuse a model that does not own the policy."""
@@ -259,11 +288,11 @@ class Service:
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
         info = {"type": "get_info", "model_id": model_id, "model_data": data}
-        return Answer(info | {"is_lora": False, "model_name": self._base_model})
+        return Answer(info | self._lora_info() | {"model_name": self._base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
         self._existing(take(values, "tinker_path", str))
-        return Answer({"base_model": self._base_model, "is_lora": False})
+        return Answer({"base_model": self._base_model} | self._lora_info())
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
@@ -277,7 +306,7 @@ class Service:
                 "training_run_id": model_id,
                 "base_model": self._base_model,
                 "model_owner": "local",
-                "is_lora": False,
+                **self._lora_info(),
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "user_metadata": metadata,
             }
