@@ -120,7 +120,7 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
 
 @dataclass
 class TrainingState:
-    """What training has changed: weights, optimizer, gradients, and the state of the step.
+    """The part of a policy that training changes, and the state of its step.
 
     weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
     """
