@@ -79,9 +79,6 @@ CASES = {
 
 # Together a few minutes: marked slow, and not run in CI, where others stand for them.
 SLOW = {
-    "llama3 lora hsdp tp op compile",
-    "llama3 lora float8 tp fsdp full compile",
-    "qwen3 lora moe ep pp",
     "qwen3 moe compile",
     "scores lists",
     "deepseek_v3 ep op flex",
@@ -112,6 +109,9 @@ SLOW = {
     "llama3 tp",
     "llama3 tp full compile",
     "llama3 float8 tp fsdp full compile",
+    "llama3 lora hsdp tp op compile",
+    "llama3 lora float8 tp fsdp full compile",
+    "qwen3 lora moe ep pp",
     "llama3 cp allgather",
     "llama3 cp allgather varlen op compile",
     "llama3 pp",
