@@ -29,6 +29,7 @@ LAYERS = (
     ("reference",),
     ("listeners",),
     ("models",),
+    ("adapters",),
     ("generation", "checkpoint", "quantization"),
     ("job",),
     ("rank_layout",),

@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtitan.adapters.lora import init_adapters
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import filler_batch
@@ -150,6 +151,7 @@ def build(
         sd_adapter=spec.state_dict_adapter
         and spec.state_dict_adapter(model_args, config.model.hf_assets_path),
         base_folder=config.job.dump_folder,
+        lora=config.lora if "lora" in config.model.converters else None,
     )
     value_head = has_value_head(config, model_args)
     with on_error(checkpointer.close):
@@ -333,4 +335,5 @@ def materialize(
         part.to_empty(device=init_device)
         with torch.no_grad(), seeded_init(part, seed):
             part.init_weights(buffer_device=buffer_device)
+            init_adapters(part)
         part.train()

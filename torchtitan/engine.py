@@ -219,6 +219,34 @@ class EngineState:
         self.update.settle()
         self.checkpointer.save_hf(os.fspath(path), dtype)
 
+    def save_peft(self, path: str | os.PathLike[str], *, base_model: str | None = None) -> None:
+        """Write the adapters to a folder that the library `peft` opens. Collective.
+
+        base_model: the name or folder of the base, for adapter_config.json; None is the one loaded.
+        Raises ValueError for a model without adapters, and for experts that PEFT's files have no
+        place for.
+        """
+        self.update.settle()
+        self.checkpointer.save_peft(os.fspath(path), base_model)
+
+    def load_peft(self, path: str | os.PathLike[str]) -> None:
+        """Read the adapters, and nothing else, from a folder in PEFT's format. Collective.
+
+        Raises ValueError for a model without adapters, and if layers, ranks, scales or sizes differ.
+        """
+        self.update.settle()
+        self.checkpointer.load_peft(os.fspath(path))
+        self.weights_version += 1
+        self.optimizers.zero_grad()
+
+    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes without its adapters, as a KL reference does.
+
+        Backward of a forward in it has to end in it. Nothing is copied.
+        Raises ValueError for a model without adapters, and if weights outside of adapters train, too.
+        """
+        return self.checkpointer.adapters_off()
+
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
 

@@ -14,6 +14,8 @@ FLOAT8 = (
     " --quantize.linear.float8.enable_fsdp_float8_all_gather"
     " --quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
 )
+LORA = "--model.converters=lora"
+FLOAT8_LORA = FLOAT8.replace("linear.float8 ", "linear.float8,lora ", 1)
 MOE = "--model.flavor=debugmodel_moe_small"
 COMPILE = "--compile.enable --compile.backend=aot_eager"
 FULL = "--activation_checkpoint.mode=full"
@@ -63,6 +65,13 @@ CASES = {
     "llama4 flex compile": (1, f"{FLEX} {COMPILE}"),
     "llama4 cp varlen": (4, f"{CP}2 {VARLEN}"),
     "llama4 etp varlen": (8, f"{TP}2 {EP}2 {ETP}2 {VARLEN}"),
+    "llama3 lora hsdp tp op compile": (8, f"{LORA} {HSDP}2 {TP}2 {OP} {COMPILE}"),
+    "llama3 lora float8 tp fsdp full compile": (8, f"{FLOAT8_LORA} {TP}2 {FULL} {COMPILE}"),
+    "qwen3 lora moe ep pp": (
+        8,
+        f"{LORA} --lora.dropout=0.1 {MOE} {EP}2 {PP}2"
+        " --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
+    ),
     "gpt_oss compile": (1, COMPILE),
     "gpt_oss op flex": (8, f"{OP} {FLEX}"),
     "gpt_oss tp ep": (8, f"{TP}2 {EP}2"),
@@ -101,6 +110,9 @@ SLOW = {
     "llama3 tp",
     "llama3 tp full compile",
     "llama3 float8 tp fsdp full compile",
+    "llama3 lora hsdp tp op compile",
+    "llama3 lora float8 tp fsdp full compile",
+    "qwen3 lora moe ep pp",
     "llama3 cp allgather",
     "llama3 cp allgather varlen op compile",
     "llama3 pp",
@@ -185,6 +197,7 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
     "qwen3 moe ep": _norm_and_counts(4),
     "qwen3 moe ep full compile": _norm_and_counts(4),
     "qwen3 moe ep pp": _norm_and_counts(8),  # 2 layers here, 4 microbatches
+    "qwen3 lora moe ep pp": _norm_and_counts(8),
     "qwen3 moe ep op compile": _norm_and_counts(4),
     "deepseek_v3 ep op flex": _norm_and_counts(2),
     "deepseek_v3 tp ep varlen": _norm_and_counts(2),

@@ -37,6 +37,24 @@ def test_first_steps_are_those_of_one_process(layout, one_process, tmp_path):
     assert_first_steps_of_one_process(runs, one_process)
 
 
+LORA = [*STEPS, "--model.converters=lora", "--lora.rank=4", "--rl.loss.kl_coef=0.1"]
+
+
+@pytest.fixture(scope="module")
+def adapters_on_one_process(tmp_path_factory):
+    (run,) = run_ranks(run_on_this_rank, 1, tmp_path_factory.mktemp("lora"), LORA)
+    return run
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["TP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FSDP", "PP", "CP"))],
+)
+def test_adapters_take_the_first_steps_of_one_process(layout, adapters_on_one_process, tmp_path):
+    runs = run_ranks(run_on_this_rank, 2, tmp_path, [*LORA, *LAYOUTS[layout]])
+    assert_first_steps_of_one_process(runs, adapters_on_one_process)
+
+
 @pytest.fixture(scope="module")
 def preset_on_one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preset")

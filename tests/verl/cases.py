@@ -9,6 +9,7 @@ import socket
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 import transformers
 from tensordict import TensorDict
@@ -215,9 +216,14 @@ def outputs_of(model: Any, data: TensorDict) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(folder: str, kind: str, **settings: Any) -> Record:
-    """Train the model of a folder for `STEPS` steps, the whole batch at once."""
+def reference(folder: str, kind: str, adapters: str | None = None, **settings: Any) -> Record:
+    """Train the model of a folder for `STEPS` steps, the whole batch at once.
+
+    adapters: a folder of adapters, which train in place of the model, by the library `peft`.
+    """
     model, loss_function = load_model(folder, kind == "value"), loss_of(kind)
+    if adapters is not None:
+        model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
     compute = values_of if kind == "value" else outputs_of
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.99), eps=EPS, weight_decay=0.1

@@ -106,6 +106,24 @@ def test_two_training_processes_share_the_policy(toy, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["data_parallel_shard_size", "tensor_parallel_size"])
+def test_adapters_learn_with_their_base_as_the_reference(toy, tmp_path, size):
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    settings = (
+        f"{model}.lora_rank=8",
+        f"{model}.lora.merge=true",
+        f"{actor}.torchtitan.{size}=2",
+        f"{actor}.use_kl_loss=true",
+    )
+    metrics = run(
+        toy, tmp_path, *TWO_PROCESSES, *settings, metrics=METRICS | {"kl": "actor/kl_loss"}
+    )
+    assert all(0 < norm < 10 for norm in metrics["norm"])
+    assert metrics["kl"][0] == pytest.approx(0, abs=1e-6) and metrics["kl"][-1] > 0
+    assert max(metrics["difference"]) < 1e-6
+
+
+@pytest.mark.slow
 def test_critic_learns_beside_the_policy_in_two_processes(toy, tmp_path):
     names = {"loss": "critic/vf_loss", "critic_norm": "critic/grad_norm"}
     tp = "torchtitan.tensor_parallel_size=2"

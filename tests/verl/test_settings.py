@@ -168,9 +168,18 @@ WRONG = {
     "dtype": (dict(dtype="float16"), "got 'float16'"),
     "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
     "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
-    "LoRA": (dict(model=dict(lora_rank=8)), "torchtitan's engine has no LoRA"),
-    "LoRA of Megatron's kind": (dict(model=dict(lora={"rank": 8})), "model.lora.rank = 8"),
-    "adapter": (dict(model=dict(lora_adapter_path="/a")), "model.lora_adapter_path = '/a'"),
+    "LoRA of Megatron's kind": (
+        dict(model=dict(lora={"rank": 8})),
+        "model.lora.rank is for Megatron's engine, got 8; set model.lora_rank",
+    ),
+    "LoRA by a pattern": (
+        dict(model=dict(lora_rank=8, target_modules=".*_proj")),
+        "model.target_modules must be 'all-linear' or a list of names, got '.*_proj'",
+    ),
+    "LoRA with exceptions": (
+        dict(model=dict(lora_rank=8, exclude_modules="q_proj")),
+        "got model.exclude_modules = 'q_proj'; remove it",
+    ),
     "contents": (
         dict(checkpoint=dict(save_contents=["modle"])),
         "checkpoint.save_contents can hold model, optimizer, extra, hf_model",

@@ -18,6 +18,7 @@ from tests.verl import cases
 STEPS, TIMEOUT_SECONDS = 20, 300
 # Without it, AdamW turns rounding errors into full steps.
 EPS = 1e-3
+LORA = {"model.lora_rank": 4, "model.lora_alpha": 8, "engine.seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,20 @@ def test_layouts_report_the_same_losses(place, alone, layout):
     sizes = {f"engine.{name}": size for name, size in cases.LAYOUTS[layout].items()}
     metrics = run_trainer(place, layout, 2, **sizes)
     assert_same_run(metrics, alone, range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def adapters_alone(place):
+    return run_trainer(place, "adapters", **LORA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
+def test_layouts_with_adapters_report_the_same_losses(place, adapters_alone, layout):
+    sizes = {f"engine.{name}": size for name, size in cases.LAYOUTS[layout].items()}
+    metrics = run_trainer(place, f"adapters_{layout}", 2, **sizes, **LORA)
+    assert_same_run(metrics, adapters_alone, range(1, STEPS + 1))
+    assert metrics[STEPS]["val/loss"] < metrics[1]["train/loss"]
 
 
 def test_run_of_one_process_is_resumed_by_two_within_an_epoch(place, alone):

@@ -8,18 +8,28 @@ import os
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from torchtitan.adapters.lora import adapters_off, merged
+from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
 from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.base import base_record, check_same_base, holds_adapters
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
-from torchtitan.checkpoint.run_record import compare_with_saved
+from torchtitan.checkpoint.run_record import compare_with_saved, read_record
 from torchtitan.checkpoint.saver import Saver, is_rank_zero
-from torchtitan.checkpoint.selection import Selection, Source, at_path, holds_weights_only
+from torchtitan.checkpoint.selection import (
+    Selection,
+    Source,
+    at_path,
+    holds_weights_only,
+    initial_source,
+)
 from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.checkpoint.states import (
     DATALOADER,
@@ -36,7 +46,7 @@ from torchtitan.checkpoint.states import (
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
-from torchtitan.config.job_config import Checkpoint
+from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fault_tolerance import FTManager
@@ -63,6 +73,8 @@ class CheckpointManager:
     model_description: the name of the model in error messages.
     run_record: the settings that a resume compares (see `run_record.py`).
     tokenizer: its files are written beside exported weights.
+    lora: the settings of the model's adapters; None if it has none. Checkpoints then hold what
+        trains, and the name and digest of the base.
 
     Without a dataloader every `save` is due, because the caller drives the run.
     With `enable = false` only folders that the caller names by `path` are written and read.
@@ -89,6 +101,7 @@ class CheckpointManager:
         sd_adapter: BaseStateDictAdapter | None,
         base_folder: str = "",
         ft_manager: FTManager | None = None,
+        lora: LoRA | None = None,
     ) -> None:
         config = checkpoint_config
         self.sd_adapter = sd_adapter
@@ -105,7 +118,10 @@ class CheckpointManager:
         self.ft_manager = None
         self.enable_ft_dataloader_checkpoints = False
         self.states = states
-        self.states[MODEL] = ModelWrapper(model_parts)
+        self.states[MODEL] = ModelWrapper(model_parts, has_adapters=lora is not None)
+        self.lora = lora
+        self._base_name: str | None = None  # None: initial weights
+        self._base_record: dict[str, str] | None = None
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
@@ -195,11 +211,12 @@ class CheckpointManager:
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
             self.states[MODEL].refresh()
+            to_hf = last_step and self.last_save_in_hf
             if has_weights_only:
-                states = cast_weights(self.states[MODEL].state_dict(), self.export_dtype)
+                weights = self._merged() if to_hf else self.states[MODEL].state_dict()
+                states = cast_weights(weights, self.export_dtype)
             else:
                 states = with_model_on_top(self.states)
-            to_hf = last_step and self.last_save_in_hf
             self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf)
         else:
             GarbageCollection.collect("before saving a checkpoint")
@@ -219,14 +236,70 @@ class CheckpointManager:
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
 
+        Adapters are merged into their weights.
+
         Retention never removes the folder, because it is not a step. Raises RunError on failure.
         """
         self._saver.wait(self.folder)
         self.states[MODEL].refresh()
-        states, adapter = self.states[MODEL].state_dict(), self.require_adapter()
+        states, adapter = self._merged(dtype), self.require_adapter()
         what = f"The Hugging Face files in {path} could not be written"
         with self._saver.one_error(what, path, self.folder):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
+
+    def _merged(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Return the model's entries with adapters merged; see `lora.merged`."""
+        model = self.states[MODEL]
+        return merged(model.whole(), model.model, dtype) if self.lora else model.state_dict()
+
+    @torch.no_grad()
+    def save_peft(self, path: str, base_model: str | None = None) -> None:
+        """Write the adapters to the folder `path` in PEFT's format. Collective.
+
+        base_model: the name or folder of the base; None is the one that was loaded.
+        Raises ValueError for a model without adapters or without Hugging Face names.
+        """
+        model, lora = self.states[MODEL], self._require_lora("save_peft")
+        model.refresh()
+        adapter = self.require_adapter()
+        has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
+        options = PeftOptions(
+            base_model or self._base_name, lora.dropout, lora.use_rslora, has_value_head
+        )
+        save_peft(path, model.model, model.whole(), model.trained, adapter, options)
+
+    @torch.no_grad()
+    def load_peft(self, path: str) -> None:
+        """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
+        model, _ = self.states[MODEL], self._require_lora("load_peft")
+        model.refresh()
+        load_peft(path, model.model, model.whole(), model.trained, self.require_adapter())
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.adapters_off`."""
+        model, _ = self.states[MODEL], self._require_lora("adapters_off")
+        of_adapters = {name for one in model.adapted for name in (one.a, one.b)}
+        if changed := [name for name in model.trained if name not in of_adapters]:
+            raise ValueError(
+                f"adapters_off would not give the base model, because {changed[0]} trains whole; "
+                "empty lora.also_train"
+            )
+        return adapters_off(model.model)
+
+    def _require_lora(self, method: str) -> LoRA:
+        if self.lora is None:
+            raise ValueError(
+                f"{method} needs a model with adapters, and this one has none; build it with "
+                "model.converters = ['lora']"
+            )
+        return self.lora
+
+    def _own_base(self) -> dict[str, str]:
+        """Return the record of the base that the adapters stand beside. Collective."""
+        if self._base_record is None:
+            name = self._base_name or f"{self.model_description} with initial weights"
+            self._base_record = base_record(self.states[MODEL].frozen(), name)
+        return self._base_record
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until pinned copies are complete. Call it before the optimizer changes the weights.
@@ -252,7 +325,8 @@ class CheckpointManager:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
             else:
-                result = self._saver.save(state_dict, checkpoint_id, async_mode, self.run_record)
+                record = self.run_record | (self._own_base() if self.lora else {})
+                result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
         return result
@@ -287,35 +361,70 @@ class CheckpointManager:
         if path is not None and step != -1:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
         if path is None and not self.enable:
+            self._load_first_adapters()
             return False
         wanted = without_excluded(self.states, self.exclude_from_loading)
         self._saver.wait(self.folder)
         verify, quantized = self.verify_on_load, self.initial_load_in_hf_quantized
+        model_only_at_first, from_hf = self.initial_load_model_only, self.initial_load_in_hf
+        initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
         if path is None:
-            model_only_at_first, from_hf = self.initial_load_model_only, self.initial_load_in_hf
-            initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
             source = self._selection.for_run(
-                self.folder, step, verify, initial, self.require_adapter
+                *(self.folder, step, verify, initial, self.require_adapter),
+                reads_initial_too=self.lora is not None,
             )
         else:
             self._retention.leave_alone(path)
             source = at_path(os.fspath(path), verify, model_only, quantized)
         if source is None:
             logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
+            self._load_first_adapters()
             return False
+        weights_only = source.model_only or model_only
+        wanted = {MODEL: self.states[MODEL]} if weights_only else wanted
+        if (
+            self.lora is None
+            or source.from_hf
+            or not from_rank_zero(lambda: holds_adapters(source.path))
+        ):
+            self._read(source, wanted, self.states[MODEL].base())
+            self._base_name, self._base_record = source.path, None
+            self._load_first_adapters()
+            return True
+        if path is None:
+            base = initial_source(initial, self.require_adapter, verify)
+            if base is not None:
+                self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
+                self._base_name, self._base_record = base.path, None
+        saved = from_rank_zero(lambda: read_record(source.path))
+        check_same_base(source.path, saved, self._own_base())
+        self._read(source, wanted, self.states[MODEL].state_dict())
+        return True
+
+    def _read(self, source: Source, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+        """Read `wanted`, by component, from a checkpoint. Collective.
+
+        entries: the model's, which stand at the top level.
+        """
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
         self.states[MODEL].refresh()
-        weights_only = source.model_only or model_only
-        states = with_model_on_top({MODEL: self.states[MODEL]} if weights_only else wanted)
+        states = {name: state for name, state in wanted.items() if name != MODEL}
+        states |= entries if MODEL in wanted else {}
         if not source.from_hf:
-            states = fit_to_checkpoint(states, self.states, source.path, self.model_description)
+            states = fit_to_checkpoint(
+                states, self.states, entries.keys(), source.path, self.model_description
+            )
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
             compare_with_saved(source.path, self.run_record, states)
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
-        return True
+
+    def _load_first_adapters(self) -> None:
+        """Read the adapters that training starts from, if `lora.adapter_path` names some."""
+        if self.lora is not None and self.lora.adapter_path:
+            self.load_peft(self.lora.adapter_path)
 
     @torch.no_grad()
     def dcp_load(

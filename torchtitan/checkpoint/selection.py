@@ -45,19 +45,20 @@ class Selection:
         verify: bool,
         initial: Source,
         require_adapter: Callable[[], BaseStateDictAdapter],
+        reads_initial_too: bool = False,
     ) -> Source | None:
         """The checkpoint that a run with its own steps in `folder` loads; None if there is none.
 
         step: -1 loads the newest whole step, or the initial checkpoint if the run has none.
         initial: the `initial_load_*` settings. If it has no path, Hugging Face files come from the
-        adapter's folder.
+        adapter's folder. reads_initial_too: the caller reads them before a step of the run.
         Raises FileNotFoundError if there is no such step, ValueError if it is not whole.
         """
         folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
             chosen = self.newest_whole_step(folder, verify)
             if chosen is None:
-                return _initial(initial, require_adapter, verify)
+                return initial_source(initial, require_adapter, verify)
         else:
             chosen = next((f for f in folders if f.step == step), None)
             if chosen is None:
@@ -72,7 +73,7 @@ class Selection:
                 f"{folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "
                 "run replaces when it reaches them"
             )
-        if initial.path or initial.from_hf:
+        if (initial.path or initial.from_hf) and not reads_initial_too:
             logger.warning(
                 f"This run continues from {chosen.path}; checkpoint.initial_load_path and "
                 "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
@@ -143,7 +144,7 @@ def holds_weights_only(path: str, states: Iterable[str]) -> bool:
     return not keys_outside_model(saved, states)
 
 
-def _initial(
+def initial_source(
     initial: Source, require_adapter: Callable[[], BaseStateDictAdapter], verify: bool
 ) -> Source | None:
     """The checkpoint that a run without steps of its own starts from; None if not configured."""

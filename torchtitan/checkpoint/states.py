@@ -7,7 +7,7 @@ components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, RL's 
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.utils._pytree import tree_map_only
 
+from torchtitan.adapters.lora import adapted_weights
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
@@ -60,10 +62,21 @@ class ModelWrapper(Stateful):
     `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
     Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or
     FSDP holds gathered parameters after an evaluation.
+
+    has_adapters: the parts have adapters beside frozen weights. `state_dict()` then returns only
+        what trains.
     """
 
-    def __init__(self, model: nn.Module | list[nn.Module]) -> None:
+    def __init__(self, model: nn.Module | list[nn.Module], has_adapters: bool = False) -> None:
         self.model = [model] if isinstance(model, nn.Module) else model
+        self.has_adapters = has_adapters
+        self.adapted = list(adapted_weights(self.model))
+        self.trained = [
+            name_without_wrappers(name)
+            for part in self.model
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        ]
         self.refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
@@ -83,9 +96,23 @@ class ModelWrapper(Stateful):
         self.cache_state_dict: dict[str, Any] | None = self._get_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
+        whole = self.whole()
+        return {name: whole[name] for name in self.trained} if self.has_adapters else whole
+
+    def whole(self) -> dict[str, Any]:
+        """Return all entries: the base model's and the adapters'."""
         if self.cache_state_dict is None:
             self.refresh()
         return self.cache_state_dict
+
+    def base(self) -> dict[str, Any]:
+        """Return the entries of the model without its adapters."""
+        of_adapters = {name for one in self.adapted for name in (one.a, one.b)}
+        return {name: entry for name, entry in self.whole().items() if name not in of_adapters}
+
+    def frozen(self) -> dict[str, Any]:
+        """Return the entries that do not train."""
+        return {name: entry for name, entry in self.whole().items() if name not in self.trained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each part's entries. A part skips the entries of other parts."""
@@ -175,19 +202,23 @@ def _pickled(name: str, state: Any) -> bytes:
 
 
 def fit_to_checkpoint(
-    states: dict[str, Any], all_states: Mapping[str, Any], path: str, model_description: str
+    states: dict[str, Any],
+    all_states: Mapping[str, Any],
+    model_names: Set[str],
+    path: str,
+    model_description: str,
 ) -> dict[str, Any]:
     """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
 
     states: the states to load, with the model's entries at the top level.
-    all_states: all states of the run, by component.
+    all_states: all states of the run, by component. model_names: the entries of a whole load that
+        are the model's.
     Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
     another model.
     """
     saved = from_rank_zero(lambda: saved_shapes_in(path))
     if saved is None:
         return states
-    model_names = all_states[MODEL].state_dict().keys()
     others = {name: state for name, state in states.items() if name not in model_names}
     saved_others = keys_outside_model(saved, all_states)
     left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.adapters.lora import merged
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.seeded_init import name_without_wrappers
@@ -45,6 +46,7 @@ class WeightStream:
     By default every rank gets all whole tensors. This is a collective, over pipeline stages too, so
     every rank has to iterate to the end. All experts are included, in the format of the family's
     files. A tied output weight is yielded as the tensor of the embedding.
+    Adapters are merged into their weights, for which A and B of a part are gathered, also if sharded.
     Tensors may share the live parameters' memory: copy a tensor that must outlast the next
     optimizer step.
 
@@ -176,10 +178,10 @@ class WeightStream:
     def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
         """The live tensors of a part by name, each with the dtype to send."""
         buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
-        state = {}
         # FSDP returns shards here, and frees parameters that an evaluation left gathered.
-        for long_name, tensor in part.state_dict().items():
-            name = name_without_wrappers(long_name)
+        live = {name_without_wrappers(name): tensor for name, tensor in part.state_dict().items()}
+        state = {}
+        for name, tensor in merged(live, [part], self._dtype).items():
             is_cast = self._dtype is not None and name not in buffers
             is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
             state[name] = tensor, self._dtype if is_cast else tensor.dtype

@@ -402,6 +402,31 @@ class Quantize:
 
 
 @dataclass
+class LoRA:
+    rank: int = 8  # Rows of A and columns of B
+    alpha: float = 16.0  # An adapter's product is multiplied by alpha / rank
+    use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
+    # Part of an adapter's input that training sets to zero. Masks depend on the layout, and a resumed
+    # run draws others
+    dropout: float = 0.0
+    # Layers with an adapter: "all-linear", or dotted parts of their names, PEFT's or ours, such as
+    # q_proj, wq, mlp, layers.0
+    target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
+    # Ranks and alphas of some layers, by dotted parts of their names; the first that fits counts
+    rank_pattern: dict[str, Any] = field(default_factory=dict)
+    alpha_pattern: dict[str, Any] = field(default_factory=dict)
+    # Modules that train whole, by dotted parts of their names, such as embed_tokens, lm_head; also
+    # "norms" and "biases". A value head always trains
+    also_train: list[str] | str = field(default_factory=list)
+    adapter_path: str | None = None  # Folder in PEFT's format, whose adapters training starts from
+
+    @staticmethod
+    def names(setting: list[str] | str) -> list[str]:
+        """Return the names in `target_modules` or `also_train`, either of which may be one string."""
+        return [setting] if isinstance(setting, str) else list(setting)
+
+
+@dataclass
 class Comm:
     init_timeout_seconds: int = 300  # Limit of a collective's time up to and including step 1
     train_timeout_seconds: int = 100  # Limit of a collective's time after step 1
@@ -490,6 +515,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = section(ActivationCheckpoint)
     compile: Compile = section(Compile)
     quantize: Quantize = section(Quantize)
+    lora: LoRA = section(LoRA, 'Low-rank adapters; for model.converters = ["lora"]')
     comm: Comm = section(Comm)
     memory_estimation: MemoryEstimation = section(MemoryEstimation)
     fault_tolerance: FaultTolerance = section(FaultTolerance)

@@ -255,7 +255,7 @@ class PipelineSchedule:
         Gradients of earlier calls of `step` are summed already: they are set aside and added at the end.
         """
         parts = [stage.submod for stage in self.stages]
-        copies = tied_copies.copies_in(parts)
+        copies = tied_copies.trained_copies_in(parts)
         parameters = copies
         if self.replicas is not None:
             parameters = [p for part in parts for p in part.parameters() if p.requires_grad]

@@ -33,7 +33,7 @@ def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
     has_first, has_second = (getattr(part, x, None) is not None for x in names)
     if first is None or first is not second or has_first == has_second:
         return  # not tied; or a stage with neither module, or the whole model
-    part.tied_copy = FIRST if has_first else SECOND
+    part.tied_copy, part.tied_copy_trains = FIRST if has_first else SECOND, first.requires_grad
     if has_second:
         _holders_of_second.add(part)
 
@@ -41,6 +41,11 @@ def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
 def copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the copies that these parts hold: none, one, or both."""
     return [part.get_parameter(part.tied_copy) for part in parts if hasattr(part, "tied_copy")]
+
+
+def trained_copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the copies that these parts hold; none if the model was cut with both frozen."""
+    return copies_in(part for part in parts if getattr(part, "tied_copy_trains", False))
 
 
 def holds_second(part: nn.Module) -> bool:

@@ -11,9 +11,10 @@ from torchtitan.distributed.tensor_parallel import distribute_modules, maybe_ena
 from torchtitan.tools.logging import logger
 
 # Parameter -> the dimension it is split along; None: every rank has it whole.
-_OUTPUTS = {"weight": 0, "bias": 0}  # each rank computes some of a Linear's outputs
-_INPUTS = {"weight": 1, "bias": None}  # each rank sums over some of a Linear's inputs
-_ALIKE = {"weight": None, "bias": None}
+# Each rank computes some of a Linear's outputs, sums over some of its inputs, or computes it all.
+_OUTPUTS = {"weight": 0, "bias": 0, "lora_a": None, "lora_b": 0}
+_INPUTS = {"weight": 1, "bias": None, "lora_a": 1, "lora_b": None}
+_ALIKE = {"weight": None, "bias": None, "lora_a": None, "lora_b": None}
 
 TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
     "tok_embeddings": _OUTPUTS,
@@ -48,6 +49,12 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
         "w1": 1,
         "w3": 1,
         "w2": 2,
+        "w1_lora_a": None,
+        "w1_lora_b": 1,
+        "w3_lora_a": None,
+        "w3_lora_b": 1,
+        "w2_lora_a": 2,
+        "w2_lora_b": None,
         "mlp1_weight": 1,
         "mlp1_bias": 1,
         "mlp2_weight": 2,
@@ -79,7 +86,9 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             model,
             mesh,
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
+            # An adapter reads hidden states in high precision.
             enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
+            and "lora" not in job_config.model.converters
             and recipe in (None, "tensorwise"),
             enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
         )

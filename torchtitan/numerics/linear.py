@@ -91,17 +91,21 @@ class _RoundedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         with torch.autocast("cpu", enabled=False):
             fp32_bias = None if bias is None else bias.float()
             return F.linear(x.float(), weight.float(), fp32_bias).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
         with torch.autocast("cpu", enabled=False):
             grad = grad.float()
             rows = grad.flatten(0, -2)
-            grad_weight = rows.t() @ x.flatten(0, -2).float()
-            grad_bias = rows.sum(0).to(x.dtype) if ctx.has_bias else None
-            return (grad @ weight.float()).to(x.dtype), grad_weight.to(x.dtype), grad_bias
+            if ctx.needs_input_grad[0]:
+                grad_x = (grad @ weight.float()).to(x.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = (rows.t() @ x.flatten(0, -2).float()).to(x.dtype)
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0).to(x.dtype)
+        return grad_x, grad_weight, grad_bias

@@ -48,7 +48,10 @@ class OptimizersContainer(Optimizer, Generic[T]):
     ) -> None:
         self.model_parts = model_parts
         params_by_part = _trainable_params(model_parts)
-        self.optimizers = [optimizer_cls(params, **optimizer_kwargs) for params in params_by_part]
+        # A group may be empty, of a pipeline stage whose parameters are all frozen; a list may not.
+        self.optimizers = [
+            optimizer_cls([{"params": params}], **optimizer_kwargs) for params in params_by_part
+        ]
         self._optimizers_by_part = [[optimizer] for optimizer in self.optimizers]
         self._validate_length(len(model_parts))
         self._post_init(_flatten(params_by_part), optimizer_kwargs)
@@ -118,7 +121,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Initialise the base class, which holds the step hooks."""
-        Optimizer.__init__(self, all_params, optimizer_kwargs)
+        Optimizer.__init__(self, [{"params": all_params}], optimizer_kwargs)
         # The base class made an empty state, and groups that are never stepped. Without them,
         # __getattr__ returns the inner optimizers' ones.
         del self.state, self.param_groups
@@ -132,6 +135,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
         for part in self.model_parts:
             distributed.reshard_model(part)
         for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
+            if not any(p.requires_grad for p in part.parameters()):
+                continue  # torch (2.13) refuses an optimizer without parameters
             # torch (2.13) makes no state for a fresh optimizer whose parameters have gradients.
             gradients = [(parameter, parameter.grad) for parameter in part.parameters()]
             for parameter, _ in gradients:

@@ -32,12 +32,13 @@ class UnknownConverterError(KeyError, ValueError):
         return self.args[0]
 
 
-# Module of torchtitan.quantization and class, imported on first use, so that no import registers any.
+# Module and class, imported on first use, so that no import registers any.
 _BUILT_IN_CONVERTERS = {
-    "quantize.linear.float8": ("float8", "Float8LinearConverter"),
-    "quantize.grouped_mm.float8": ("float8", "Float8GroupedMMConverter"),
-    "quantize.linear.mx": ("mx", "MXLinearConverter"),
-    "quantize.grouped_mm.mx": ("mx", "MXGroupedMMConverter"),
+    "lora": ("adapters.converter", "LoRAConverter"),
+    "quantize.linear.float8": ("quantization.float8", "Float8LinearConverter"),
+    "quantize.grouped_mm.float8": ("quantization.float8", "Float8GroupedMMConverter"),
+    "quantize.linear.mx": ("quantization.mx", "MXLinearConverter"),
+    "quantize.grouped_mm.mx": ("quantization.mx", "MXGroupedMMConverter"),
 }
 
 _registry_model_converter_cls: dict[str, type[ModelConverter]] = {}
@@ -65,7 +66,7 @@ def find_model_converter(name: str) -> type[ModelConverter]:
             "names"
         )
     module, class_name = _BUILT_IN_CONVERTERS[name]
-    return getattr(importlib.import_module(f"torchtitan.quantization.{module}"), class_name)
+    return getattr(importlib.import_module(f"torchtitan.{module}"), class_name)
 
 
 class ModelConvertersContainer(ModelConverter):

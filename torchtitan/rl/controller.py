@@ -128,6 +128,7 @@ class Controller:
             self.reference = None
             if self.config.loss.kl_coef > 0:
                 self.reference = ReferencePolicy(self.trainer)
+            if self.reference is not None and not self.reference.is_base:
                 self.checkpointer.states["rl_reference"] = self.reference
             if self.critic is not None:
                 self.checkpointer.states["rl_critic"] = self.critic

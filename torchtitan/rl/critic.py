@@ -25,7 +25,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import LossOutput
-from torchtitan.rl.snapshots import own_weights
+from torchtitan.rl.snapshots import exchange, host_copy, own_weights
 from torchtitan.rl.types import TrainingBatch, TrainingSample
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -93,14 +93,24 @@ class Critic(Learner):
         super().__init__(engine, ValueLoss(config.value_clip))
 
     def begin(self) -> None:
-        """Take the first weights, unless a checkpoint was loaded. Collective."""
+        """Take the first weights, unless a checkpoint was loaded. Collective.
+
+        A checkpoint of adapters does not hold their base, so that is taken in any case.
+        """
         if self.is_loaded:
+            if "lora" in self.engine.job_config.model.converters:
+                loaded = host_copy(self.engine)
+                self._take_first_weights()
+                exchange(self.engine, loaded)
             return
         if self._policy.step > 0:
             logger.warning(
                 "the checkpoint of step %d has no rl_critic: the critic begins untrained",
                 self._policy.step,
             )
+        self._take_first_weights()
+
+    def _take_first_weights(self) -> None:
         if self.config.initial_load_path:
             self.engine.load(self.config.initial_load_path, model_only=True)
             return

@@ -6,11 +6,13 @@ and their products), the checkpoints and the schedule.
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
@@ -18,7 +20,7 @@ from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, chec
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import PolicyLoss, loss_from_config
-from torchtitan.rl.snapshots import exchange, own_weights
+from torchtitan.rl.snapshots import changing_weights, exchange
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
 from torchtitan.tools.logging import init_logger, logger
@@ -132,6 +134,13 @@ class PolicyTrainer(Learner):
         self._restart_optimizer()
         self.zero_grad()
 
+    def start_adapters(self, seed: int, rank: int, layers: Collection[str]) -> None:
+        """Begin with new adapters; see `redraw_adapters`. The optimizer starts with no state."""
+        redraw_adapters(self.engine.model_parts, seed, rank, layers)
+        self.engine.weights_version += 1
+        self._restart_optimizer()
+        self.zero_grad()
+
     def _restart_optimizer(self) -> None:
         for optimizer in self.engine.optimizers:
             optimizer.state.clear()
@@ -146,21 +155,29 @@ class ReferencePolicy:
     """A copy of this rank's part of the policy's weights, and their log-probs.
 
     There is no second model: for a forward, the copy is swapped with the weights (and with the
-    biases that balance experts).
-    is_loaded: True if the copy came from a checkpoint.
+    biases that balance experts). Beside a frozen base only what trains is copied. If new adapters
+    are all that trains, the reference is the model without them, and nothing is copied.
+    is_loaded: True if the reference needs no checkpoint, or came from one.
     """
 
     def __init__(self, trainer: PolicyTrainer):
+        config = trainer.engine.job_config
+        lora, has_adapters = config.lora, "lora" in config.model.converters
+        self.is_base = has_adapters and not (lora.also_train or lora.adapter_path)
         self._trainer = trainer
-        self.is_loaded = False
+        self.is_loaded = self.is_base
         self.take()
 
     def take(self) -> None:
         """Make the current weights the reference."""
-        self._weights = {name: w.detach().clone() for name, w in own_weights(self._trainer.engine)}
+        live = () if self.is_base else changing_weights(self._trainer.engine)
+        self._weights = {name: weight.detach().clone() for name, weight in live}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
         """Return what `PolicyTrainer.forward` returns, under the reference. Collective."""
+        if self.is_base:
+            with self._trainer.engine.adapters_off():
+                return self._trainer.forward(batch)
         exchange(self._trainer.engine, self._weights)
         try:
             return self._trainer.forward(batch)

@@ -29,10 +29,16 @@ def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
                     yield name_without_wrappers(f"{prefix}.{name}"), buffer
 
 
+def changing_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
+    """Yield those of `own_weights` that training changes: beside a frozen base, what trains."""
+    has_adapters = "lora" in engine.job_config.model.converters
+    return (pair for pair in own_weights(engine) if pair[1].requires_grad or not has_adapters)
+
+
 @torch.no_grad()
 def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
-    """Swap the weights with those in `weights`, in place."""
-    for name, weight in own_weights(engine):
+    """Swap the weights that training changes with those in `weights`, in place."""
+    for name, weight in changing_weights(engine):
         own, other = local_tensor(weight), local_tensor(weights[name])
         kept = own.clone()
         own.copy_(other)
@@ -40,10 +46,10 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 
 
 def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Return this rank's part of the weights, copied to host memory."""
+    """Return this rank's part of the weights that training changes, copied to host memory."""
     return {
         name: local_tensor(weight.detach()).to("cpu", copy=True)
-        for name, weight in own_weights(engine)
+        for name, weight in changing_weights(engine)
     }
 
 

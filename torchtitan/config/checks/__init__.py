@@ -8,7 +8,7 @@ raised.
 from collections.abc import Collection
 from typing import Any
 
-from torchtitan.config.checks import files, layout, model, values
+from torchtitan.config.checks import adapters, files, layout, model, values
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.errors import ConfigError  # noqa: F401 (other modules import it from here)
@@ -36,6 +36,7 @@ def check_job_config(
         values.unavailable(job_config),
         values.data(job_config),
         values.validation(job_config),
+        adapters.lora(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),

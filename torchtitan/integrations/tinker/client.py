@@ -16,15 +16,17 @@ import functools
 import math
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.integrations.tinker.types import (
     AdamParams,
@@ -42,7 +44,13 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
-from torchtitan.rl.snapshots import Snapshots, WeightsKey, host_copy
+from torchtitan.rl.snapshots import (
+    Snapshots,
+    WeightsKey,
+    changing_weights,
+    exchange,
+    host_copy,
+)
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
@@ -108,6 +116,20 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
         return self._thread.submit(method, self, *args, **kwargs)
 
     return submit
+
+
+@dataclass
+class TrainingState:
+    """The part of a policy that training changes, and the state of its step.
+
+    weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
+    """
+
+    weights: dict[str, Tensor]
+    optimizers: list[Any]
+    gradients: dict[str, Tensor | None]
+    step: tuple[float | None, int] = (None, 0)
+    failure: Exception | None = None
 
 
 class LocalTrainingClient:
@@ -204,6 +226,7 @@ class LocalTrainingClient:
     def save_state(self, name: str) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
+        Adapters are also saved there in PEFT's format, in the folder `peft`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
         path = os.path.join(self.states_folder, name)
@@ -214,6 +237,9 @@ class LocalTrainingClient:
                 "is outside of it; give a name without '..' or a leading path"
             )
         self._trainer.save_checkpoint(path)
+        checkpointer = self.checkpointer
+        if checkpointer.lora is not None and checkpointer.sd_adapter is not None:
+            checkpointer.save_peft(os.path.join(path, "peft"))
         return SaveWeightsResponse(path)
 
     @_on_thread
@@ -239,6 +265,42 @@ class LocalTrainingClient:
         self._failure = None
         with self._changing():
             self._trainer.replace_weights(weights)
+
+    @_on_thread
+    def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
+        """Begin with new adapters of a rank up to `lora.rank`, and reset the optimizer.
+
+        layers: names, as in `lora.target_modules`; the adapters of other layers don't train.
+        """
+        self._failure = None
+        with self._changing():
+            self._trainer.start_adapters(seed, rank, layers)
+
+    @_on_thread
+    def new_state(self) -> TrainingState:
+        """Return a state with the current weights, no optimizer state and no gradients."""
+        engine = self._trainer.engine
+        weights = {n: local_tensor(w).detach().clone() for n, w in changing_weights(engine)}
+        optimizers: list[Any] = [defaultdict(dict) for _ in engine.optimizers]
+        return TrainingState(weights, optimizers, dict.fromkeys(weights))
+
+    @_on_thread
+    def exchange_state(self, state: TrainingState) -> None:
+        """Swap the policy's state with another one, so that policies take turns on one model.
+
+        Adapters take turns beside one base. Nothing is copied but what trains.
+        """
+        trainer, engine = self._trainer, self._trainer.engine
+        with self._changing():
+            exchange(engine, state.weights)
+        engine.weights_version += 1
+        for number, optimizer in enumerate(engine.optimizers):
+            state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
+        for name, weight in changing_weights(engine):
+            state.gradients[name], weight.grad = weight.grad, state.gradients[name]
+        before = trainer._denominator, trainer._num_accumulated
+        (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
+        self._failure, state.failure = state.failure, self._failure
 
     @_on_thread
     def fail_step(self, error: Exception) -> None:

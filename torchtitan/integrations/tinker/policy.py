@@ -13,7 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
+from torchtitan.integrations.tinker.client import (
+    LocalSamplingClient,
+    LocalTrainingClient,
+    TrainingState,
+)
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -52,26 +56,65 @@ class Command:
 
 
 class Policy:
-    """A training client and its samplers, by name. Every rank makes the same calls."""
+    """A training client and its samplers, by name. Every rank makes the same calls.
+
+    Several models take turns: each has weights, optimizer and gradients of its own. Without adapters
+    there is one model, whose name is "".
+    """
 
     def __init__(self, client: LocalTrainingClient):
         self._client = client
         client.load_initial_state().result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
+        self._model = ""  # the model whose turn it is
+        self._waiting: dict[str, TrainingState] = {}  # the other models
 
-    def start_model(self) -> None:
-        """Go back to the weights that the server started with, and reset the optimizer."""
+    def _use(self, model: str, *, is_new: bool = False) -> None:
+        """Make it the model's turn."""
+        if model == self._model:
+            return
+        if is_new:
+            self._waiting[model] = self._client.new_state().result()
+        if model not in self._waiting:
+            raise ValueError(
+                f"model {model} was dropped, because its session had ended; make another"
+            )
+        state = self._waiting.pop(model)
+        self._client.exchange_state(state).result()
+        if self._model:
+            self._waiting[self._model] = state
+        self._model = model
+
+    def drop_models(self, models: Sequence[str]) -> None:
+        for model in models:
+            self._waiting.pop(model, None)
+            if model == self._model:
+                self._model = ""
+
+    def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
+        """Go back to the weights that the server started with, and reset the optimizer.
+
+        adapters: arguments of `start_adapters`, which then draws new adapters.
+        """
+        self._use(model, is_new=True)
         self._client.load_sampler_weights(self._samplers[BASE]).result()
+        if adapters is not None:
+            self._client.start_adapters(**adapters).result()
 
-    def load(self, path: str, with_optimizer: bool) -> None:
+    def load(self, path: str, with_optimizer: bool, model: str = "", is_new: bool = False) -> None:
+        self._use(model, is_new=is_new)
         load = self._client.load_state_with_optimizer if with_optimizer else self._client.load_state
         load(path).result()
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, model: str = "") -> None:
+        self._use(model)
         self._client.save_state(path).result()
 
-    def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    def forward_backward(
+        self, request: ForwardBackwardRequest, model: str = ""
+    ) -> ForwardBackwardOutput:
+        self._use(model)
         client = self._client
         try:
             if request.problem is not None:
@@ -85,11 +128,13 @@ class Policy:
                 client.fail_step(error).result()
             raise
 
-    def optim_step(self, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, params: AdamParams, model: str = "") -> dict[str, float]:
+        self._use(model)
         return self._client.optim_step(params).result().metrics
 
-    def snapshot(self, sampler: str) -> None:
-        """Make a sampler of the current weights."""
+    def snapshot(self, sampler: str, model: str = "") -> None:
+        """Make a sampler of the model's weights."""
+        self._use(model)
         self._samplers[sampler] = self._client.save_weights_and_get_sampling_client().result()
 
     def open(self, sampler: str, path: str) -> None:

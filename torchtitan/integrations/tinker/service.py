@@ -1,6 +1,6 @@
 """Tinker's endpoints, which check requests and turn them into commands for the policy.
 
-The server trains one policy at a time, with all its weights. A session is a client program, a model
+The server trains one policy at a time: all its weights, or adapters. A session is a client program, a model
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+import secrets
 import threading
 import time
 import uuid
@@ -41,6 +42,7 @@ from torchtitan.tools.logging import logger
 _SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s
 _MAX_SESSIONS = _MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
+_MAX_MODELS = 64  # with adapters; each has its optimizer's state and gradients
 
 # Options of a sample request that are refused -> the value that leaves them off.
 _NOT_SUPPORTED = {
@@ -107,6 +109,8 @@ class Service:
         self._tokenizer = client.tokenizer
         self._vocab_size = client.vocab_size
         self._max_len = batch_seq_len(job_config)
+        self._lora = job_config.lora if "lora" in job_config.model.converters else None
+        self._models: dict[str, tuple[int, str]] = {}  # with adapters: rank, name of the base model
         self._results = Results(put)
         self._lock = threading.Lock()
         self._sessions = _Sessions()
@@ -178,13 +182,15 @@ class Service:
         )
 
     def _create_session(self, values: dict[str, Any]) -> Answer:
-        model = self._config.model
+        model, trained = self._config.model, "all weights"
+        advice = ": a LoRA rank is accepted and ignored"
+        if self._lora is not None:
+            trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
         return Answer(
             {
                 "type": "create_session",
                 "session_id": self._sessions.create(),
-                "info_message": f"this server trains all weights of {model.name} {model.flavor}: "
-                "a LoRA rank is accepted and ignored",
+                "info_message": f"this server trains {trained} of {model.name} {model.flavor}{advice}",
             }
         )
 
@@ -197,9 +203,12 @@ class Service:
         return Answer({})
 
     def _start_model(
-        self, values: dict[str, Any], command: Command, result: dict[str, Any]
+        self, values: dict[str, Any], command: Command, result: dict[str, Any], rank: int = 0
     ) -> Answer:
-        """Submit the command that begins a session's new model, after giving it the policy."""
+        """Submit the command that begins a session's new model, after giving it the policy.
+
+        rank: of its adapters, if the server trains adapters, and so several models.
+        """
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
         if (answer := self._results.known(request_id)) is not None:  # a repeated request
@@ -215,7 +224,10 @@ class Service:
             )
         with self._lock:
             self._sessions.check(session_id)
-            owner = self._model_id.partition(":")[0]
+            if self._lora is not None:
+                self._add_model(model_id, rank, base_model)
+                command.arguments["model"] = model_id
+            owner = session_id if self._lora is not None else self._model_id.partition(":")[0]
             if owner != session_id and self._sessions.is_alive(owner):
                 raise Refused(
                     f"model {self._model_id} of another session owns this server's only policy; "
@@ -233,8 +245,50 @@ class Service:
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
-        take(values, "lora_config", dict, None)
-        return self._start_model(values, Command("start_model", {}), {"type": "create_model"})
+        config, lora = take(values, "lora_config", dict, {}), self._lora
+        arguments: dict[str, Any] = {}
+        rank = 0
+        if lora is not None:
+            rank = take(config, "rank", int, lora.rank)
+            if not 1 <= rank <= lora.rank:
+                raise Refused(
+                    f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
+                    "ask for less, or start the server with a larger one"
+                )
+            parts = {"train_attn": "self_attn", "train_mlp": "mlp"}
+            layers = [name for key, name in parts.items() if take(config, key, bool, True)]
+            if not layers:
+                raise Refused(
+                    "lora_config must train attention or feed-forward, got train_attn and train_mlp "
+                    "false: the output projection has no adapter; set one of them to true"
+                )
+            seed = take(config, "seed", int, secrets.randbits(31))
+            arguments["adapters"] = {"seed": seed, "rank": rank, "layers": layers}
+        command = Command("start_model", arguments)
+        return self._start_model(values, command, {"type": "create_model"}, rank)
+
+    def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
+        """Add a model with adapters, and drop those whose session has ended. Holds the lock."""
+        gone = [old for old in self._models if not self._sessions.is_alive(old.partition(":")[0])]
+        for old in gone:
+            del self._models[old]
+        if gone:
+            self._put(Command("drop_models", {"models": gone}))
+        if len(self._models) >= _MAX_MODELS:
+            raise Refused(
+                f"{_MAX_MODELS} models train on this server; close the ServiceClient of one of them",
+                429,
+            )
+        self._models[model_id] = rank, base_model
+
+    def _of(self, model_id: str) -> dict[str, Any]:
+        """Return the argument of commands that says whose turn it is."""
+        return {} if self._lora is None else {"model": model_id}
+
+    def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
+        if self._lora is None:
+            return {"is_lora": False}
+        return {"is_lora": True, "lora_rank": rank or self._lora.rank}
 
     def _model(self, values: dict[str, Any]) -> str:
         """Return the id of a request's model; refuse a model that does not own the policy."""
@@ -244,7 +298,12 @@ class Service:
 
     def _check_model(self, model_id: str) -> None:
         with self._lock:
-            if model_id != self._model_id or not model_id:
+            if self._lora is not None and model_id not in self._models:
+                raise Refused(
+                    f"model {model_id} is unknown, or its session has ended; create a training client",
+                    404,
+                )
+            if self._lora is None and (model_id != self._model_id or not model_id):
                 raise Refused(
                     f"model {model_id} does not own the policy: "
                     + (f"{self._model_id} does" if self._model_id else "no model does")
@@ -255,15 +314,16 @@ class Service:
 
     def _get_info(self, values: dict[str, Any]) -> Answer:
         model_id, model = self._model(values), self._config.model
-        data = {"arch": f"{model.name} {model.flavor}", "model_name": self._base_model}
+        rank, base_model = self._models.get(model_id, (None, self._base_model))
+        data = {"arch": f"{model.name} {model.flavor}", "model_name": base_model}
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
         info = {"type": "get_info", "model_id": model_id, "model_data": data}
-        return Answer(info | {"is_lora": False, "model_name": self._base_model})
+        return Answer(info | self._lora_info(rank) | {"model_name": base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
         self._existing(take(values, "tinker_path", str))
-        return Answer({"base_model": self._base_model, "is_lora": False})
+        return Answer({"base_model": self._base_model} | self._lora_info())
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
@@ -277,7 +337,7 @@ class Service:
                 "training_run_id": model_id,
                 "base_model": self._base_model,
                 "model_owner": "local",
-                "is_lora": False,
+                **self._lora_info(),
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "user_metadata": metadata,
             }
@@ -296,11 +356,13 @@ class Service:
                     inputs["mask"] = inputs.pop("sequence_ratio_mask")
                 data.append(Datum(datum.model_input, inputs))
             request = dataclasses.replace(request, data=data)
-        command = Command("forward_backward", {"request": request})
+        arguments = {"request": request} | self._of(request.model_id)
+        command = Command("forward_backward", arguments)
         return self._results.submit(f"{request.model_id}:{request.seq_id}", command, write_output)
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
-        command = Command("optim_step", {"params": adam_params(values)})
+        arguments = {"params": adam_params(values)} | self._of(self._model(values))
+        command = Command("optim_step", arguments)
         return self._results.submit(
             self._seq_id(values), command, lambda metrics: Answer({"metrics": metrics})
         )
@@ -315,7 +377,7 @@ class Service:
         is_new = self._results.known(seq_id) is None
         if is_there and is_new and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        command = Command("save", {"path": folder})
+        command = Command("save", {"path": folder} | self._of(self._model(values)))
         return self._results.submit(
             seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
@@ -332,8 +394,11 @@ class Service:
         command = Command("load", {"path": folder, "with_optimizer": optimizer})
         result = {"type": "load_weights", "path": path}
         if values.get("session_id") is not None:
-            return self._start_model(values, command, result)
+            if self._lora is not None:
+                command.arguments["is_new"] = True
+            return self._start_model(values, command, result, self._config.lora.rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
+        command.arguments.update(self._of(model_id))
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
 
@@ -348,7 +413,9 @@ class Service:
         self._add_sampler(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         return self._results.submit(
-            seq_id, Command("snapshot", {"sampler": sampler}), lambda _: Answer(result)
+            seq_id,
+            Command("snapshot", {"sampler": sampler} | self._of(self._model(values))),
+            lambda _: Answer(result),
         )
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.workers.config import TorchtitanEngineConfig
 
+from torchtitan.adapters.peft_files import read_config
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import refuse
 from torchtitan.models.hf_config import from_hf_config
@@ -45,6 +46,12 @@ _OPTIM_FIELDS = {
     "training.max_norm": "clip_grad",
     "lr_scheduler.decay_type": "decay_type",
     "lr_scheduler.min_lr_factor": "min_lr_factor",
+}
+_LORA_FIELDS = {
+    "lora.rank": "model.lora_rank",
+    "lora.alpha": "model.lora_alpha",
+    "lora.target_modules": "model.target_modules",
+    "lora.adapter_path": "model.lora_adapter_path",
 }
 # Fields that have no effect in our engine.
 _IGNORED = (
@@ -112,6 +119,8 @@ def job_config_of(
     job.model.hf_assets_path = model_config.local_path
     job.model.attn_mask_type = "block_causal"
     job.model.value_head = model_type == "value_model"
+    if has_adapters(model_config):
+        _set_adapters(job, model_config)
     job.activation_checkpoint.selective_ac_option = "op"
     for key, name in _ENGINE_FIELDS.items():
         _set(job, key, getattr(engine_config, name))
@@ -138,8 +147,37 @@ def job_config_of(
     return job, spec
 
 
+def has_adapters(model_config: Any) -> bool:
+    """True if verl's `HFModelConfig` asks for LoRA."""
+    return model_config.lora_rank > 0 or model_config.lora_adapter_path is not None
+
+
+def _set_adapters(job: JobConfig, config: Any) -> None:
+    """Set `[lora]` from verl's fields, or from the adapters that training starts from."""
+    lora, path = job.lora, config.lora_adapter_path
+    job.model.converters = [*job.model.converters, "lora"]
+    lora.rank, lora.alpha = config.lora_rank, float(config.lora_alpha)
+    targets = config.target_modules
+    lora.target_modules = [targets] if isinstance(targets, str) else list(targets)
+    if path is None:
+        return
+    saved = read_config(path)
+    lora.adapter_path, lora.use_rslora = path, bool(saved.get("use_rslora"))
+    lora.rank, lora.alpha = saved.get("r", 8), float(saved.get("lora_alpha", 8))
+    if not isinstance(saved.get("target_modules"), list):
+        raise ConfigError(
+            f"the adapters in model.lora_adapter_path = {path!r} must list their target_modules, got "
+            f"{saved.get('target_modules')!r}; save them with a list"
+        )
+    lora.target_modules = saved["target_modules"]
+    lora.rank_pattern = dict(saved.get("rank_pattern") or {})
+    lora.alpha_pattern = dict(saved.get("alpha_pattern") or {})
+
+
 def in_verls_words(message: str) -> str:
     """Replace our keys in a message by verl's fields."""
+    for key, name in _LORA_FIELDS.items():
+        message = message.replace(key, name)
     for table, section in ((_ENGINE_FIELDS, "engine"), (_OPTIM_FIELDS, "optim")):
         for key, name in table.items():
             message = message.replace(key, f"{section}.{name}")
@@ -274,12 +312,24 @@ def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:
 
 
 def _model_problems(config: Any, model_type: str) -> Iterator[str]:
-    if config.lora_rank > 0 or config.lora_adapter_path or config.lora.get("rank", 0) > 0:
+    if config.lora.get("rank", 0) > 0:
         yield (
-            f"torchtitan's engine has no LoRA in verl, got model.lora_rank = {config.lora_rank}, "
-            f"model.lora.rank = {config.lora.get('rank', 0)} and model.lora_adapter_path = "
-            f"{config.lora_adapter_path!r}; train all weights, or use another engine"
+            f"model.lora.rank is for Megatron's engine, got {config.lora['rank']}; set "
+            "model.lora_rank"
         )
+    if has_adapters(config):
+        for name in ("exclude_modules", "target_parameters"):
+            if value := getattr(config, name, None):
+                yield (
+                    f"torchtitan's engine chooses adapters by model.target_modules only, got "
+                    f"model.{name} = {value!r}; remove it"
+                )
+        targets = config.target_modules
+        if isinstance(targets, str) and targets != "all-linear":
+            yield (
+                f"model.target_modules must be 'all-linear' or a list of names, got {targets!r}, which "
+                "is a pattern; list the names"
+            )
     hf_config = config.hf_config
     for part in ("vision_config", "audio_config"):
         if getattr(hf_config, part, None) is not None:

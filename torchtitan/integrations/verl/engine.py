@@ -26,6 +26,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
 from torchtitan.integrations.verl.config import (
     CHECKPOINT_CONTENTS,
+    has_adapters,
     in_verls_words,
     job_config_of,
 )
@@ -38,7 +39,7 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
 # Folders inside verl's folder of a step.
-CHECKPOINT_FOLDER, HF_FOLDER = "torchtitan", "huggingface"
+CHECKPOINT_FOLDER, HF_FOLDER, PEFT_FOLDER = "torchtitan", "huggingface", "lora_adapter"
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -246,6 +247,7 @@ class VerlEngine(BaseEngine):
     ) -> None:
         """Save the parts in `checkpoint.save_contents` below `local_path`. Collective.
 
+        Of a model with adapters, "model" is these, also in PEFT's format, and "hf_model" is merged.
         max_ckpt_to_keep: afterwards, remove the oldest checkpoints of this run beyond this number.
         """
         if hdfs_path is not None:
@@ -257,6 +259,8 @@ class VerlEngine(BaseEngine):
             self.engine.save(folder)
         elif "model" in contents:
             self.engine.checkpointer.save(global_step, last_step=True, path=folder)
+        if "model" in contents and self.has_adapters:
+            self.engine.save_peft(os.path.join(local_path, PEFT_FOLDER))
         if "hf_model" in contents:
             folder = os.path.join(local_path, HF_FOLDER)
             self.engine.save_hf(folder)
@@ -290,6 +294,11 @@ class VerlEngine(BaseEngine):
             only_model = not {"optimizer", "extra"} & contents
             self.engine.load(os.path.join(local_path, CHECKPOINT_FOLDER), model_only=only_model)
         elif "hf_model" in contents:
+            if self.has_adapters:
+                raise ValueError(
+                    "checkpoint.load_contents = ['hf_model'] would put adapters beside weights that "
+                    "they are merged into; add 'model'"
+                )
             self.engine.load(os.path.join(local_path, HF_FOLDER), model_only=True)
         path = os.path.abspath(local_path)
         if path not in self._checkpoints:
@@ -297,6 +306,16 @@ class VerlEngine(BaseEngine):
 
     def _contents(self, action: str) -> set[str]:
         return set(getattr(self.checkpoint_config, f"{action}_contents", CHECKPOINT_CONTENTS[:3]))
+
+    # ---- adapters ----
+
+    @property
+    def has_adapters(self) -> bool:
+        return has_adapters(self.model_config)
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes without its adapters, as a reference does."""
+        return self.engine.adapters_off() if self.has_adapters else contextlib.nullcontext()
 
     # ---- weights for a rollout ----
 
@@ -306,8 +325,16 @@ class VerlEngine(BaseEngine):
         """Return (iterator of (Hugging Face name, whole tensor), None for no adapter).
 
         Every rank has to exhaust the iterator. Weights are cast to `engine.dtype`, except buffers
-        and routers.
+        and routers. Adapters are merged into them.
+        Raises ValueError for a model with adapters unless `model.lora.merge` is set, because rollouts
+        would expect the adapters by themselves.
         """
+        if self.has_adapters and not self.model_config.lora.get("merge", False):
+            raise ValueError(
+                "torchtitan's engine sends rollouts weights with adapters merged, and "
+                "model.lora.merge = false makes rollouts expect the adapters by themselves; set it to "
+                "true"
+            )
         dtype = TORCH_DTYPE_MAP[self.engine_config.dtype]
         return iter(self.engine.iter_hf_weights(dtype=dtype)), None
 

@@ -185,7 +185,7 @@ class WeightSender(BaseRollout):
             raise ValueError(
                 "the torchtitan rollout takes whole weights, got "
                 f"{'LoRA adapters' if peft_config is not None else wire_format}; set "
-                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive and model.lora_rank=0"
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive and model.lora.merge=true"
             )
         server = ray.get_actor(server_name(self.replica_rank))
         part: list[tuple[str, Tensor]] = []

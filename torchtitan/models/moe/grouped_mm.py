@@ -72,11 +72,14 @@ class _GroupedMM(torch.autograd.Function):
             return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = torch.ops.torchtitan.grouped_mm(grad, weights.transpose(-2, -1), offsets)
-        return grad_x, torch.ops.torchtitan.grouped_mm_weight_grad(x, grad, offsets), None
+        grad, grad_x, grad_weights = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.ops.torchtitan.grouped_mm(grad, weights.transpose(-2, -1), offsets)
+        if ctx.needs_input_grad[1]:
+            grad_weights = torch.ops.torchtitan.grouped_mm_weight_grad(x, grad, offsets)
+        return grad_x, grad_weights, None
 
 
 # x [N, K], w [E, K, M] -> [N, M]; x [N, K], g [N, M] -> [E, K, M], x^T g of each group.

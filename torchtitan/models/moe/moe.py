@@ -180,12 +180,14 @@ class _LinearToFp32(torch.autograd.Function):
         return _mm_to_fp32(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         # Clear the low bits, because the compiler would drop a cast to bf16 and back.
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
         summands = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
         grad_x = _mm_to_fp32(summands, torch.cat([weight, weight]))
+        if not ctx.needs_input_grad[1]:  # a frozen router
+            return grad_x.to(x.dtype), None
         grad_weight = _mm_to_fp32(summands.t(), x).unflatten(0, (2, -1)).sum(dim=0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 

@@ -1,0 +1,119 @@
+"""The cost of adapters: CPU-seconds of a step and memory, against full training and a frozen model.
+
+    python benchmarks/lora.py                        # 50M Llama, fp32, one process
+    python benchmarks/lora.py --steps 20 --rank 64
+
+Three engines, each in a process of its own, take one step in turn, so that a change of the machine's speed
+changes all three. "frozen" trains its norms only: what adapters cost beyond backward through a frozen
+model. Prints CPU-seconds of a step (median), the ratio to full training, and the memory that a
+process has beyond that of its imports, at most.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+
+SIZES = {"dim": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192}
+ROWS, SEQ_LEN = 2, 512
+KINDS = ("full", "adapters", "frozen")
+
+
+def serve(kind: str, rank: int, folder: str, pipe: Connection) -> None:
+    """Take a step for each message; answer with (CPU-seconds, GiB beyond the imports at most)."""
+    import torch
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.engine import TrainingEngine
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    torch.set_num_threads(1)
+    spec = get_train_spec("llama3")
+    args = dataclasses.replace(spec.model_args["debugmodel"], **SIZES)
+    flags = {"full": [], "frozen": [], "adapters": ["--model.converters=lora"]}[kind]
+    flags += [f"--lora.rank={rank}"] if kind == "adapters" else []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    engine = TrainingEngine(
+        ConfigManager().parse_args(
+            [
+                "--model.name=llama3",
+                "--model.flavor=debugmodel",
+                f"--job.dump_folder={folder}",
+                f"--training.seq_len={SEQ_LEN}",
+                f"--training.local_batch_size={ROWS}",
+                "--training.mixed_precision_param=float32",
+                "--activation_checkpoint.mode=none",
+                "--lr_scheduler.warmup_steps=0",
+                "--debug.seed=1",
+                *flags,
+            ]
+        ),
+        train_spec=dataclasses.replace(
+            spec, model_args={"debugmodel": args}, build_optimizers_fn=frozen_first(kind, spec)
+        ),
+    )
+    tokens = torch.randint(SIZES["vocab_size"], (ROWS, SEQ_LEN + 1))
+    while pipe.recv():
+        start = time.process_time()
+        engine.forward_backward_step(
+            input_dict={"input": tokens[:, :-1]},
+            labels=tokens[:, 1:],
+            global_valid_tokens=ROWS * SEQ_LEN,
+        )
+        engine.optim_step()
+        seconds = time.process_time() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        pipe.send((seconds, (peak - before) / 2**20))
+    engine.close()
+
+
+def frozen_first(kind: str, spec):
+    """Return the spec's builder of optimizers; for "frozen" it first freezes all but the norms."""
+
+    def build(model_parts, *others):
+        for name, parameter in model_parts[0].named_parameters():
+            parameter.requires_grad_(kind != "frozen" or "norm" in name)
+        return spec.build_optimizers_fn(model_parts, *others)
+
+    return build if kind == "frozen" else spec.build_optimizers_fn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10, help="of each kind, after two to warm up")
+    parser.add_argument("--rank", type=int, default=16)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    pipes, results = {}, {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in KINDS:
+            pipes[kind], other = context.Pipe()
+            arguments = (kind, options.rank, f"{folder}/{kind}", other)
+            context.Process(target=serve, args=arguments, daemon=True).start()
+        for step in range(options.steps + 2):
+            for kind, pipe in pipes.items():
+                pipe.send(True)
+                result = pipe.recv()
+                if step >= 2:
+                    results[kind].append(result)
+        for pipe in pipes.values():
+            pipe.send(False)
+    full_seconds = statistics.median(seconds for seconds, _ in results["full"])
+    full_memory = max(memory for _, memory in results["full"])
+    print(f"rank {options.rank}, {options.steps} steps, Python {sys.version.split()[0]}")
+    for kind, pairs in results.items():
+        seconds = statistics.median(seconds for seconds, _ in pairs)
+        memory = max(memory for _, memory in pairs)
+        print(
+            f"{kind:9} {seconds:6.3f} CPU-seconds a step ({seconds / full_seconds:.2f}), "
+            f"{memory:5.2f} GiB ({memory / full_memory:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Checkpoints of adapters: small, without their base, and for every number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.distributed.layout_matrix import (
+    ONE_PROCESS,
+    SHALLOW,
+    Layout,
+    batch_flags,
+    build_engine,
+    run_step,
+    whole,
+)
+from torchtitan.testing.gloo import run_ranks
+
+FLAGS = [
+    "--model.converters=lora",
+    "--lora.rank=4",
+    "--checkpoint.enable",
+    "--checkpoint.interval=1",
+    "--checkpoint.keep_latest_k=0",
+]
+FSDP_2 = Layout("FSDP 2", dp_shard=2)
+PP_2 = Layout("PP 2", pp=2)
+FSDP_TP = Layout("FSDP 2, TP 2", dp_shard=2, tp=2)
+
+
+def train(layout, folder, first, last, *flags):
+    """Continue from the newest checkpoint, and save after step `last`; return losses and weights."""
+    engine = build_engine("llama3", [*FLAGS, SHALLOW, *layout.overrides(), *flags], folder)
+    with engine:
+        assert engine.load() == (first > 0)
+        assert engine.weights_version == first
+        losses = []
+        for step in range(first, last):
+            losses.append(run_step(engine, layout, step))
+            engine.optim_step()
+        if last > first:
+            engine.save()
+        part = engine.model_parts
+        weights = {n: whole(p) for x in part for n, p in x.named_parameters() if p.requires_grad}
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return train(ONE_PROCESS, str(tmp_path_factory.mktemp("unbroken")), 0, 6)
+
+
+def test_resumed_run_repeats_the_unbroken_one_bitwise(unbroken, tmp_path):
+    losses, _ = train(ONE_PROCESS, str(tmp_path), 0, 3)
+    later, weights = train(ONE_PROCESS, str(tmp_path), 3, 6)
+    assert losses + later == unbroken[0]
+    assert all(torch.equal(weights[name], unbroken[1][name]) for name in unbroken[1])
+    saved = FileSystemReader(tmp_path / "checkpoint/step-6").read_metadata().state_dict_metadata
+    assert {name for name in saved if name.startswith(("layers", "tok", "norm", "out"))} == set(
+        weights
+    )
+    moments = {f"optimizer.state.{name}.{kind}" for name in weights for kind in ("exp_avg", "step")}
+    assert moments <= saved.keys()
+
+
+def continued(steps, folder, unbroken):
+    """steps: (layout, last step) of each run, which continues from the run before."""
+    losses, first = [], 0
+    for layout, last in steps:
+        runs = run_ranks(train, layout.world_size, layout, folder, first, last)
+        losses += runs[0][0]
+        first = last
+    # fp32: the order of summation differs between layouts.
+    assert losses == pytest.approx(unbroken[0][: len(losses)], rel=1e-6)
+
+
+def test_saved_by_one_rank_continues_on_two(unbroken, tmp_path):
+    continued([(ONE_PROCESS, 2), (FSDP_2, 3), (PP_2, 4)], str(tmp_path), unbroken)
+
+
+@pytest.mark.slow
+def test_saved_by_one_rank_continues_on_two_then_four_then_one(unbroken, tmp_path):
+    steps = [(ONE_PROCESS, 1), (FSDP_2, 2), (FSDP_TP, 3), (PP_2, 4), (ONE_PROCESS, 5)]
+    continued(steps, str(tmp_path), unbroken)
+
+
+def test_another_base_is_refused_by_its_digest(tmp_path):
+    train(ONE_PROCESS, str(tmp_path), 0, 1)
+    with pytest.raises(ValueError, match="trained on another base model") as error:
+        train(ONE_PROCESS, str(tmp_path), 1, 2, "--debug.seed=8")
+    assert "initial weights" in str(error.value)
+
+
+def export(layout, family, folder, path):
+    """Load the newest checkpoint, and write it in PEFT's format and merged; then read it again."""
+    flags = [*FLAGS, SHALLOW, *layout.overrides(), *batch_flags(family, "whole rows")]
+    with build_engine(family, flags, folder) as engine:
+        if not engine.load():
+            run_step(engine, layout, 0)
+            engine.optim_step()
+            engine.save()
+        engine.save_peft(f"{path}/adapters")
+        engine.save_hf(f"{path}/merged")
+        before = [p.clone() for part in engine.model_parts for p in part.parameters()]
+        run_step(engine, layout, 0)
+        engine.optim_step()
+        engine.load_peft(f"{path}/adapters")
+        after = [p for part in engine.model_parts for p in part.parameters()]
+        assert all(torch.equal(*map(whole, pair)) for pair in zip(before, after, strict=True))
+
+
+def check_export(family, layouts, folder):
+    export(ONE_PROCESS, family, folder, f"{folder}/one")
+    for number, layout in enumerate(layouts):
+        run_ranks(export, layout.world_size, layout, family, folder, f"{folder}/{number}")
+        for kind in ("adapters", "merged"):
+            (one,), (other,) = (
+                [load_file(file) for file in Path(f"{folder}/{n}/{kind}").glob("*.safetensors")]
+                for n in ("one", number)
+            )
+            assert one.keys() == other.keys()
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        configs = [Path(f"{folder}/{n}/adapters/adapter_config.json") for n in ("one", number)]
+        assert configs[0].read_text() == configs[1].read_text()
+
+
+def test_two_ranks_write_the_files_of_one_bitwise(tmp_path):
+    check_export("llama3", [Layout("TP 2", tp=2), PP_2], str(tmp_path))
+
+
+@pytest.mark.slow
+def test_experts_on_four_ranks_are_written_as_by_one_bitwise(tmp_path):
+    layouts = [
+        Layout("FSDP 4, EP 2", dp_shard=4, ep=2),
+        Layout("FSDP 2, TP 2, EP 2, ETP 2", dp_shard=2, tp=2, ep=2, etp=2),
+        Layout("FSDP 2, PP 2, EP 2", dp_shard=2, pp=2, ep=2),
+    ]
+    check_export("qwen3 MoE", layouts, str(tmp_path))
+
+
+def test_continued_run_reads_its_base_again_and_refuses_another(tmp_path, caplog):
+    for name, seed in (("base", 1), ("other", 2)):
+        with build_engine("llama3", [SHALLOW, f"--debug.seed={seed}"], str(tmp_path)) as engine:
+            engine.save_hf(tmp_path / name)
+    base = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}/base"]
+    with build_engine("llama3", [*FLAGS, SHALLOW, *base], str(tmp_path)) as engine:
+        assert engine.load()
+        engine.load_state_dict({"step": 0, "ntokens_seen": 0, "weights_version": 0})
+        run_step(engine, ONE_PROCESS, 0)
+        engine.optim_step()
+        engine.save()
+        engine.save_peft(tmp_path / "adapters")
+    losses = train(ONE_PROCESS, str(tmp_path), 1, 2, *base, "--debug.seed=9")[0]
+    assert losses != train(ONE_PROCESS, str(tmp_path / "drawn"), 0, 2)[0][1:]
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert "are ignored" not in caplog.text
+    base[1] = f"--checkpoint.initial_load_path={tmp_path}/other"
+    with pytest.raises(ValueError, match="trained on another base model, .*/base .*, got .*/other"):
+        train(ONE_PROCESS, str(tmp_path), 2, 3, *base)

@@ -1,0 +1,134 @@
+"""Adapters give the numbers of one process on every layout, and their base costs nothing there."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    ONE_PROCESS,
+    SHALLOW,
+    Layout,
+    build_engine,
+    differences,
+    measure,
+    run_step,
+)
+from tests.distributed.test_layout_matrix import TOLERANCES, needs_four_layers, shallow
+from torchtitan.testing.gloo import run_ranks
+
+FLAGS = ("--model.converters=lora", "--lora.rank=4", "--lora.alpha=8")
+DENSE, TIED = ("llama3", "documents, varlen"), ("qwen3, tied", "whole rows")
+EXPERTS, LATENTS = ("qwen3 MoE", "documents, flex"), ("deepseek_v3", "whole rows")
+BY_NAME = {layout.name: layout for layout in LAYOUTS + MOE_LAYOUTS}
+# One layout for each way to split a matrix; the first and last stage of ZBV hold no adapters.
+QUICK = {
+    "FSDP 2, accumulation 2, full AC": [DENSE],
+    "TP 2, whole logits, op AC": [DENSE],
+    "PP 2, ZBVZeroBubble": [TIED],
+    "TP 2, EP 2": [EXPERTS],
+}
+ALL = {layout.name: [DENSE, LATENTS] for layout in LAYOUTS}
+ALL |= {layout.name: [EXPERTS, LATENTS] for layout in MOE_LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """(Is shallow, case) -> its run."""
+    cases = [DENSE, TIED, EXPERTS, LATENTS]
+    folder = str(tmp_path_factory.mktemp("one"))
+    runs = {}
+    for layout in (ONE_PROCESS, shallow(ONE_PROCESS)):
+        is_shallow = SHALLOW in layout.extra
+        for case, run in zip(cases, measure(layout, cases, folder, FLAGS), strict=True):
+            runs[is_shallow, case] = run
+    return runs
+
+
+def check(name, cases, one_process, folder):
+    layout = BY_NAME[name]
+    is_shallow = not needs_four_layers(layout) and layout.pp < 4
+    layout = shallow(layout) if is_shallow else layout
+    for case, run in zip(cases, measure(layout, cases, folder, FLAGS), strict=True):
+        expected = one_process[is_shallow, case]
+        assert expected.losses[-1] < expected.losses[0]
+        assert all(".lora_" in name or "_lora_" in name for name in run.gradients), run.gradients
+        assert run.hashes == expected.hashes, f"{case}: initial weights differ"
+        for kind, difference in differences(run, expected).items():
+            assert difference <= TOLERANCES[kind], f"{case}: {kind} differs by {difference:.1e}"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_layout_gives_the_numbers_of_one_process(name, one_process, tmp_path):
+    check(name, QUICK[name], one_process, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_every_layout_gives_the_numbers_of_one_process(name, one_process, tmp_path):
+    check(name, ALL[name], one_process, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_numbers_of_one_process(one_process, tmp_path):
+    layout = dataclasses.replace(Layout("compile", dp_shard=2), extra=(SHALLOW,))
+    (run,) = measure(layout, [DENSE], str(tmp_path), (*FLAGS, "--compile.enable"))
+    for kind, difference in differences(run, one_process[True, DENSE]).items():
+        assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout, recipe",
+    [
+        (Layout("FSDP 2", dp_shard=2), "rowwise"),  # scales of rows don't depend on the batch
+        (Layout("TP 2", tp=2), "tensorwise"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_base_in_float8_gives_the_numbers_of_one_process(layout, recipe, tmp_path):
+    pytest.importorskip("torchao")
+    flags = (
+        "--model.converters=quantize.linear.float8,lora",
+        "--quantize.linear.float8.emulate",
+        "--quantize.linear.float8.filter_fqns=output",
+        f"--quantize.linear.float8.recipe_name={recipe}",
+    )
+    one, other = (
+        measure(shallow(x), [("llama3", "whole rows")], str(tmp_path), flags)[0]
+        for x in (ONE_PROCESS, layout)
+    )
+    for kind, difference in differences(other, one).items():
+        assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
+
+
+def sent_and_held(folder):
+    """Bytes that FSDP reduces in a step, sizes of what trains, and the dtypes of what does not."""
+    from torchtitan.distributed import fsdp
+
+    layout, reduced = Layout("FSDP 2", dp_shard=2), []
+
+    def counted(tensor, *others, sum_over_ranks=fsdp.sum_over_ranks):
+        reduced.append(tensor.nbytes)
+        return sum_over_ranks(tensor, *others)
+
+    fsdp.sum_over_ranks = counted
+    flags = [*FLAGS, SHALLOW, *layout.overrides(), "--training.mixed_precision_param=bfloat16"]
+    with build_engine("llama3", flags, folder) as engine:
+        parameters = list(engine.model_parts[0].parameters())
+        run_step(engine, layout, 0)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        frozen = {p.dtype for p in parameters if not p.requires_grad}
+        assert all(p.grad is None for p in parameters if not p.requires_grad)
+        assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+        engine.optim_step()
+        assert len(engine.optimizers.state) == sum(p.requires_grad for p in parameters)
+    return sum(reduced), trained, frozen
+
+
+def test_fsdp_reduces_the_adapters_only_and_casts_no_frozen_weight(tmp_path):
+    for n_bytes, n_trained, frozen in run_ranks(sent_and_held, 2, str(tmp_path)):
+        assert n_bytes == 4 * n_trained  # reduced in fp32; all rows divide by 2
+        assert frozen == {torch.bfloat16}

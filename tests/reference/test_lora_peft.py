@@ -1,0 +1,181 @@
+"""Adapters give the numbers of the library `peft`, and its files are ours."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.tiny_hf import VOCAB, tiny_hf_model
+from torchtitan.adapters.lora import adapted_weights
+from torchtitan.config import ConfigManager
+from torchtitan.engine import TrainingEngine
+
+peft = pytest.importorskip("peft", reason="the oracle is an optional library")
+transformers = pytest.importorskip("transformers")
+
+STEPS, LR, EPS, ROWS, SEQ_LEN = 20, 1e-3, 1e-3, 2, 16
+# fp32: two implementations of attention and of the norms round differently.
+TOLERANCE = 1e-6
+FLAGS = [
+    "--model.converters=lora",
+    "--lora.rank=4",
+    "--lora.alpha=8",
+    "--training.mixed_precision_param=float32",
+    "--training.max_norm=inf",
+    "--training.steps=20",
+    f"--training.seq_len={SEQ_LEN}",
+    "--activation_checkpoint.mode=none",
+    "--lr_scheduler.warmup_steps=0",
+    "--lr_scheduler.decay_ratio=0",
+    f"--optimizer.lr={LR}",
+    # Otherwise AdamW makes steps of full size from gradients that are rounding errors.
+    f"--optimizer.eps={EPS}",
+    "--debug.seed=3",
+]
+PATTERNS = [
+    "--lora.use_rslora",
+    "--lora.target_modules=wq,mlp,layers.1.self_attn.o_proj",
+    '--lora.rank_pattern="layers.0"=2',
+    "--lora.alpha_pattern=down_proj=3.5",
+]
+
+
+def base_folder(tmp_path, family, **changes):
+    folder = str(tmp_path / "base")
+    tiny_hf_model(family, **changes).save_pretrained(folder)
+    return folder
+
+
+def engine_of(folder, *flags):
+    return TrainingEngine.from_hf(folder, ConfigManager().parse_args([*FLAGS, *flags]))
+
+
+def peft_model(folder, adapters, **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return peft.PeftModel.from_pretrained(model, str(adapters), **options)
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=generator)
+
+
+def relative(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)).item()
+
+
+def hf_gradients(engine):
+    """Return the gradients of all adapters under PEFT's names."""
+    parameters = dict(engine.model_parts[0].named_parameters())
+    gradients = {}
+    for one in adapted_weights(engine.model_parts):
+        b = engine.checkpointer.sd_adapter.to_hf({one.weight: parameters[one.b].grad})
+        ((name, grad),) = b.items()
+        name = f"base_model.model.{name.removesuffix('.weight')}"
+        gradients[f"{name}.lora_A.default.weight"] = parameters[one.a].grad
+        gradients[f"{name}.lora_B.default.weight"] = grad
+    return gradients
+
+
+def step_of_peft(model, optimizer, tokens):
+    logits = model(input_ids=tokens).logits[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss = loss / tokens[:, 1:].numel()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("flags", [[], PATTERNS], ids=["all layers", "patterns"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_twenty_steps_give_the_losses_and_gradients_of_peft(family, flags, tmp_path):
+    folder = base_folder(tmp_path, family)
+    with engine_of(folder, *flags) as engine:
+        engine.save_peft(tmp_path / "start")
+        theirs = peft_model(folder, tmp_path / "start", is_trainable=True)
+        trained = [p for p in theirs.parameters() if p.requires_grad]
+        assert len(trained) == 2 * len(list(adapted_weights(engine.model_parts)))
+        optimizer = torch.optim.AdamW(trained, LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+        first = None
+        for step in range(STEPS):
+            tokens = batch(step % 4)
+            labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
+            n_valid = ROWS * (SEQ_LEN - 1)
+            loss = engine.forward_backward_step(
+                input_dict={"input": tokens}, labels=labels, global_valid_tokens=n_valid
+            ).item()
+            gradients = hf_gradients(engine)
+            expected, their_gradients = step_of_peft(theirs, optimizer, tokens)
+            assert loss == pytest.approx(expected, rel=TOLERANCE), step
+            assert gradients.keys() == their_gradients.keys()
+            norm = torch.cat([g.flatten() for g in their_gradients.values()]).norm()
+            difference = [(gradients[n] - g).flatten() for n, g in their_gradients.items()]
+            assert torch.cat(difference).norm() <= TOLERANCE * norm, step
+            engine.optim_step()
+            first = loss if first is None else first
+        assert loss < first - 0.05
+        # Trained adapters, in both directions.
+        engine.save_peft(tmp_path / "end")
+        tokens = batch(9)
+        (ours,) = engine.forward_step({"input": tokens})
+        loaded = peft_model(folder, tmp_path / "end")
+        with torch.no_grad():
+            assert relative(ours, loaded(input_ids=tokens).logits) <= TOLERANCE
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+    with engine_of(folder, *flags, f"--lora.adapter_path={tmp_path / 'theirs'}") as engine:
+        (again,) = engine.forward_step({"input": tokens})
+        with torch.no_grad():
+            assert relative(again, theirs(input_ids=tokens).logits) <= TOLERANCE
+
+
+# What trains beside linear layers: family, our flags, changes of the base.
+FILES = {
+    "norms, embedding and output": ("qwen3", "--lora.also_train=norms,embed_tokens,lm_head", {}),
+    "tied embedding": ("qwen3", "--lora.also_train=embed_tokens", {"tie_word_embeddings": True}),
+    "biases": ("llama3", "--lora.also_train=biases", {"attention_bias": True}),
+    "value head": ("qwen3", "--model.value_head", {"is_critic": True}),
+    "attention beside experts": ("qwen3_moe", "--lora.target_modules=self_attn", {}),
+    "experts": ("qwen3_moe", "--lora.target_modules=all-linear", {}),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_hold_all_that_trains_in_both_directions(case, tmp_path):
+    family, flag, changes = FILES[case]
+    folder = base_folder(tmp_path, family, **changes)
+    head = "TokenClassification" if "is_critic" in changes else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{head}")
+
+    def train(engine):
+        loss_fn = (lambda values, labels, batch: values.square().sum()) if head[0] == "T" else None
+        for step in range(2):
+            tokens = batch(step)
+            engine.forward_backward_step(
+                input_dict={"input": tokens},
+                labels=tokens.roll(-1, dims=1),
+                global_valid_tokens=tokens.numel(),
+                loss_fn=loss_fn,
+            )
+            engine.optim_step(lr=1e-2)
+
+    with engine_of(folder, flag) as engine:
+        train(engine)
+        engine.save_peft(tmp_path / "ours")
+        (ours,) = engine.forward_step({"input": batch(9)})
+        base = auto.from_pretrained(folder, attn_implementation="eager")
+        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"), is_trainable=True)
+        theirs.eval()
+        with torch.no_grad():
+            assert relative(ours, theirs(input_ids=batch(9)).logits) <= TOLERANCE
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+        if case == "experts":  # peft stores one A for the gates and ups of all experts
+            with pytest.raises(ValueError, match="target_parameters = "):
+                engine.load_peft(tmp_path / "theirs")
+            return
+        train(engine)
+        (later,) = engine.forward_step({"input": batch(9)})
+        assert relative(ours, later) > 1e-3
+        engine.load_peft(tmp_path / "theirs")
+        (again,) = engine.forward_step({"input": batch(9)})
+        assert relative(again, ours) <= TOLERANCE

@@ -1,0 +1,87 @@
+"""RL with adapters: a reference without memory, merged weights for the generator, small copies."""
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import toy_config, toy_samples
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
+from torchtitan.rl.snapshots import host_copy
+
+LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=1e-2"]
+KL = "--rl.loss.kl_coef=0.1"
+
+
+@pytest.fixture
+def build(tmp_path):
+    controllers = []
+
+    def build(*flags, name="run"):
+        controllers.append(Controller(toy_config(tmp_path / name, *LORA, *flags)))
+        controllers[-1].setup()
+        return controllers[-1]
+
+    yield build
+    for controller in controllers:
+        controller.close()
+
+
+def logprobs(controller, scores):
+    batch = controller.batcher.batch(toy_samples(3))
+    return torch.cat([values for values in scores(batch) if values is not None])
+
+
+def test_reference_is_the_model_without_adapters_and_copies_nothing(build):
+    controller = build(KL)
+    first = logprobs(controller, controller.trainer.forward)
+    for _ in range(2):
+        metrics = controller.train_step()
+    assert metrics["loss/kl_ref"] > 0
+    assert torch.equal(logprobs(controller, controller.reference.logprobs), first)
+    assert not torch.equal(logprobs(controller, controller.trainer.forward), first)
+    assert controller.reference.state_dict() == {}
+    assert "rl_reference" not in controller.checkpointer.states
+
+
+def test_reference_of_what_trains_beside_adapters_is_a_copy_of_that_only(build):
+    controller = build(KL, "--lora.also_train=norms")
+    first = logprobs(controller, controller.trainer.forward)
+    controller.train_step()
+    assert torch.equal(logprobs(controller, controller.reference.logprobs), first)
+    copied = controller.reference.state_dict().keys()
+    parameters = controller.trainer.engine.model_parts[0].named_parameters()
+    assert copied == {name for name, p in parameters if p.requires_grad}
+
+
+def test_shared_and_copied_generators_sample_with_the_adapters(build):
+    for mode in ("reference", "broadcast"):
+        controller = build(f"--rl.weight_sync.mode={mode}", name=mode)
+        controller.train_step()
+        # The generator's log-probs are those of the trainer's forward, up to fp32's rounding.
+        assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+
+
+def test_critic_with_adapters_continues_with_the_policys_base(build, tmp_path):
+    base = PolicyTrainer(toy_config(tmp_path / "base", "--debug.seed=8"))
+    base.save_checkpoint(str(tmp_path / "base"))
+    base.close()
+    flags = ["--rl.advantage.name=gae", "--checkpoint.enable", "--checkpoint.interval=1"]
+    flags += [f"--checkpoint.initial_load_path={tmp_path / 'base'}"]
+    controller = build(*flags)
+    controller.train_step()
+    controller.checkpointer.save(1, force=True)
+    values = logprobs(controller, controller.critic.forward)
+    expected = controller.train_step()
+    resumed = build(*flags)
+    assert torch.equal(logprobs(resumed, resumed.critic.forward), values)
+    again = resumed.train_step()
+    names = [name for name in expected if name.startswith(("loss", "critic"))]
+    assert names and all(again[name] == expected[name] for name in names)
+
+
+def test_snapshots_hold_what_trains(tmp_path):
+    trainer = PolicyTrainer(toy_config(tmp_path, *LORA))
+    names = host_copy(trainer.engine).keys()
+    assert names and all("lora_" in name for name in names)
+    assert ReferencePolicy(trainer).is_base
+    trainer.close()

@@ -1,0 +1,381 @@
+"""Adapters beside frozen weights: what trains, what they compute, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.layout_matrix import (
+    SHALLOW,
+    batch_flags,
+    build_engine,
+    global_batch,
+)
+from torchtitan.adapters.lora import adapted_weights
+from torchtitan.adapters.names import fits
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError, check_job_config
+
+LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Return an engine of a tiny family with adapters, or without if `flags` are None."""
+    engines = []
+
+    def build(family="llama3", flags=(), *, adapters=True):
+        flags = [*batch_flags(family, "whole rows"), *(LORA if adapters else [SHALLOW]), *flags]
+        engines.append(build_engine(family, flags, str(tmp_path)))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def train(engine, steps=2):
+    for step in range(steps):
+        batch, labels = global_batch(step, False)
+        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+        engine.optim_step()
+
+
+def logits(engine):
+    (out,) = engine.forward_step(global_batch(9, False)[0])
+    return out
+
+
+def trained(engine):
+    return {n for n, p in engine.model_parts[0].named_parameters() if p.requires_grad}
+
+
+def adapted(engine):
+    return {one.weight for one in adapted_weights(engine.model_parts)}
+
+
+# ---- which layers ----
+
+
+@pytest.mark.parametrize(
+    "pattern, name",
+    [
+        ("q_proj", "layers.0.attention.wq"),
+        ("wq", "layers.10.attention.wq"),
+        ("self_attn.o_proj", "layers.0.attention.wo"),
+        ("model.layers.1.mlp.down_proj", "layers.1.feed_forward.w2"),
+        ("mlp", "layers.1.moe.experts.w1"),
+        ("mlp.experts.gate_proj", "layers.1.moe.experts.w1"),
+        ("layers.1", "layers.1.feed_forward.w2"),
+    ],
+)
+def test_names_of_peft_and_ours_fit(pattern, name):
+    assert fits(pattern, name)
+    assert not fits(pattern, "layers.11.attention_norm")
+
+
+def test_linear_layers_have_adapters_and_nothing_else_trains(build):
+    engine = build()
+    names = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
+    names += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+    weights = {f"layers.{i}.{name}.weight" for i in range(2) for name in names}
+    assert adapted(engine) == weights
+    ends = ("lora_a", "lora_b")
+    assert trained(engine) == {w.replace("weight", end) for w in weights for end in ends}
+    before = {n: p.clone() for n, p in engine.model_parts[0].named_parameters()}
+    train(engine)
+    for name, parameter in engine.model_parts[0].named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in trained(engine)), name
+        assert parameter.grad is None or parameter.requires_grad
+
+
+def test_targets_patterns_and_whole_modules_are_chosen_by_name(build):
+    flags = ["--lora.target_modules=q_proj,layers.1.feed_forward", "--lora.rank_pattern=wq=2"]
+    flags += ["--lora.also_train=norms,lm_head", "--lora.alpha_pattern=w2=1.0"]
+    engine = build(flags=flags)
+    model = engine.model_parts[0]
+    assert adapted(engine) == {
+        *(f"layers.{i}.attention.wq.weight" for i in range(2)),
+        *(f"layers.1.feed_forward.w{i}.weight" for i in (1, 2, 3)),
+    }
+    assert model.layers["0"].attention.wq.lora_a.shape == (2, 64)
+    assert model.layers["1"].feed_forward.w1.lora_b.shape[1] == 4
+    scales = {one.weight: one.scale for one in adapted_weights(engine.model_parts)}
+    assert scales["layers.0.attention.wq.weight"] == 16 / 2
+    assert scales["layers.1.feed_forward.w2.weight"] == 1 / 4
+    whole = {name for name in trained(engine) if "lora" not in name}
+    assert whole == {
+        "norm.weight",
+        "output.weight",
+        *(f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")),
+    }
+
+
+def test_value_head_trains_with_the_adapters(build):
+    engine = build(flags=["--model.value_head"])
+    assert {n for n in trained(engine) if "lora" not in n} == {"score.weight", "score.bias"}
+
+
+def test_load_of_experts_is_not_balanced_because_their_bias_is_frozen(build):
+    engine = build("deepseek_v3")
+    train(engine)
+    biases = [b for n, b in engine.model_parts[0].named_buffers() if n.endswith("expert_bias")]
+    assert biases and not any(bias.any() for bias in biases)
+
+
+# ---- what they compute ----
+
+
+def test_initial_adapters_are_those_of_kaiming_and_change_nothing(build):
+    engine, plain = build(), build(adapters=False)
+    assert torch.equal(logits(engine), logits(plain))
+    linear = engine.model_parts[0].layers["0"].feed_forward.w2
+    reference = torch.empty(4096, linear.in_features)
+    nn.init.kaiming_uniform_(reference, a=5**0.5)
+    assert linear.lora_a.abs().max() <= reference.abs().max() * 1.001
+    assert linear.lora_a.std().item() == pytest.approx(reference.std().item(), rel=0.1)
+    assert not linear.lora_b.any()
+
+
+def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
+    engine, plain = build(), build(adapters=False)
+    train(engine)
+    on = logits(engine)
+    assert not torch.equal(on, logits(plain))
+    with engine.adapters_off():
+        assert torch.equal(logits(engine), logits(plain))
+    assert torch.equal(logits(engine), on)
+    with pytest.raises(ValueError, match="model.converters"):
+        plain.adapters_off()
+    with pytest.raises(ValueError, match="norm.weight trains whole"):
+        build(flags=["--lora.also_train=norm"]).adapters_off()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3 MoE", "deepseek_v3"])
+def test_merged_files_and_streams_give_the_logits_of_the_adapters(family, build, tmp_path):
+    engine, plain = build(family), build(family, adapters=False)
+    train(engine)
+    stream = dict(engine.iter_hf_weights())
+    engine.save_hf(tmp_path / "merged")
+    assert not (logits(engine) - logits(plain)).abs().max() < 1e-3
+    plain.load(str(tmp_path / "merged"), model_only=True)
+    # fp32: x (W + BA) and x W + (x A) B round differently.
+    torch.testing.assert_close(logits(plain), logits(engine), rtol=0, atol=1e-5)
+    assert all(torch.equal(tensor, stream[name]) for name, tensor in plain.iter_hf_weights())
+
+
+def test_grouped_experts_with_adapters_are_those_computed_one_by_one(build):
+    engine = build("qwen3 MoE")
+    train(engine)
+    grouped = logits(engine)
+    for block in engine.model_parts[0].layers.values():
+        block.moe.experts.use_grouped_mm = False
+    torch.testing.assert_close(logits(engine), grouped, rtol=0, atol=1e-5)
+
+
+class ProductShapes(TorchDispatchMode):
+    """Records the sizes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.torchtitan.grouped_mm_weight_grad.default):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3 MoE"])
+def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
+    engine = build(family)
+    weights = [p for p in engine.model_parts[0].parameters() if not p.requires_grad and p.ndim > 1]
+    shapes = {s for p in weights for s in (tuple(p.shape), (*p.shape[:-2], *p.shape[:-3:-1]))}
+    batch, labels = global_batch(0, False)
+    batch = {"input": batch["input"][:7]}  # 224 tokens: a number that is no size of a weight
+    with ProductShapes() as products:
+        engine.forward_backward_step(input_dict=batch, labels=labels[:7], global_valid_tokens=224)
+    assert products.shapes
+    assert not shapes & set(products.shapes)
+
+
+def test_dropout_is_the_same_when_blocks_are_recomputed(build):
+    gradients = []
+    for mode in ("none", "full"):
+        engine = build(flags=["--lora.dropout=0.5", f"--activation_checkpoint.mode={mode}"])
+        torch.manual_seed(5)
+        batch, labels = global_batch(0, False)
+        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+        gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
+    assert all(map(torch.equal, *gradients))
+    with engine.eval_mode():
+        assert torch.equal(logits(engine), logits(build(adapters=False)))
+
+
+# ---- what is refused ----
+
+BAD_SETTINGS = {
+    "rank 0": ({"lora.rank": 0}, "lora.rank must be a whole number of at least 1, got 0"),
+    "alpha 0": ({"lora.alpha": 0.0}, "lora.alpha must be a finite number above 0, got 0.0"),
+    "all dropped": ({"lora.dropout": 1.0}, "lora.dropout must be at least 0 and below 1, got 1.0"),
+    "rank of a pattern": (
+        {"lora.rank_pattern": {"wq": 1.5}},
+        "lora.rank_pattern['wq'] must be a whole number of at least 1, got 1.5",
+    ),
+    "dots without quotes": (
+        {"lora.alpha_pattern": {"layers": {"0": 2}}},
+        'quote a name with dots: "layers.0" = 4',
+    ),
+    "no target": ({"lora.target_modules": []}, "lora.target_modules holds names of layers"),
+    "settings without adapters": (
+        {"model.converters": [], "lora.rank": 4},
+        'lora.rank = 4 has no effect without adapters, got model.converters = []; add "lora"',
+    ),
+    "not last": (
+        {"model.converters": ["lora", "quantize.linear.float8"]},
+        'model.converters must name "lora" once and last',
+    ),
+    "twice": ({"model.converters": ["lora", "lora"]}, 'model.converters must name "lora" once'),
+    "other random numbers": (
+        {"lora.dropout": 0.1, "activation_checkpoint.preserve_rng_state": False},
+        "activation_checkpoint.preserve_rng_state = false; set it to true",
+    ),
+    "no adapters there": (
+        {"lora.adapter_path": "/nowhere"},
+        "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now",
+    ),
+    "seed checkpoint": (
+        {"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
+        'remove "lora" from model.converters for this run',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_setting_is_refused_in_one_sentence(case):
+    settings, words = BAD_SETTINGS[case]
+    config = JobConfig()
+    config.model.converters = ["lora"]
+    for key, value in settings.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=re.escape(words)) as error:
+        check_job_config(config)
+    assert "\n" not in str(error.value)
+
+
+BAD_NAMES = {
+    "unknown target": (
+        "llama3",
+        ["--lora.target_modules=q_porj"],
+        "lora.target_modules holds parts of layers' names (w1, w2, w3, wk, wo, wq, wv, and PEFT's",
+    ),
+    "no linear layer": (
+        "llama3",
+        ["--lora.target_modules=embed_tokens"],
+        "got 'embed_tokens', which is tok_embeddings; lora.also_train = ['embed_tokens'] trains",
+    ),
+    "the output": (
+        "llama3",
+        ["--lora.target_modules=lm_head"],
+        "got 'lm_head', which is output; lora.also_train = ['lm_head'] trains it whole",
+    ),
+    "pattern of no target": (
+        "llama3",
+        ["--lora.target_modules=wq", "--lora.rank_pattern=wk=2"],
+        "lora.rank_pattern holds parts of layers' names (wq, and PEFT's names for them), got 'wk'",
+    ),
+    "unknown module to train": (
+        "llama3",
+        ["--lora.also_train=embeding"],
+        "lora.also_train holds parts of layers' names",
+    ),
+    "adapter of what trains whole": (
+        "llama3",
+        ["--lora.also_train=wq"],
+        "lora.also_train names 'wq', which is layers.0.attention.wq, and that has an adapter",
+    ),
+    "experts of gpt-oss": (
+        "gpt_oss",
+        [],
+        "experts of class GptOssGroupedExperts cannot have adapters; name other layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_NAMES)
+def test_bad_name_is_refused_in_one_sentence(case, build):
+    family, flags, words = BAD_NAMES[case]
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        build(family, flags)
+    assert "\n" not in str(error.value)
+
+
+def rewritten(folder, config=None, tensors=None):
+    """Change the config's fields and the tensors of saved adapters."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    if tensors is not None:
+        file = folder / "adapter_model.safetensors"
+        save_file(tensors({k: v for k, v in load_file(file).items()}), file)
+
+
+def cut(tensors, name, rows, columns):
+    return {k: v[:rows, :columns].contiguous() if name in k else v for k, v in tensors.items()}
+
+
+BAD_FILES = {
+    "another rank": (
+        {"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
+        "has rank 2 in the file and 4 in the model; set lora.rank",
+    ),
+    "base of another width": (
+        {"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
+        "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model",
+    ),
+    "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
+    "fewer layers": (
+        {"tensors": lambda t: {k: v for k, v in t.items() if "layers.1" not in k}},
+        "the file has no model.layers.1.mlp.down_proj.lora_A.weight",
+    ),
+    "more layers": (
+        {"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
+        "the model has no model.layers.7.mlp.down_proj.lora_A.weight",
+    ),
+    "DoRA": ({"config": {"use_dora": True}}, "has use_dora = True, and only adapters with"),
+    "no LoRA": ({"config": {"peft_type": "IA3"}}, "has peft_type = 'IA3', and only adapters with"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_refused_in_one_sentence(case, build, tmp_path):
+    changes, words = BAD_FILES[case]
+    engine = build()
+    engine.save_peft(tmp_path / "adapters")
+    rewritten(tmp_path / "adapters", **changes)
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        engine.load_peft(tmp_path / "adapters")
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
+    engine = build("qwen3 MoE", ["--lora.also_train=norms"])
+    train(engine)
+    engine.save_peft(tmp_path / "adapters", base_model="some/base")
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (
+        "some/base",
+        4,
+        16.0,
+    )
+    before = logits(engine)
+    train(engine, 1)
+    version = engine.weights_version
+    engine.load_peft(tmp_path / "adapters")
+    assert torch.equal(logits(engine), before)
+    assert engine.weights_version == version + 1

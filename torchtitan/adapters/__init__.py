@@ -1,0 +1,1 @@
+"""Low-rank adapters beside frozen weights (LoRA), in every layout, and their files."""

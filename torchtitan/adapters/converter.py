@@ -1,0 +1,168 @@
+"""The converter `lora`: it freezes a model, and adds adapters to the layers that `[lora]` names."""
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan.adapters.lora import add_adapter
+from torchtitan.adapters.names import first_fit, fits
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config.checks.common import guess
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts, RouterGate, StackedExperts
+from torchtitan.numerics.linear import Linear
+from torchtitan.protocols.model_converter import ModelConverter
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.logging import logger
+
+ALL_LINEAR = "all-linear"
+NORMS, BIASES = "norms", "biases"
+_HEADS = ("output", "score")
+
+
+class LoRAConverter(ModelConverter):
+    """Freezes the model, and adds adapters.
+
+    The router's load balance is frozen with the weights. Frozen weights that every step would cast
+    to `training.mixed_precision_param` are cast once; what trains keeps `training.dtype`.
+    Raises ConfigError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
+    """
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        self.options, self._converters = job_config.lora, job_config.model.converters
+        training = job_config.training
+        self._casts_all = parallel_dims.uses_fsdp
+        # Tensor and pipeline parallelism without FSDP compute in training.dtype.
+        has_autocast = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
+        self._frozen_dtype: torch.dtype | None = None
+        if self._casts_all or has_autocast:
+            self._frozen_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+
+    def convert(self, model: nn.Module) -> None:
+        targets = self._targets(model)
+        model.requires_grad_(False)
+        options = self.options
+        ranks = {key: int(rank) for key, rank in options.rank_pattern.items()}
+        alphas = {key: float(alpha) for key, alpha in options.alpha_pattern.items()}
+        for key, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            _refuse_misfits(f"lora.{key}", patterns, targets)
+        for name, (module, weight_name) in targets.items():
+            rank = ranks.get(first_fit(ranks, name) or "", options.rank)
+            alpha = alphas.get(first_fit(alphas, name) or "", options.alpha)
+            scale = alpha / (rank**0.5 if options.use_rslora else rank)
+            add_adapter(module, weight_name, rank, scale, options.dropout)
+        self._train_whole(model, targets)
+        self._cast_frozen(model)
+        for module in model.modules():
+            if hasattr(module, "load_balance_coeff"):
+                module.load_balance_coeff = None
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        n_trained, n_all = sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+        logger.info(
+            f"LoRA: {len(targets)} weights have adapters; {n_trained:,} of {n_all:,} parameters "
+            f"train ({100 * n_trained / max(n_all, 1):.2f} %)"
+        )
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Do nothing after an optimizer step."""
+
+    def _targets(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+        """Return layer -> (module, name of its weight); experts' weights are layers of their own."""
+        linears = dict(_linears(model))
+        wanted = self.options.names(self.options.target_modules)
+        names = [name for name in wanted if name != ALL_LINEAR]
+        everything = [name for name, _ in model.named_modules() if name]
+        for name in names:
+            if any(fits(name, linear) for linear in linears):
+                continue
+            if fitting := [module for module in everything if fits(name, module)]:
+                raise ConfigError(
+                    f"lora.target_modules holds layers that can have an adapter, got {name!r}, which "
+                    f"is {fitting[0]}; lora.also_train = ['{name}'] trains it whole"
+                )
+        _refuse_misfits("lora.target_modules", names, linears)
+        chosen = {
+            name: where
+            for name, where in linears.items()
+            if ALL_LINEAR in wanted or first_fit(names, name)
+        }
+        for name, (module, _) in chosen.items():
+            if isinstance(module, StackedExperts) and type(module) is not GroupedExperts:
+                raise ConfigError(
+                    f"lora.target_modules = {wanted} names {name}, and experts of class "
+                    f"{type(module).__name__} cannot have adapters; name other layers, such as "
+                    "['self_attn']"
+                )
+            if isinstance(module, StackedExperts) and (
+                quantizing := [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
+            ):
+                raise ConfigError(
+                    f"lora.target_modules = {wanted} names {name}, and experts in 8 bits cannot have "
+                    f"adapters; name other layers, or remove {quantizing[0]} from model.converters"
+                )
+        return chosen
+
+    def _train_whole(self, model: nn.Module, targets: Collection[str]) -> None:
+        """Unfreeze what `lora.also_train` names, and a value head."""
+        wanted = self.options.names(self.options.also_train)
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if name and next(module.parameters(recurse=False), None) is not None
+        }
+        names = [name for name in wanted if name not in (NORMS, BIASES)]
+        _refuse_misfits("lora.also_train", names, modules)
+        for name in names:
+            if with_adapter := [layer for layer in targets if fits(name, layer)]:
+                raise ConfigError(
+                    f"lora.also_train names {name!r}, which is {with_adapter[0]}, and that has an "
+                    "adapter; leave it out of lora.also_train or of lora.target_modules"
+                )
+        for name, module in modules.items():
+            is_norm = NORMS in wanted and isinstance(module, nn.RMSNorm | nn.LayerNorm)
+            if is_norm or name.rpartition(".")[2] == "score" or first_fit(names, name):
+                module.requires_grad_(True)
+            elif BIASES in wanted and isinstance(getattr(module, "bias", None), nn.Parameter):
+                module.bias.requires_grad_(True)
+
+    def _cast_frozen(self, model: nn.Module) -> None:
+        """Give frozen weights the dtype that FSDP or autocast would cast them to in every step."""
+        if self._frozen_dtype is None:
+            return
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            # Autocast casts the operands of products only, and neither routers nor fp32 heads use it.
+            is_cast = type(module) is Linear or isinstance(module, StackedExperts)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                is_plain = not is_traceable_wrapper_subclass(parameter.data)
+                if parameter.requires_grad or not is_plain or not (self._casts_all or is_cast):
+                    continue
+                if parameter not in replaced:  # tied parameters stay one parameter
+                    cast = parameter.detach().to(self._frozen_dtype)
+                    replaced[parameter] = nn.Parameter(cast, requires_grad=False)
+                module.register_parameter(name, replaced[parameter])
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Yield (layer, (module, name of its weight)) of all layers that can have an adapter."""
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            for weight_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    yield f"{name}.{weight_name}", (module, weight_name)
+        elif isinstance(module, nn.Linear) and not isinstance(module, RouterGate):
+            if name.rpartition(".")[2] not in _HEADS:
+                yield name, (module, "weight")
+
+
+def _refuse_misfits(key: str, patterns: Collection[str], layers: Collection[str]) -> None:
+    """Raise ConfigError for a pattern that fits no layer."""
+    for pattern in patterns:
+        if not any(fits(pattern, layer) for layer in layers):
+            ends = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ConfigError(
+                f"{key} holds parts of layers' names ({', '.join(ends)}, and PEFT's names for them), "
+                f"got {pattern!r}{guess(pattern, ends)}; correct it"
+            )

@@ -1,0 +1,226 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) beside frozen weights.
+
+N outputs and K inputs of a linear layer, r rank, E experts. A layer with an adapter computes
+
+    x W^T + scale * dropout(x) A^T B^T
+
+from its weight W [N, K], which keeps its name and its place in files, and from two more parameters
+of the same module: lora_a, A [r, K], and lora_b, B [N, r]. Experts have one adapter each: beside
+w1 [E, N, K] they have w1_lora_a [E, r, K] and w1_lora_b [E, N, r].
+
+Under tensor parallelism A is whole and B split where the weight is split along its outputs, and A
+is split and B whole where the weight is split along its inputs (`models/tp_plan.py`). A rank's
+result is then a share of the result, as for the weight.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.adapters.names import first_fit
+from torchtitan.distributed.dtensor import (
+    is_dtensor,
+    load_dtensor,
+    local_parameter,
+    local_shape_and_offsets,
+    local_tensor,
+    whole_tensor,
+)
+from torchtitan.distributed.fsdp import reshard_model
+from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.numerics.linear import is_slow_product, linear
+
+
+class Adapted(NamedTuple):
+    """The names of a weight and of its adapter in a state dict, and what scales B A."""
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+
+
+class Adapters(NamedTuple):
+    """The adapters of one module: name of its weight -> scale; and their dropout."""
+
+    scales: dict[str, float]
+    dropout: float
+
+
+# ---- modules ----
+
+
+def add_adapter(
+    module: nn.Module, weight_name: str, rank: int, scale: float, dropout: float
+) -> None:
+    """Add the adapter of one of the module's weights, in the dtype of the weight.
+
+    module: an nn.Linear of any class, or `GroupedExperts`. Its parameters are registered but not
+    filled; see `init_adapters`.
+    """
+    weight = module.get_parameter(weight_name)
+    *experts, n_outputs, n_inputs = weight.shape
+    for which, shape in (("a", (rank, n_inputs)), ("b", (n_outputs, rank))):
+        empty = torch.empty(*experts, *shape, dtype=weight.dtype, device=weight.device)
+        module.register_parameter(_parameter_name(weight_name, which), nn.Parameter(empty))
+    if not hasattr(module, "lora"):
+        module.lora, module.lora_is_on = Adapters({}, dropout), True
+        if isinstance(module, GroupedExperts):
+            module.__class__ = AdaptedExperts
+            del module._feed_forward  # the method of the new class takes its place
+        else:
+            # A hook, because tensor parallelism and float8 choose the class of a Linear.
+            module.register_forward_hook(_add_product)
+    module.lora.scales[weight_name] = scale
+
+
+def _parameter_name(weight_name: str, which: str) -> str:
+    prefix = "" if weight_name == "weight" else f"{weight_name}_"
+    return f"{prefix}lora_{which}"
+
+
+def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    if not module.lora_is_on:
+        return output
+    scales, dropout = module.lora
+    x = inputs[0] if not dropout else F.dropout(inputs[0], dropout, module.training)
+    low_rank, b = linear(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
+    if is_slow_product(x):
+        return output + linear(scales["weight"] * low_rank, b)
+    rows, scale = low_rank.flatten(0, -2), scales["weight"]
+    # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
+
+
+class AdaptedExperts(GroupedExperts):
+    """`GroupedExperts` with one adapter for each expert, computed like the experts' products."""
+
+    lora: Adapters
+    lora_is_on: bool
+
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        weights = super().local_parameters()
+        if not self.lora_is_on:
+            return weights
+        names = (_parameter_name(name, which) for name in self.lora.scales for which in "ab")
+        return (*weights, *(local_parameter(getattr(self, name)) for name in names))
+
+    def _feed_forward(
+        self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
+    ) -> Tensor:
+        """One expert; see `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
+        scales, dropout = self.lora
+        pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
+
+        def product(name: str, x: Tensor, weight: Tensor) -> Tensor:
+            out = linear(x, weight)
+            if name not in pair_of:
+                return out
+            a, b = pair_of[name]
+            x = F.dropout(x, dropout, self.training) if dropout else x
+            return out + linear(scales[name] * linear(x, a), b)
+
+        return product("w2", F.silu(product("w1", x, w1)) * product("w3", x, w3), w2)
+
+
+def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
+    """Yield the adapters of model parts, in the order of their modules; none without adapters."""
+    for part in parts:
+        for long_name, module in part.named_modules():
+            scales = module.lora.scales if hasattr(module, "lora") else {}
+            for weight_name, scale in scales.items():
+                prefix = f"{name_without_wrappers(f'{long_name}.')}"
+                a, b = (_parameter_name(weight_name, which) for which in "ab")
+                yield Adapted(prefix + weight_name, prefix + a, prefix + b, scale)
+
+
+def init_adapters(part: nn.Module) -> None:
+    """Fill A from U(-K^-0.5, K^-0.5), as `peft` does (Kaiming with a = sqrt(5)), and B with zeros."""
+    parameters = {name_without_wrappers(name): p for name, p in part.named_parameters()}
+    for adapted in adapted_weights([part]):
+        a = parameters[adapted.a]
+        bound = a.shape[-1] ** -0.5
+        nn.init.uniform_(a, -bound, bound)
+        nn.init.zeros_(parameters[adapted.b])
+
+
+@torch.no_grad()
+def redraw_adapters(
+    parts: Iterable[nn.Module], seed: int, rank: int, layers: Collection[str]
+) -> None:
+    """Fill the adapters as new ones of a rank of at most their own; the layout changes no bit.
+
+    layers: names, as in `lora.target_modules`; the adapters of other layers stay without effect.
+    Rows of A from `rank` on are zero. They and their columns of B stay zero, because each has the
+    other one as a factor of its gradient.
+    """
+    for part in parts:
+        reshard_model(part)
+        with seeded_init(part, seed):
+            init_adapters(part)
+        parameters = {name_without_wrappers(name): p for name, p in part.named_parameters()}
+        for adapted in adapted_weights([part]):
+            is_chosen = first_fit(layers, adapted.weight.removesuffix(".weight")) is not None
+            a = parameters[adapted.a]
+            local, dim = local_tensor(a), a.ndim - 2
+            first_row = 0
+            if is_dtensor(a):
+                _, offsets = local_shape_and_offsets(a.shape, a.device_mesh, a.placements)
+                first_row = offsets[dim]
+            n_kept = min(max((rank if is_chosen else 0) - first_row, 0), local.shape[dim])
+            local.narrow(dim, n_kept, local.shape[dim] - n_kept).zero_()
+
+
+@contextlib.contextmanager
+def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the parts compute without their adapters. Backward has to end inside, too."""
+    modules = [m for part in parts for m in part.modules() if hasattr(m, "lora")]
+    before = [module.lora_is_on for module in modules]
+    for module in modules:
+        module.lora_is_on = False
+    try:
+        yield
+    finally:
+        for module, was_on in zip(modules, before, strict=True):
+            module.lora_is_on = was_on
+
+
+# ---- merging ----
+
+
+@torch.no_grad()
+def merged(
+    entries: Mapping[str, Any], parts: Iterable[nn.Module], dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Return a state dict without adapters, in which W + scale * B A takes the place of W.
+
+    entries: the parts' state dict, plain tensors or DTensors. Collective: A and B are gathered.
+    dtype: of the merged weights; None keeps each weight's dtype. The sum is rounded once.
+    """
+    result = dict(entries)
+    for weight_name, a_name, b_name, scale in adapted_weights(parts):
+        a, b = (whole_tensor(result.pop(name)) for name in (a_name, b_name))
+        weight = result[weight_name]
+        local, shape, offsets = local_tensor(weight), weight.shape, (0,) * weight.ndim
+        if is_dtensor(weight):
+            shape, offsets = local_shape_and_offsets(shape, weight.device_mesh, weight.placements)
+        *experts, rows, columns = (slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        kind = torch.promote_types(local.dtype, torch.float32)
+        product = b[(*experts, rows)].to(kind) @ a[(*experts, ..., columns)].to(kind)
+        total = (local.to(kind) + scale * product).to(dtype or local.dtype)
+        if is_dtensor(weight):
+            total = load_dtensor().DTensor.from_local(
+                total,
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+        result[weight_name] = total
+    return result

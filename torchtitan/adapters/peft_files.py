@@ -1,0 +1,372 @@
+"""Adapters in the files of the library `peft`: adapter_config.json and adapter_model.safetensors.
+
+A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored as
+base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
+base_model.model.M.base_layer.bias, and other parameters that train whole as
+base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
+layer.
+"""
+
+import copy
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from torchtitan.adapters.lora import Adapted, adapted_weights
+from torchtitan.distributed.dtensor import (
+    is_dtensor,
+    local_shape_and_offsets,
+    local_tensor,
+    whole_tensor,
+)
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.logging import logger
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Fields of a config that change what an adapter computes -> the only value that ours compute.
+_PLAIN = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+}
+_NAMES_SHOWN = 3
+
+
+class PeftOptions(NamedTuple):
+    """The parts of a config beside names and ranks. base_model: name or folder of the base."""
+
+    base_model: str | None
+    dropout: float
+    use_rslora: bool
+    has_value_head: bool
+
+
+class _Layer(NamedTuple):
+    rank: int
+    scale: float
+
+
+# ---- writing ----
+
+
+@torch.no_grad()
+def save_peft(
+    folder: str,
+    parts: list[nn.Module],
+    entries: Mapping[str, Any],
+    trained: Iterable[str],
+    adapter: BaseStateDictAdapter,
+    options: PeftOptions,
+) -> None:
+    """Write the adapters, and the parameters that train whole, to `folder`. Collective.
+
+    entries: the state dict of this rank's parts. trained: the names of all that trains.
+    Raises ValueError for experts that Hugging Face's model does not store one by one.
+    """
+    adapter = copy.copy(adapter)  # it keeps state from its last translation
+    adapted = list(adapted_weights(parts))
+    names_of = dict(zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True))
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, _Layer] = {}
+    for one, hf_layers in names_of.items():
+        a, b = (whole_tensor(entries[name]) for name in (one.a, one.b))
+        # Only the rows of B are rows of the weight, which an adapter may reorder.
+        b_parts = adapter.to_hf({one.weight: b}).values()
+        a_parts = a.unbind() if a.ndim == 3 else [a]
+        for hf_layer, a_part, b_part in zip(hf_layers, a_parts, b_parts, strict=True):
+            layers[hf_layer] = _Layer(a_part.shape[0], one.scale)
+            tensors[f"{_PREFIX}{hf_layer}.lora_A.weight"] = a_part
+            tensors[f"{_PREFIX}{hf_layer}.lora_B.weight"] = b_part
+    in_adapters = {name for one in adapted for name in (one.a, one.b)}
+    trained_whole = adapter.to_hf(
+        {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
+    )
+    for name, other in adapter.hf_aliases().items():
+        if name in trained_whole:  # a tied tensor is in PEFT's files twice
+            trained_whole[other] = trained_whole[name].clone()
+    tensors |= {_key(name, layers): tensor for name, tensor in trained_whole.items()}
+
+    # Pipeline stages have different tensors; of the ranks with the same, the first one sends.
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    sent = {name for earlier in all_ranks(sorted(tensors))[:rank] for name in earlier}
+    own = {name: t.contiguous().cpu() for name, t in tensors.items() if name not in sent}
+    everything = {name: tensor for part in all_ranks(own) for name, tensor in part.items()}
+    all_layers = {name: layer for part in all_ranks(layers) for name, layer in part.items()}
+    matrices = [name for name, t in entries.items() if t.ndim > 1 and name not in in_adapters]
+    hf_matrices = [hf for name in matrices for hf in _hf_layers(name, entries[name], adapter)]
+    known = {name for part in all_ranks(hf_matrices) for name in part}
+    names = {name for part in all_ranks(sorted(trained_whole)) for name in part}
+    is_tied = getattr(getattr(adapter, "model_args", None), "enable_weight_tying", False)
+    config = _config(all_layers, known, names, options, is_tied)
+
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        weights = os.path.join(folder, WEIGHTS_FILE)
+        save_file(dict(sorted(everything.items())), f"{weights}.tmp", metadata={"format": "pt"})
+        with open_file(os.path.join(folder, CONFIG_FILE), "w") as file:
+            json.dump(config, file, indent=2, sort_keys=True)
+        os.replace(f"{weights}.tmp", weights)  # last: a folder with this file is whole
+
+    from_rank_zero(write)
+    logger.info(f"Wrote the adapters of {len(all_layers)} layers to {folder}")
+
+
+def _key(hf_name: str, layers: Collection[str]) -> str:
+    """Return the key of a parameter that trains whole. layers: those with an adapter."""
+    layer, _, kind = hf_name.rpartition(".")
+    return (
+        f"{_PREFIX}{layer}.base_layer.bias"
+        if kind == "bias" and layer in layers
+        else _PREFIX + hf_name
+    )
+
+
+def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) -> list[str]:
+    """Return the HF layers that one of our weights is: one, or one for each expert.
+
+    Returns [] if HF's model has it in another form, or not at all.
+    """
+    try:
+        in_hf = adapter.to_hf({weight_name: torch.empty(weight.shape, device="meta")})
+    except ValueError:  # a part of a tensor
+        return []
+    return [name.removesuffix(".weight") for name in in_hf if name.endswith(".weight")]
+
+
+def _hf_layers_of(
+    adapted: list[Adapted], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
+) -> list[list[str]]:
+    """Return each weight's HF layers. Collective; ValueError, on all ranks, for a weight without."""
+    found = [_hf_layers(one.weight, entries[one.weight], adapter) for one in adapted]
+    missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
+    if missing := [name for part in all_ranks(missing) for name in part]:
+        raise ValueError(
+            f"PEFT's files have no place for the adapter of {_shorten(missing)}, which Hugging Face's "
+            "model does not store as a linear layer; leave it out of lora.target_modules, or write "
+            "merged weights with save_hf"
+        )
+    return found
+
+
+def _config(
+    layers: Mapping[str, _Layer],
+    known: Iterable[str],
+    trained_whole: Iterable[str],
+    options: PeftOptions,
+    is_tied: bool,
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
+    the parameters that train whole.
+    """
+
+    def alpha_of(layer: _Layer) -> float:
+        alpha = layer.scale * (layer.rank**0.5 if options.use_rslora else layer.rank)
+        return round(alpha, 9)
+
+    ranks = {name: layer.rank for name, layer in layers.items()}
+    alphas = {name: alpha_of(layer) for name, layer in layers.items()}
+    (rank, _), *_ = Counter(ranks.values()).most_common() or [(8, 0)]
+    (alpha, _), *_ = Counter(alphas.values()).most_common() or [(8.0, 0)]
+    ends = {name.rpartition(".")[2] for name in layers}
+    left_out = {name.rpartition(".")[2] for name in set(known) - layers.keys()}
+    targets = sorted(ends - left_out)
+    targets += sorted(name for name in layers if name.rpartition(".")[2] in left_out)
+    biases = {name for name in trained_whole if name.endswith(".bias")}
+    biases -= {f"{name.removesuffix('.weight')}.bias" for name in trained_whole}
+    whole = sorted({name.rpartition(".")[0] for name in set(trained_whole) - biases})
+    return {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if options.has_value_head else "CAUSAL_LM",
+        "base_model_name_or_path": options.base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": options.dropout,
+        "use_rslora": options.use_rslora,
+        "target_modules": targets,
+        "rank_pattern": {name: n for name, n in sorted(ranks.items()) if n != rank},
+        "alpha_pattern": {name: x for name, x in sorted(alphas.items()) if x != alpha},
+        "modules_to_save": whole or None,
+        "bias": "all" if biases else "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_dora": False,
+        **({"ensure_weight_tying": True} if is_tied and "model.embed_tokens" in whole else {}),
+    }
+
+
+# ---- reading ----
+
+
+@torch.no_grad()
+def load_peft(
+    folder: str,
+    parts: list[nn.Module],
+    entries: Mapping[str, Any],
+    trained: Iterable[str],
+    adapter: BaseStateDictAdapter,
+) -> None:
+    """Read the adapters, and the parameters that train whole, from `folder`. Collective.
+
+    entries: the live state dict of this rank's parts. trained: the names of all that trains.
+    Raises ValueError, on all ranks, for files of another kind of adapter, or whose layers, ranks,
+    scales or sizes differ from the model's.
+    """
+    adapter = copy.copy(adapter)
+    config = from_rank_zero(lambda: read_config(folder))
+    path = os.path.join(folder, WEIGHTS_FILE)
+    shapes = from_rank_zero(lambda: _shapes_in(path))
+    adapted = list(adapted_weights(parts))
+    hf_layers = _hf_layers_of(adapted, entries, adapter)
+    in_adapters = {name for one in adapted for name in (one.a, one.b)}
+    whole = {name: entries[name] for name in trained if name not in in_adapters}
+    metas = {name: torch.empty(t.shape, device="meta") for name, t in whole.items()}
+    in_hf = adapter.to_hf(metas)
+    layers = {name for names in hf_layers for name in names}
+    keys = {name: _key(name, layers) for name in in_hf}
+
+    wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
+    aliases = {_PREFIX + other for name, other in adapter.hf_aliases().items() if name in in_hf}
+    for one, names in zip(adapted, hf_layers, strict=True):
+        for name in names:
+            wanted[f"{_PREFIX}{name}.lora_A.weight"] = tuple(entries[one.a].shape[-2:])
+            wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
+    all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
+    for alias in set().union(*all_ranks(aliases)):
+        shapes.pop(alias, None)
+    for problem in _differences(shapes, all_wanted):
+        raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
+    problems = [
+        problem
+        for one, names in zip(adapted, hf_layers, strict=True)
+        for problem in _other_scales(one, names, entries[one.a].shape[-2], config)
+    ]
+    for problem in (problem for part in all_ranks(problems) for problem in part):
+        raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
+
+    def read() -> None:
+        with safe_open(path, framework="pt") as file:
+            for one, names in zip(adapted, hf_layers, strict=True):
+                a_parts, b_parts = (
+                    [file.get_tensor(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
+                    for kind in "AB"
+                )
+                stacks = entries[one.a].ndim == 3
+                _fill(entries[one.a], torch.stack(a_parts) if stacks else a_parts[0])
+                if not stacks:
+                    (b,) = adapter.from_hf({f"{names[0]}.weight": b_parts[0]}).values()
+                _fill(entries[one.b], torch.stack(b_parts) if stacks else b)
+            hf_tensors = {name: file.get_tensor(key) for name, key in keys.items()}
+            for name, tensor in adapter.from_hf(hf_tensors).items():
+                if name in whole:
+                    _fill(whole[name], tensor)
+
+    on_all_ranks(read)
+    logger.info(f"Read the adapters of {len(hf_layers)} weights from {folder}")
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    Raises ValueError if the folder holds no adapters, or adapters of a kind that ours are not.
+    """
+    path = os.path.join(folder, CONFIG_FILE)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"{folder} must be a folder in PEFT's format, and has no {CONFIG_FILE}; give the folder "
+            "that save_pretrained or save_peft wrote"
+        )
+    config = read_json_object(path)
+    for field, plain in _PLAIN.items():
+        if config.get(field) and config[field] != plain:
+            raise ValueError(
+                f"{path} has {field} = {config[field]!r}, and only adapters with {field} = {plain!r} "
+                "can be read; merge these into the base model with peft"
+            )
+    return config
+
+
+def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; write the adapters again") from error
+
+
+def _differences(
+    saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> Iterable[str]:
+    """Yield what is missing in the file, not in the model, and of another rank or size."""
+    short = {name.removeprefix(_PREFIX): name for name in saved}
+    if more := sorted(name for name, key in short.items() if key not in wanted):
+        yield f"the model has no {_shorten(more)}; set lora.target_modules and lora.also_train to fit"
+    if missing := sorted(key.removeprefix(_PREFIX) for key in wanted if key not in saved):
+        yield f"the file has no {_shorten(missing)}; set lora.target_modules and lora.also_train to fit"
+    for key, shape in wanted.items():
+        if saved[key] == shape:
+            continue
+        name, rank_dim = key.removeprefix(_PREFIX), 1 if ".lora_B." in key else 0
+        is_adapter = ".lora_" in key and len(saved[key]) == 2
+        if is_adapter and saved[key][1 - rank_dim] == shape[1 - rank_dim]:
+            yield (
+                f"{name} has rank {saved[key][rank_dim]} in the file and {shape[rank_dim]} in the "
+                "model; set lora.rank or lora.rank_pattern to the file's"
+            )
+        yield (
+            f"{name} is {list(saved[key])} in the file and {list(shape)} in the model: the adapters "
+            "are of another base model; take that base"
+        )
+
+
+def _other_scales(
+    one: Adapted, hf_layers: list[str], rank: int, config: Mapping[str, Any]
+) -> Iterable[str]:
+    """Yield a sentence for each layer whose scale in the file is not the model's."""
+    for name in hf_layers:
+        alpha = config.get("lora_alpha", 8)
+        for pattern, other in (config.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):  # as peft does, the first that fits
+                alpha = other
+                break
+        divisor = rank**0.5 if config.get("use_rslora") else rank
+        if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
+            yield (
+                f"{name} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
+                f"model; set lora.alpha = {alpha:g} and lora.use_rslora = "
+                f"{str(bool(config.get('use_rslora'))).lower()}"
+            )
+
+
+def _fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter, plain or a DTensor."""
+    if is_dtensor(parameter):
+        shape, offsets = local_shape_and_offsets(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        whole = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+    local_tensor(parameter).copy_(whole)
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
