@@ -24,6 +24,8 @@ from torchtitan.tools.logging import logger, warn_once
 
 # A shuffled stream permutes this many documents at a time.
 STREAM_BLOCK = 1024
+# The order of source n of a mixture has the seed training.data_seed * SEEDS_PER_JOB + n.
+SEEDS_PER_JOB = 1000
 
 Encoder = Callable[[Any], str | Tokens]
 """Makes a sample a text, which is tokenized piece by piece, or the tokens of the whole document."""

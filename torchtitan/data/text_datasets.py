@@ -13,7 +13,7 @@ from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import Encoder, Source
+from torchtitan.data.document_sources import SEEDS_PER_JOB, Encoder, Source
 from torchtitan.data.lanes import Packing
 from torchtitan.data.local_files import (
     JsonLinesDocuments,
@@ -291,4 +291,4 @@ def _build(
 
 
 def _seed_of(training: Training, source_number: int) -> int:
-    return training.data_seed * 1000 + source_number
+    return training.data_seed * SEEDS_PER_JOB + source_number
