@@ -16,9 +16,10 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
     Raises ConfigError for an unknown key, a value of another type, or one that `cls` refuses.
     """
     if not isinstance(table, dict):
+        heading = f"[{section.partition('[')[0]}]" if section.endswith("]") else section
         raise ConfigError(
             f"{section} is a table of settings, got the single value {table!r}; "
-            f"write [{section}] on a line of its own and its keys below it"
+            f"write [{heading}] on a line of its own and its keys below it"
         )
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = [name for name in table if name not in fields]
@@ -39,9 +40,13 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
     hints = get_type_hints(cls, include_extras=True)
     values = {}
     for name, value in table.items():
+        key = f"{section}.{name}" if section else name
         if dataclasses.is_dataclass(hints[name]):
-            key = f"{section}.{name}" if section else name
             values[name] = section_from_table(hints[name], value, key)
+        elif _is_list_of_tables(hints[name]) and type(value) is list:
+            (kind,) = get_args(hints[name])
+            tables = enumerate(value)
+            values[name] = [section_from_table(kind, part, f"{key}[{i}]") for i, part in tables]
         else:
             where = f"[{section}] {name}" if section else name
             values[name] = _checked(value, hints[name], where, fields[name].default)
@@ -100,8 +105,6 @@ def convert(value: Any, annotation: Any) -> Any:
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
-    if isinstance(origin, type) and dataclasses.is_dataclass(origin) and kind is dict:
-        return section_from_table(origin, value, f"[{origin.__name__}]")
     if origin in (Union, types.UnionType):
         # int before float, so that 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):
@@ -139,4 +142,10 @@ def describe(annotation: Any) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation.__name__
+    if _is_list_of_tables(annotation):
+        return "a list of tables, each under a heading in double brackets"
     return str(annotation)
+
+
+def _is_list_of_tables(annotation: Any) -> bool:
+    return get_origin(annotation) is list and dataclasses.is_dataclass(get_args(annotation)[0])

@@ -17,6 +17,7 @@ from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Lane, Packing
 from torchtitan.data.open_document import Tokens
 from torchtitan.distributed.processes.ranks import all_ranks
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
 _SECONDS_BETWEEN_REPORTS = 10
@@ -26,11 +27,11 @@ def steps_of(epochs: float, sources: list[Source], packing: Packing, num_rows: i
     """Return the number of steps in which the lanes read the data `epochs` times.
 
     num_rows: of the global batch. Collective over all ranks, which count a part of the documents each.
-    Raises ValueError for a stream.
+    Raises ConfigError for a stream.
     """
     (source,) = sources  # a config with a mixture has no `training.epochs`
     if not source.is_indexed:
-        raise ValueError(
+        raise ConfigError(
             f"training.epochs = {epochs} needs documents that can be counted, and dataset "
             f"{source.name!r} is a stream; set training.steps"
         )

@@ -220,9 +220,11 @@ class Lane:
                 if len(self.feeds) > 1:
                     self.num_tokens[number] += document.estimated_length()
                 return document
+        source = self._sources[number]
         raise ValueError(
-            f"dataset {self._sources[number].name!r}: {MAX_EMPTY_DOCUMENTS_IN_A_ROW} documents in a row "
-            "gave no tokens"
+            f"dataset {source.name!r}{source.path and f' in {source.path}'}: "
+            f"{MAX_EMPTY_DOCUMENTS_IN_A_ROW} documents in a row gave no tokens; give it documents that "
+            "are not empty"
         )
 
     def _furthest_behind(self) -> int | None:

@@ -12,6 +12,7 @@ from torchtitan.data.counts import count_tokens, steps_of
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Lane, Packing, Row
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
 _BEGIN_AGAIN = (
@@ -32,7 +33,8 @@ class PackedDataset(IterableDataset):
     infinite: begin again at the end of the data. Otherwise the rows end with the data, and another
         iteration begins from the start.
 
-    Raises ValueError if the data hold no documents or, when finite, no whole row.
+    Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
+    ranks cannot share a stream.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class PackedDataset(IterableDataset):
         self._rows_per_lane = num_rows // self._num_lanes
         if self._num_lanes % dp_world_size:
             fitting = [n for n in range(1, self._num_lanes + 1) if not self._num_lanes % n]
-            raise ValueError(
+            ranks = "1 rank" if fitting == [1] else f"{' or '.join(map(str, fitting))} ranks"
+            raise ConfigError(
                 f"{dp_world_size} data-parallel ranks cannot share the stream's files: the number of "
                 f"files, {' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have "
-                f"the divisor {self._num_lanes} in common; train on {' or '.join(map(str, fitting))} "
-                "ranks, change training.global_batch_size, or copy the data to this machine"
+                f"the divisor {self._num_lanes} in common; train on {ranks}, or copy the data to this "
+                "machine"
             )
         self._lanes: dict[int, Lane] = {}  # the lanes that this process reads, by number
         self._row = 0  # the next row, of those of this rank in a step
@@ -223,9 +226,8 @@ class PackedDataset(IterableDataset):
                 )
             if mine["seed"] != theirs["seed"]:
                 raise ValueError(
-                    f"the checkpoint's data position is for training.shuffle with data_seed "
-                    f"{theirs['seed']} (None is off), got {mine['seed']}: resume with the same order, "
-                    f"or {_BEGIN_AGAIN}"
+                    f"the checkpoint's data position is for {_order_of(theirs['seed'])}, got "
+                    f"{_order_of(mine['seed'])}: resume with the same order, or {_BEGIN_AGAIN}"
                 )
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
@@ -255,6 +257,13 @@ class PackedDataset(IterableDataset):
                 feeds[number].append(share.state())
         num_tokens = [sum(tokens) // n for tokens in zip(*(lane[2] for lane in lanes), strict=True)]
         return {i: (places[i::n], feeds[i], list(num_tokens)) for i in range(n)}
+
+
+def _order_of(seed: int | None) -> str:
+    """Return the keys of the config that decide a source's order, for messages."""
+    if seed is None:
+        return "training.shuffle = False"
+    return f"training.shuffle = True with data_seed = {seed}"
 
 
 def _in_lanes(state: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from tests.reliability import jobs
 CHAPTERS = {
     "config": "Config",
     "data": "Data and tokenizer",
+    "order": "Order, mixtures and packing of data",
+    "chats": "Chats",
+    "tokens": "Token files",
     "checkpoints": "Saving and resuming",
     "weights": "Weights, conversions, damaged and hostile files",
     "processes": "Processes, ranks and signals",
@@ -78,7 +81,7 @@ def bring_about(fault: Fault, folder: Path, finished_run: Path) -> jobs.Outcome:
         LIMIT_SECONDS,
         module=fault.module,
         ranks=fault.ranks,
-        environment=fault.environment,
+        environment={"XDG_CACHE_HOME": f"{folder}/cache"} | fault.environment,
         arguments_of_rank=fault.arguments_of_rank,
     )
 

@@ -44,6 +44,7 @@ def check_job_config(
         files.output_paths(job_config),
         files.writable_folders(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),
+        files.chat_template(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))

@@ -146,6 +146,17 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
             )
 
 
+def chat_template(job_config: JobConfig) -> Iterator[str]:
+    path = job_config.training.chat_template
+    reads_chats = any(d.dataset.lower() == "chat" for d in _datasets(job_config).values())
+    if path and reads_chats and not os.path.isfile(path):
+        yield (
+            f"training.chat_template must be a file with a Jinja template, got {path!r} (looked in "
+            f"{os.getcwd()}); correct the path, or leave it out for the template in "
+            "model.hf_assets_path"
+        )
+
+
 def _is_there(path: str | None) -> bool:
     """True for a file or folder, and for a pair of token files without their endings."""
     return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
