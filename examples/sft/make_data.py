@@ -9,7 +9,7 @@ Writes
   questions.jsonl
       the questions of train.jsonl as plain texts, without answers
   model/
-      config.json of a Qwen 3 of 0.5M parameters, a byte-level BPE of 512 entries that splits numbers
+      config.json of a Qwen 3 of 0.4M parameters, a byte-level BPE of 512 entries that splits numbers
       into digits, and a ChatML template with {% generation %} marks
 
 The same seed gives the same files.
@@ -75,8 +75,8 @@ def sum_chat(rng: random.Random) -> tuple[str, str]:
 
 
 def format_chat(rng: random.Random) -> tuple[str, str]:
-    """Return (question, answer) of two to four words to be written in one of `FORMS`."""
-    words, form = rng.sample(WORDS, rng.randint(2, 4)), rng.choice(list(FORMS))
+    """Return (question, answer) of two or three words to be written in one of `FORMS`."""
+    words, form = rng.sample(WORDS, rng.randint(2, 3)), rng.choice(list(FORMS))
     return f"Write {', '.join(words)} {form}.", FORMS[form](words)
 
 
