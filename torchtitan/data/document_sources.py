@@ -146,7 +146,7 @@ class IndexedFeed:
             n = len(source.data)
             if source.limit is not None and number >= source.limit * n:
                 return None
-            if number >= n:
+            if number >= n and source.limit is None:
                 again = f"Dataset {source.name} is being read again from the beginning"
                 warn_once(logger, again)
             self._next = source.open(source.data[source.order.index(number)], number)
@@ -196,7 +196,9 @@ class StreamedFeed:
                 )
             if self.source.limit is not None and self._pass + 1 >= self.source.limit:
                 return None
-            warn_once(logger, f"Dataset {self.source.name} is being read again from the beginning")
+            if self.source.limit is None:
+                again = f"Dataset {self.source.name} is being read again from the beginning"
+                warn_once(logger, again)
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0], None)

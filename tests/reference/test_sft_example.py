@@ -1,0 +1,113 @@
+"""The recipe in examples/sft: its chats, its configs, and a few steps of all of it."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.sft.evaluate import answers
+from examples.sft.make_data import chats
+from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import JobConfig, Training
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
+
+RECIPE = Path("examples/sft")
+
+
+def test_answers_are_right_and_questions_do_not_repeat():
+    made, again, other = (list(islice(chats(seed), 600)) for seed in (0, 0, 1))
+    assert made == again != other
+    assert len({chat["messages"][0]["content"] for chat in made}) == 600
+    for chat in made:
+        question, answer = (message["content"] for message in chat["messages"])
+        if chat["task"] == "sum":
+            *steps, last = answer.replace("so ", "").split(", ")
+            assert eval(question.removeprefix("What is ").rstrip("?")) == int(last)
+            for step in steps:
+                left, result = step.split("=")
+                assert eval(left) == int(result)
+            continue
+        *words, last = question.removeprefix("Write ").rstrip(".").split(", ")
+        last, form = last.split(" ", 1)
+        words.append(last)
+        if form == "as a JSON list":
+            assert json.loads(answer) == words
+        elif form == "in capitals":
+            assert answer.lower().split() == words and answer == answer.upper()
+        else:
+            assert answer.splitlines() == [f"{i + 1}. {word}" for i, word in enumerate(words)]
+
+
+@pytest.mark.parametrize("name, world_size", [("gpu", 1), ("node", 8)])
+def test_config_for_gpus_is_a_job_that_can_start(name, world_size, tmp_path, monkeypatch):
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    flags = ["job.dump_folder", "model.hf_assets_path"]
+    paths = dict.fromkeys(flags, tmp_path) | dict.fromkeys(
+        ["training.dataset_path", "validation.dataset_path"], data
+    )
+    config = ConfigManager().parse_args(
+        [f"--job.config_file={RECIPE / name}.toml", *(f"--{k}={v}" for k, v in paths.items())]
+    )
+    config.checkpoint.initial_load_in_hf = False  # the weights are a download
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    resolve_job(config)
+
+
+def test_fine_tuning_starts_from_the_base_model():
+    base, tuned = (
+        ConfigManager().parse_args([f"--job.config_file={RECIPE / name}.toml"])
+        for name in ("base", "cpu")
+    )
+    folder = f"{base.job.dump_folder}/checkpoint/step-{base.training.steps}"
+    assert tuned.model.hf_assets_path == tuned.model.hf_config == folder
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_recipe_runs_on_a_cpu_and_transformers_reads_and_answers_the_same(tmp_path):
+    """A few steps of each part; that answers become right is measured in the example's README."""
+    transformers = pytest.importorskip("transformers")
+    environment = {"PYTHON": sys.executable, "VENV": "none", "OMP_NUM_THREADS": "1"}
+    environment |= {"OUT": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {"NUM_TRAIN": "120", "NUM_HELD_OUT": "6", "BASE_STEPS": "2"}
+    result = subprocess.run(
+        ["bash", RECIPE / "run.sh", "--training.epochs=1"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert result.stdout.count(" of 3 exact") == 4  # two tasks, before and after
+
+    data = tmp_path / "seed_0/data"
+    (folder,) = (tmp_path / "seed_0/tuned/checkpoint").glob("step-*")
+    template = "chat_template.jinja"
+    assert (folder / template).read_text() == (data / "model" / template).read_text()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    held_out = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
+
+    training = Training(seq_len=64, mixed_precision_param="float32")
+    with TrainingEngine.from_hf(folder, JobConfig(training=training), forward_only=True) as engine:
+        tokens = torch.randint(0, 512, (2, 64))
+        (logits,) = engine.forward_step({"input": tokens})
+    with torch.no_grad():
+        assert (model(tokens).logits - logits).abs().max() <= 1e-5
+
+    texts = answers(str(folder), held_out)
+    for chat, text in zip(held_out, texts, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            chat["messages"][:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        written = model.generate(**prompt, max_new_tokens=64, do_sample=False)
+        length = prompt["input_ids"].shape[1]
+        assert tokenizer.decode(written[0, length:], skip_special_tokens=True) == text
+    assert any(texts)
