@@ -1,6 +1,7 @@
 """Training on packed documents, from the text dataset to the loss, on one process in fp32."""
 
 from contextlib import nullcontext
+from itertools import islice
 
 import pytest
 import torch
@@ -158,6 +159,12 @@ def test_changing_layouts_do_not_recompile_a_compiled_model(attn_type, tmp_path)
     assert n_graphs[1:] == [n_graphs[1]] * 5
 
 
-def test_text_dataset_without_positions_is_refused_before_the_model_is_built(tmp_path):
-    with pytest.raises(ValueError, match="text datasets don't have: set it to 'block_causal'"):
-        make_trainer(tmp_path, "flex", "--model.attn_mask_type=position_block_causal")
+def test_rows_of_text_have_positions_if_the_mask_reads_them(tmp_path):
+    trainer = make_trainer(tmp_path, "flex", "--model.attn_mask_type=position_block_causal")
+    batches = [input_dict for input_dict, _ in islice(trainer.dataloader, 100)]
+    trainer.close()
+    positions, tokens = (torch.cat([x[key] for x in batches]) for key in ("positions", "input"))
+    is_start = torch.ones_like(tokens, dtype=torch.bool)
+    is_start[:, 1:] = tokens[:, :-1] == trainer.tokenizer.eos_id
+    assert is_start.sum() > len(tokens)
+    assert (positions == 0).equal(is_start)

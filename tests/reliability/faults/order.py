@@ -196,8 +196,8 @@ FAULTS = [
     own_data_fault(
         "epochs of a model with its own dataloader",
         ("--model.name=own_loader", "--training.epochs=2"),
-        "training.epochs = 2.0 needs the data of [training], whose documents are counted, and this model "
-        "has a dataloader of its own; set training.steps",
+        "training.epochs = 2.0 needs a dataset whose documents are counted, and model 'own_loader' has a "
+        "dataloader of its own; set training.steps",
         "The train spec has a build_dataloader_fn.",
         "Set training.steps.",
     ),
