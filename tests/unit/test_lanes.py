@@ -206,6 +206,19 @@ def test_lengths_are_counted_once(tmp_path, monkeypatch):
     assert dataset().steps_of(1) == 15
 
 
+def test_bad_document_is_named_by_its_index_though_the_order_is_shuffled(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    samples = [{"text": "1 2"}] * 20 + [{"text": "half a pair \ud800"}]
+
+    def dataset():
+        texts = Source("texts", samples, lambda sample: sample["text"], TOKENIZER, seed=5)
+        return PackedDataset([texts], Packing("none", 4), infinite=True, rows=2)
+
+    for read in (lambda: dataset().steps_of(1), lambda: rows_of(dataset(), 40)):
+        with pytest.raises(ValueError, match="'texts', document 20 .*half of a surrogate pair"):
+            read()
+
+
 # ---- streams ----
 
 

@@ -8,14 +8,16 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Lane, Packing
+from torchtitan.data.local_files import sizes_of
 from torchtitan.data.open_document import Tokens
+from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -73,6 +75,12 @@ def count_tokens(source: Source) -> NDArray[np.int64]:
 
     Read from a file if an earlier run counted the same data. Collective over all ranks.
     """
+    if source.counts is None:
+        source.counts = _all_counts(source)
+    return source.counts
+
+
+def _all_counts(source: Source) -> NDArray[np.int64]:
     if hasattr(source.data, "lengths"):
         return np.repeat(np.asarray(source.data.lengths, np.int64)[:, None], 3, axis=1)
     file = _cache_file(source)
@@ -83,11 +91,12 @@ def count_tokens(source: Source) -> NDArray[np.int64]:
         pass
     if all(all_ranks(cached is not None and cached.shape == (len(source.data), 3))):
         return cached
-    pids = all_ranks(os.getpid())
-    rank = pids.index(os.getpid())
+    rank, num_ranks = 0, 1
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
     counts = np.zeros((len(source.data), 3), np.int64)
-    for number, counted in enumerate(all_ranks(_count(source, rank, len(pids)))):
-        counts[number :: len(pids)] = counted
+    for number, counted in enumerate(all_ranks(_count(source, rank, num_ranks))):
+        counts[number::num_ranks] = counted
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
@@ -100,32 +109,29 @@ def count_tokens(source: Source) -> NDArray[np.int64]:
 
 
 def _count(source: Source, rank: int, num_ranks: int) -> NDArray[np.int64]:
-    numbers = range(rank, len(source.data), num_ranks)
-    counts = np.zeros((len(numbers), 3), np.int64)
+    """Return the counts of this rank's documents."""
+    indices = range(rank, len(source.data), num_ranks)
+    counts = np.zeros((len(indices), 3), np.int64)
     reported = time.monotonic()
-    for i, number in enumerate(numbers):
-        sample = source.data[number]
+    for i, index in enumerate(indices):
+        sample = source.data[index]
         if hasattr(source.encode, "count"):
-            counts[i] = source.checked(source.encode.count, sample, number)
+            counts[i] = source.checked(source.encode.count, sample, index)
         else:
-            document = source.open(sample, number)
+            document = source.open(sample, index)
             while n := len(document.take(2**16).ids):
                 counts[i] += n
         if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
             reported = time.monotonic()
-            logger.info(f"counting tokens: {i + 1:,} of {len(numbers):,} documents of this rank")
+            logger.info(f"counting tokens: {i + 1:,} of {len(indices):,} documents of this rank")
     return counts
 
 
 def _cache_file(source: Source) -> Path:
     """Return a file whose name depends on the data, the tokenizer and the encoder."""
-    content: list[Any] = [source.name, source.path, len(source.data)]
+    made_with = tokenizer_hash(source.tokenizer) or repr(source.tokenizer)
+    content = [source.name, source.path, len(source.data), sizes_of(source.path), made_with]
     content.append(getattr(source.encode, "key", None))
-    if os.path.exists(source.path):
-        files = [Path(source.path), *sorted(Path(source.path).rglob("*"))]
-        content += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    backend = getattr(source.tokenizer, "tokenizer", None)
-    content.append(backend.to_str() if hasattr(backend, "to_str") else repr(source.tokenizer))
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:24]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache, "torchtitan", f"token_counts_{digest}.npy")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchtitan.data.document_share import DocumentShare
 from torchtitan.data.open_document import OpenDocument, Tokens
@@ -50,6 +51,7 @@ class Source:
     is_text: bool = True  # the tokenizer's end-of-text token ends each document, and only documents
     number: int = 0  # among the sources of a mixture
     order: Order | None = field(init=False, default=None)
+    counts: NDArray[np.int64] | None = None  # see `counts.count_tokens`
 
     def __post_init__(self) -> None:
         if not self.is_indexed:
@@ -82,17 +84,24 @@ class Source:
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
 
-    def open(self, sample: Any, number: int | None) -> OpenDocument:
-        """Return a sample as a document of which nothing is read."""
-        content = self.checked(self.encode, sample, number)
-        if isinstance(content, str):
-            document = OpenDocument(number, self.tokenizer, content, source=self.number)
-        else:
-            document = OpenDocument.of_tokens(number, self.tokenizer, content, self.number)
-        document.index = -1 if number is None else self.order.index(number)
+    def read(self, number: int) -> OpenDocument:
+        """Return a document of which nothing is taken, by its number."""
+        index = self.order.index(number)
+        document = self.open(self.data[index], index)
+        document.number = number
         return document
 
-    def checked(self, encode: Callable[[Any], Any], sample: Any, number: int | None) -> Any:
+    def open(self, sample: Any, index: int | None = None) -> OpenDocument:
+        """Return a sample as a document. index: in the data set, None for a stream."""
+        content = self.checked(self.encode, sample, index)
+        if isinstance(content, str):
+            document = OpenDocument(index, self.tokenizer, content, source=self.number)
+        else:
+            document = OpenDocument.of_tokens(index, self.tokenizer, content, self.number)
+        document.index = -1 if index is None else index
+        return document
+
+    def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
         """Return `encode(sample)`; its ValueError gets the document's name."""
         try:
             content = encode(sample)
@@ -101,12 +110,12 @@ class Source:
             return content
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{self.where(number)}: the text has half of a surrogate pair, "
+                f"{self.where(index)}: the text has half of a surrogate pair, "
                 f"{error.object[error.start]!r}, which is not a character; mend or leave out the "
                 "document"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{self.where(number)}: {error}") from error
+            raise ValueError(f"{self.where(index)}: {error}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved place; it is read again if the source has `[i]`."""
@@ -117,16 +126,15 @@ class Source:
             document.text, document.is_begun = place.get("text", ""), place.get("is_begun", True)
             return document
         _, number, start, used = place
-        document = self.open(self.data[self.order.index(number)], number)
+        document = self.read(number)
         if start or used:
             document.reopen(start, used)
         return document
 
-    def where(self, number: int | None) -> str:
+    def where(self, index: int | None) -> str:
         """Return a document's name for messages."""
-        if number is None:
+        if index is None:
             return f"dataset {self.name!r}"
-        index = self.order.index(number)
         if hasattr(self.data, "where"):
             return self.data.where(index)
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
@@ -149,7 +157,7 @@ class IndexedFeed:
             if number >= n and source.limit is None:
                 again = f"Dataset {source.name} is being read again from the beginning"
                 warn_once(logger, again)
-            self._next = source.open(source.data[source.order.index(number)], number)
+            self._next = source.read(number)
         return self._next
 
     def advance(self) -> None:
@@ -201,7 +209,7 @@ class StreamedFeed:
                 warn_once(logger, again)
             self._go_to(self._pass + 1, None)
             return self.peek()
-        self._next = self.source.open(self._block[0], None)
+        self._next = self.source.open(self._block[0])
         return self._next
 
     def advance(self) -> None:

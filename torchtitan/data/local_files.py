@@ -323,3 +323,23 @@ def _cut(file: Any, part: int) -> int:
     while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:  # continuation bytes
         shift += 1
     return nominal - 1 + shift
+
+
+def sizes_of(path: str) -> dict[str, int]:
+    """Return what shows that files have changed: their number, bytes and latest time; {} if none."""
+    root = Path(path)
+    if not path or not root.exists():
+        return {}
+    files = [root]
+    if root.is_dir():
+        files = [
+            file
+            for file in root.rglob("*")
+            if file.is_file() and not any(p[0] == "." for p in file.relative_to(root).parts)
+        ]
+    stats = [file.stat() for file in files]
+    return {
+        "files": len(stats),
+        "bytes": sum(stat.st_size for stat in stats),
+        "modified_ns": max((stat.st_mtime_ns for stat in stats), default=0),
+    }

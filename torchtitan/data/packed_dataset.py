@@ -46,7 +46,7 @@ class PackedDataset(IterableDataset):
         infinite: bool = False,
         rows: int | None = None,
     ) -> None:
-        self._packing = packing
+        self._packing, self._infinite = packing, infinite
         self._sources = [
             replace(
                 source,
@@ -135,8 +135,8 @@ class PackedDataset(IterableDataset):
                 yield row
         if self._lanes and not has_row:
             raise ValueError(self._too_small())
-        names = " and ".join(source.name for source in self._sources)
-        logger.warning(f"Dataset {names} has run out of data")
+        if self._infinite:  # otherwise one pass is what was asked for
+            logger.warning(f"Dataset {' and '.join(self.source_names)} has run out of data")
         self._ran_out = True
         while get_worker_info() is not None:  # another worker may have rows left
             yield None

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
 from torchtitan.data.document_sources import Source
+from torchtitan.data.local_files import sizes_of
 from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
@@ -169,7 +170,7 @@ class _Job:
         self, source: Source, number: int, count: Callable[[int, int], None]
     ) -> Iterator[NDArray[Any]]:
         """Yield the ids of a document, in pieces of bounded size."""
-        document, length = source.open(source.data[number], number), 0
+        document, length = source.read(number), 0
         while len(ids := document.take(_IDS_AT_A_TIME).ids):
             length += len(ids)
             yield ids
@@ -234,7 +235,7 @@ def _plan(options: argparse.Namespace) -> _Job:
 
     about = {
         "format": token_files.ABOUT_FORMAT,
-        "source": {"dataset": name, "path": path} | _sizes(path),
+        "source": {"dataset": name, "path": path} | sizes_of(path),
         "tokenizer": {
             "sha256": token_files.tokenizer_hash(tokenizer),
             "vocabulary_size": token_files.vocabulary_size(tokenizer),
@@ -287,26 +288,6 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
             "not write them; name another folder"
         )
     return old
-
-
-def _sizes(path: str) -> dict[str, int]:
-    """Return what shows that files have changed: their number, bytes and latest time; {} if none."""
-    root = Path(path)
-    if not path or not root.exists():
-        return {}
-    files = [root]
-    if root.is_dir():
-        files = [
-            file
-            for file in root.rglob("*")
-            if file.is_file() and not any(p[0] == "." for p in file.relative_to(root).parts)
-        ]
-    stats = [file.stat() for file in files]
-    return {
-        "files": len(stats),
-        "bytes": sum(stat.st_size for stat in stats),
-        "modified_ns": max((stat.st_mtime_ns for stat in stats), default=0),
-    }
 
 
 class _Progress:
