@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
-    load_dtensor,
     local_parameter,
     local_shape_and_offsets,
     local_tensor,
     whole_tensor,
+    with_local,
 )
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
@@ -139,6 +139,11 @@ def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
                 yield Adapted(prefix + weight_name, prefix + a, prefix + b, scale)
 
 
+def adapter_names(adapted: Iterable[Adapted]) -> set[str]:
+    """Return the names of all A and B."""
+    return {name for one in adapted for name in (one.a, one.b)}
+
+
 def init_adapters(part: nn.Module) -> None:
     """Fill A from U(-K^-0.5, K^-0.5), as `peft` does (Kaiming with a = sqrt(5)), and B with zeros."""
     parameters = {name_without_wrappers(name): p for name, p in part.named_parameters()}
@@ -214,13 +219,6 @@ def merged(
         product = b[(*experts, rows)].to(kind) @ a[(*experts, ..., columns)].to(kind)
         total = (local.to(kind) + scale * product).to(dtype or local.dtype)
         if is_dtensor(weight):
-            total = load_dtensor().DTensor.from_local(
-                total,
-                weight.device_mesh,
-                weight.placements,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
-            )
+            total = with_local(weight, total)
         result[weight_name] = total
     return result

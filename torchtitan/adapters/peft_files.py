@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from torchtitan.adapters.lora import Adapted, adapted_weights
+from torchtitan.adapters.lora import Adapted, adapted_weights, adapter_names
 from torchtitan.distributed.dtensor import (
     is_dtensor,
     local_shape_and_offsets,
@@ -94,7 +94,7 @@ def save_peft(
             layers[hf_layer] = _Layer(a_part.shape[0], one.scale)
             tensors[f"{_PREFIX}{hf_layer}.lora_A.weight"] = a_part
             tensors[f"{_PREFIX}{hf_layer}.lora_B.weight"] = b_part
-    in_adapters = {name for one in adapted for name in (one.a, one.b)}
+    in_adapters = adapter_names(adapted)
     trained_whole = adapter.to_hf(
         {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
     )
@@ -237,7 +237,7 @@ def load_peft(
     shapes = from_rank_zero(lambda: _shapes_in(path))
     adapted = list(adapted_weights(parts))
     hf_layers = _hf_layers_of(adapted, entries, adapter)
-    in_adapters = {name for one in adapted for name in (one.a, one.b)}
+    in_adapters = adapter_names(adapted)
     whole = {name: entries[name] for name in trained if name not in in_adapters}
     metas = {name: torch.empty(t.shape, device="meta") for name, t in whole.items()}
     in_hf = adapter.to_hf(metas)

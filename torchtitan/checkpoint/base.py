@@ -1,16 +1,26 @@
-"""The base model of adapters, which their checkpoints name but do not hold.
+"""A model's adapters in files, and their base model, which checkpoints name but do not hold.
 
 The digest covers every frozen parameter, bit for bit, and is the same on every layout of ranks.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.checkpoint.states import saved_shapes_in
+import torch
+
+from torchtitan.adapters.lora import adapter_names, adapters_off, merged
+from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
+from torchtitan.checkpoint.run_record import read_record
+from torchtitan.checkpoint.states import ModelWrapper, saved_shapes_in
 from torchtitan.checkpoint.stream import fingerprint
-from torchtitan.distributed.processes.ranks import all_ranks
+from torchtitan.config.job_config import LoRA
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.checkpoint.manager import CheckpointManager
 
 NAME, DIGEST = "base model", "base model's digest"  # entries of the run's record
 
@@ -30,16 +40,81 @@ def base_record(entries: Mapping[str, Any], name: str) -> dict[str, str]:
     return {NAME: name, DIGEST: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]}
 
 
-def check_same_base(path: str, saved: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
+class AdapterFiles:
+    """Reads and writes a model's adapters in PEFT's format, and knows the base beside them.
 
-    saved, own: the records of the checkpoint and of this run.
+    manager: for the model's names in Hugging Face's files and in messages.
     """
-    if DIGEST not in saved:
-        logger.warning(f"{path} does not name the base model of its adapters: it is not compared")
-    elif saved[DIGEST] != own[DIGEST]:
-        raise ValueError(
-            f"The adapters in {path} were trained on another base model, {saved.get(NAME)} (digest "
-            f"{saved[DIGEST]}), got {own[NAME]} (digest {own[DIGEST]}); set "
-            "checkpoint.initial_load_path to that base, with the dtypes of that run"
-        )
+
+    def __init__(self, model: ModelWrapper, options: LoRA, manager: "CheckpointManager") -> None:
+        self._model, self._options, self._manager = model, options, manager
+        self._base_name: str | None = None  # None: initial weights
+        self._base_record: dict[str, str] | None = None
+
+    @torch.no_grad()
+    def save(self, path: str, base_model: str | None = None) -> None:
+        """Write the adapters to the folder `path` in PEFT's format. Collective.
+
+        base_model: the name or folder of the base; None is the one that was loaded.
+        Raises ValueError for a model without Hugging Face names.
+        """
+        model, options = self._model, self._options
+        model.refresh()
+        adapter = self._manager.require_adapter()
+        has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
+        base_model = base_model or self._base_name
+        peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head)
+        save_peft(path, model.model, model.whole(), model.trained, adapter, peft)
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
+        model, adapter = self._model, self._manager.require_adapter()
+        model.refresh()
+        load_peft(path, model.model, model.whole(), model.trained, adapter)
+
+    def load_first(self) -> None:
+        """Read the adapters that training starts from, if `lora.adapter_path` names some."""
+        if self._options.adapter_path:
+            self.load(self._options.adapter_path)
+
+    def merged(self, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Return the model's entries with adapters merged; see `lora.merged`."""
+        return merged(self._model.whole(), self._model.model, dtype)
+
+    def off(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.adapters_off`."""
+        of_adapters = adapter_names(self._model.adapted)
+        if changed := [name for name in self._model.trained if name not in of_adapters]:
+            raise ValueError(
+                f"adapters_off would not give the base model, because {changed[0]} trains whole; "
+                "empty lora.also_train"
+            )
+        return adapters_off(self._model.model)
+
+    # ---- the base ----
+
+    def set_base(self, name: str | None) -> None:
+        """name: what the base was read from; None: initial weights."""
+        self._base_name, self._base_record = name, None
+
+    def own_base(self) -> dict[str, str]:
+        """Return the record of the base that the adapters stand beside. Collective."""
+        if self._base_record is None:
+            name = self._base_name or f"{self._manager.model_description} with initial weights"
+            self._base_record = base_record(self._model.frozen(), name)
+        return self._base_record
+
+    def check_same_base(self, path: str) -> None:
+        """Raise ValueError if the adapters of the checkpoint `path` were trained on another base."""
+        saved, own = from_rank_zero(lambda: read_record(path)), self.own_base()
+        if DIGEST not in saved:
+            logger.warning(
+                f"{path} does not name the base model of its adapters: it is not compared"
+            )
+        elif saved[DIGEST] != own[DIGEST]:
+            raise ValueError(
+                f"The adapters in {path} were trained on another base model, {saved.get(NAME)} (digest "
+                f"{saved[DIGEST]}), got {own[NAME]} (digest {own[DIGEST]}); set "
+                "checkpoint.initial_load_path to that base, with the dtypes of that run"
+            )

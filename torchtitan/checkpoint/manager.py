@@ -8,20 +8,17 @@ import os
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan.adapters.lora import adapters_off, merged
-from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.base import base_record, check_same_base, holds_adapters
+from torchtitan.checkpoint.base import AdapterFiles, holds_adapters
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
-from torchtitan.checkpoint.run_record import compare_with_saved, read_record
+from torchtitan.checkpoint.run_record import compare_with_saved
 from torchtitan.checkpoint.saver import Saver, is_rank_zero
 from torchtitan.checkpoint.selection import (
     Selection,
@@ -119,9 +116,7 @@ class CheckpointManager:
         self.enable_ft_dataloader_checkpoints = False
         self.states = states
         self.states[MODEL] = ModelWrapper(model_parts, has_adapters=lora is not None)
-        self.lora = lora
-        self._base_name: str | None = None  # None: initial weights
-        self._base_record: dict[str, str] | None = None
+        self._adapters = lora and AdapterFiles(self.states[MODEL], lora, self)
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
@@ -249,57 +244,24 @@ class CheckpointManager:
 
     def _merged(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the model's entries with adapters merged; see `lora.merged`."""
-        model = self.states[MODEL]
-        return merged(model.whole(), model.model, dtype) if self.lora else model.state_dict()
-
-    @torch.no_grad()
-    def save_peft(self, path: str, base_model: str | None = None) -> None:
-        """Write the adapters to the folder `path` in PEFT's format. Collective.
-
-        base_model: the name or folder of the base; None is the one that was loaded.
-        Raises ValueError for a model without adapters or without Hugging Face names.
-        """
-        model, lora = self.states[MODEL], self._require_lora("save_peft")
-        model.refresh()
-        adapter = self.require_adapter()
-        has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
-        options = PeftOptions(
-            base_model or self._base_name, lora.dropout, lora.use_rslora, has_value_head
+        return (
+            self.states[MODEL].state_dict()
+            if self._adapters is None
+            else self._adapters.merged(dtype)
         )
-        save_peft(path, model.model, model.whole(), model.trained, adapter, options)
 
-    @torch.no_grad()
-    def load_peft(self, path: str) -> None:
-        """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
-        model, _ = self.states[MODEL], self._require_lora("load_peft")
-        model.refresh()
-        load_peft(path, model.model, model.whole(), model.trained, self.require_adapter())
+    @property
+    def has_adapters(self) -> bool:
+        return self._adapters is not None
 
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """See `TrainingEngine.adapters_off`."""
-        model, _ = self.states[MODEL], self._require_lora("adapters_off")
-        of_adapters = {name for one in model.adapted for name in (one.a, one.b)}
-        if changed := [name for name in model.trained if name not in of_adapters]:
+    def adapters(self, wanted_by: str) -> AdapterFiles:
+        """Return the files of the model's adapters. Raises ValueError if it has none."""
+        if self._adapters is None:
             raise ValueError(
-                f"adapters_off would not give the base model, because {changed[0]} trains whole; "
-                "empty lora.also_train"
-            )
-        return adapters_off(model.model)
-
-    def _require_lora(self, method: str) -> LoRA:
-        if self.lora is None:
-            raise ValueError(
-                f"{method} needs a model with adapters, and this one has none; build it with "
+                f"{wanted_by} needs a model with adapters, and this one has none; build it with "
                 "model.converters = ['lora']"
             )
-        return self.lora
-
-    def _own_base(self) -> dict[str, str]:
-        """Return the record of the base that the adapters stand beside. Collective."""
-        if self._base_record is None:
-            name = self._base_name or f"{self.model_description} with initial weights"
-            self._base_record = base_record(self.states[MODEL].frozen(), name)
-        return self._base_record
+        return self._adapters
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until pinned copies are complete. Call it before the optimizer changes the weights.
@@ -325,7 +287,7 @@ class CheckpointManager:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
             else:
-                record = self.run_record | (self._own_base() if self.lora else {})
+                record = self.run_record | (self._adapters.own_base() if self._adapters else {})
                 result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
@@ -371,7 +333,7 @@ class CheckpointManager:
         if path is None:
             source = self._selection.for_run(
                 *(self.folder, step, verify, initial, self.require_adapter),
-                reads_initial_too=self.lora is not None,
+                reads_initial_too=self._adapters is not None,
             )
         else:
             self._retention.leave_alone(path)
@@ -383,21 +345,19 @@ class CheckpointManager:
         weights_only = source.model_only or model_only
         wanted = {MODEL: self.states[MODEL]} if weights_only else wanted
         if (
-            self.lora is None
+            self._adapters is None
             or source.from_hf
             or not from_rank_zero(lambda: holds_adapters(source.path))
         ):
             self._read(source, wanted, self.states[MODEL].base())
-            self._base_name, self._base_record = source.path, None
-            self._load_first_adapters()
+            self._load_first_adapters(base=source.path)
             return True
         if path is None:
             base = initial_source(initial, self.require_adapter, verify)
             if base is not None:
                 self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
-                self._base_name, self._base_record = base.path, None
-        saved = from_rank_zero(lambda: read_record(source.path))
-        check_same_base(source.path, saved, self._own_base())
+                self._adapters.set_base(base.path)
+        self._adapters.check_same_base(source.path)
         self._read(source, wanted, self.states[MODEL].state_dict())
         return True
 
@@ -421,10 +381,12 @@ class CheckpointManager:
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
 
-    def _load_first_adapters(self) -> None:
-        """Read the adapters that training starts from, if `lora.adapter_path` names some."""
-        if self.lora is not None and self.lora.adapter_path:
-            self.load_peft(self.lora.adapter_path)
+    def _load_first_adapters(self, base: str | None = None) -> None:
+        """Read the adapters that training starts from. base: what the weights were read from."""
+        if self._adapters is not None:
+            if base is not None:
+                self._adapters.set_base(base)
+            self._adapters.load_first()
 
     @torch.no_grad()
     def dcp_load(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.utils._pytree import tree_map_only
 
-from torchtitan.adapters.lora import adapted_weights
+from torchtitan.adapters.lora import adapted_weights, adapter_names
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
@@ -107,7 +107,7 @@ class ModelWrapper(Stateful):
 
     def base(self) -> dict[str, Any]:
         """Return the entries of the model without its adapters."""
-        of_adapters = {name for one in self.adapted for name in (one.a, one.b)}
+        of_adapters = adapter_names(self.adapted)
         return {name: entry for name, entry in self.whole().items() if name not in of_adapters}
 
     def frozen(self) -> dict[str, Any]:

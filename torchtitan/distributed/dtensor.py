@@ -40,6 +40,13 @@ def whole_tensor(x: Tensor) -> Tensor:
     return x.full_tensor() if is_dtensor(x) else x
 
 
+def with_local(x: Tensor, local: Tensor) -> Tensor:
+    """Return a DTensor of x's shape and placements that holds another local tensor."""
+    return type(x).from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing its memory; a plain `x` is returned as it is."""
     return x.to_local() if is_dtensor(x) else x

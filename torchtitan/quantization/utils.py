@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor, with_local
 
 # Kernels for 8-bit matrix products need weight sizes that are multiples of this.
 _DIM_MULTIPLE = 16
@@ -61,14 +61,7 @@ def _unwrap_weights(
             continue
         plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
         if is_dtensor(weight):
-            plain = type(weight).from_local(
-                plain,
-                weight.device_mesh,
-                weight.placements,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
-            )
+            plain = with_local(weight, plain)
         state_dict[name] = plain
 
 
