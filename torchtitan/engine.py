@@ -227,7 +227,7 @@ class EngineState:
         place for.
         """
         self.update.settle()
-        self.checkpointer.adapters("save_peft").save(os.fspath(path), base_model)
+        self.checkpointer.save_peft(os.fspath(path), base_model)
 
     def load_peft(self, path: str | os.PathLike[str]) -> None:
         """Read the adapters, and nothing else, from a folder in PEFT's format. Collective.
@@ -235,7 +235,7 @@ class EngineState:
         Raises ValueError for a model without adapters, and if layers, ranks, scales or sizes differ.
         """
         self.update.settle()
-        self.checkpointer.adapters("load_peft").load(os.fspath(path))
+        self.checkpointer.load_peft(os.fspath(path))
         self.weights_version += 1
         self.optimizers.zero_grad()
 

@@ -6,7 +6,7 @@ The digest covers every frozen parameter, bit for bit, and is the same on every 
 import hashlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from torchtitan.checkpoint.states import ModelWrapper, saved_shapes_in
 from torchtitan.checkpoint.stream import fingerprint
 from torchtitan.config.job_config import LoRA
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
-
-if TYPE_CHECKING:
-    from torchtitan.checkpoint.manager import CheckpointManager
 
 NAME, DIGEST = "base model", "base model's digest"  # entries of the run's record
 
@@ -43,40 +41,38 @@ def base_record(entries: Mapping[str, Any], name: str) -> dict[str, str]:
 class AdapterFiles:
     """Reads and writes a model's adapters in PEFT's format, and knows the base beside them.
 
-    manager: for the model's names in Hugging Face's files and in messages.
+    adapter, in the methods: translates names to those of Hugging Face's model.
     """
 
-    def __init__(self, model: ModelWrapper, options: LoRA, manager: "CheckpointManager") -> None:
-        self._model, self._options, self._manager = model, options, manager
+    def __init__(self, model: ModelWrapper, options: LoRA) -> None:
+        self._model, self._options = model, options
         self._base_name: str | None = None  # None: initial weights
         self._base_record: dict[str, str] | None = None
 
     @torch.no_grad()
-    def save(self, path: str, base_model: str | None = None) -> None:
+    def save(self, path: str, adapter: BaseStateDictAdapter, base_model: str | None = None) -> None:
         """Write the adapters to the folder `path` in PEFT's format. Collective.
 
         base_model: the name or folder of the base; None is the one that was loaded.
-        Raises ValueError for a model without Hugging Face names.
         """
         model, options = self._model, self._options
         model.refresh()
-        adapter = self._manager.require_adapter()
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
         peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head)
         save_peft(path, model.model, model.whole(), model.trained, adapter, peft)
 
     @torch.no_grad()
-    def load(self, path: str) -> None:
+    def load(self, path: str, adapter: BaseStateDictAdapter) -> None:
         """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
-        model, adapter = self._model, self._manager.require_adapter()
+        model = self._model
         model.refresh()
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
-    def load_first(self) -> None:
-        """Read the adapters that training starts from, if `lora.adapter_path` names some."""
-        if self._options.adapter_path:
-            self.load(self._options.adapter_path)
+    @property
+    def first(self) -> str | None:
+        """The folder of the adapters that training starts from, if any."""
+        return self._options.adapter_path
 
     def merged(self, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the model's entries with adapters merged; see `lora.merged`."""
@@ -98,16 +94,22 @@ class AdapterFiles:
         """name: what the base was read from; None: initial weights."""
         self._base_name, self._base_record = name, None
 
-    def own_base(self) -> dict[str, str]:
-        """Return the record of the base that the adapters stand beside. Collective."""
+    def own_base(self, model: str) -> dict[str, str]:
+        """Return the record of the base that the adapters stand beside. Collective.
+
+        model: the base's name if it has its initial weights.
+        """
         if self._base_record is None:
-            name = self._base_name or f"{self._manager.model_description} with initial weights"
+            name = self._base_name or f"{model} with initial weights"
             self._base_record = base_record(self._model.frozen(), name)
         return self._base_record
 
-    def check_same_base(self, path: str) -> None:
-        """Raise ValueError if the adapters of the checkpoint `path` were trained on another base."""
-        saved, own = from_rank_zero(lambda: read_record(path)), self.own_base()
+    def check_same_base(self, path: str, model: str) -> None:
+        """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
+
+        model: see `own_base`.
+        """
+        saved, own = from_rank_zero(lambda: read_record(path)), self.own_base(model)
         if DIGEST not in saved:
             logger.warning(
                 f"{path} does not name the base model of its adapters: it is not compared"

@@ -116,7 +116,7 @@ class CheckpointManager:
         self.enable_ft_dataloader_checkpoints = False
         self.states = states
         self.states[MODEL] = ModelWrapper(model_parts, has_adapters=lora is not None)
-        self._adapters = lora and AdapterFiles(self.states[MODEL], lora, self)
+        self._adapters = lora and AdapterFiles(self.states[MODEL], lora)
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
@@ -250,6 +250,14 @@ class CheckpointManager:
             else self._adapters.merged(dtype)
         )
 
+    def save_peft(self, path: str, base_model: str | None = None) -> None:
+        """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
+        self.adapters("save_peft").save(path, self.require_adapter(), base_model)
+
+    def load_peft(self, path: str) -> None:
+        """See `AdapterFiles.load`. Raises ValueError for a model without adapters or HF's names."""
+        self.adapters("load_peft").load(path, self.require_adapter())
+
     @property
     def has_adapters(self) -> bool:
         return self._adapters is not None
@@ -287,7 +295,9 @@ class CheckpointManager:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
             else:
-                record = self.run_record | (self._adapters.own_base() if self._adapters else {})
+                record = self.run_record | (
+                    self._adapters.own_base(self.model_description) if self._adapters else {}
+                )
                 result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
@@ -357,7 +367,7 @@ class CheckpointManager:
             if base is not None:
                 self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
                 self._adapters.set_base(base.path)
-        self._adapters.check_same_base(source.path)
+        self._adapters.check_same_base(source.path, self.model_description)
         self._read(source, wanted, self.states[MODEL].state_dict())
         return True
 
@@ -386,7 +396,8 @@ class CheckpointManager:
         if self._adapters is not None:
             if base is not None:
                 self._adapters.set_base(base)
-            self._adapters.load_first()
+            if self._adapters.first:
+                self.load_peft(self._adapters.first)
 
     @torch.no_grad()
     def dcp_load(

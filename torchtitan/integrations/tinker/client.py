@@ -239,7 +239,7 @@ class LocalTrainingClient:
         self._trainer.save_checkpoint(path)
         checkpointer = self.checkpointer
         if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
-            checkpointer.adapters("save_state").save(os.path.join(path, "peft"))
+            checkpointer.save_peft(os.path.join(path, "peft"))
         return SaveWeightsResponse(path)
 
     @_on_thread
