@@ -97,14 +97,14 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
         num_parts = max(self.num_workers, 1)
         while batch := list(itertools.islice(parts, num_parts)):
-            rows = torch.cat([rows for rows, _ in batch])
-            if not len(rows):  # no worker has a row left
+            rows = [row for rows, _ in batch for row in rows]
+            if not rows:  # no worker has a row left
                 return
             read = [part for _, part in batch if part is not None]
             if len(read) == 1:
                 yield read[0]
                 continue
-            order = rows.argsort()
+            order = torch.tensor(rows).argsort()
             inputs, labels = zip(*read, strict=True)
             joined = {key: torch.cat([x[key] for x in inputs])[order] for key in inputs[0]}
             joined_labels = torch.cat(labels)[order]
@@ -183,11 +183,11 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             )
 
 
-def _collate_rows(rows: list[Row | None]) -> tuple[Tensor, Any]:
+def _collate_rows(rows: list[Row | None]) -> tuple[list[int], Any]:
     """Return the numbers of the rows in the batch that are not None, and these rows as a batch."""
     numbers = [number for number, row in enumerate(rows) if row is not None]
     read = [row for row in rows if row is not None]
-    return torch.tensor(numbers, dtype=torch.int64), default_collate(read) if read else None
+    return numbers, default_collate(read) if read else None
 
 
 def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class Packing:
             sources = np.array([document.source for document in documents])
             entries["sources"] = self._filled([np.repeat(sources, lengths)], 0)
         row = {key: torch.from_numpy(x) for key, x in entries.items()}
-        row[SAMPLE_IDS] = torch.tensor([documents[0].index, documents[-1].index])
+        # From numpy, which is several times as fast as torch.tensor.
+        row[SAMPLE_IDS] = torch.from_numpy(np.array([documents[0].index, documents[-1].index]))
         return row, torch.from_numpy(labels)
 
     def _filled(self, parts: list[NDArray[Any]], padding: int) -> NDArray[np.int64]:

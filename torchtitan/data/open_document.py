@@ -52,13 +52,13 @@ class OpenDocument:
     # the rest of the document.
     number: int | None
     tokenizer: BaseTokenizer
-    text: str = (
-        ""  # emptied once all of it is tokenized; in a stream, only the text behind the pieces
-    )
+    # Emptied once all of it is tokenized; in a stream, only the text behind the pieces.
+    text: str = ""
     end: int = -1  # the characters of the text that are in pieces; -1: the document is not begun
     # Tokens that are not taken yet: (number of the piece's first character, its tokens).
     pieces: deque[tuple[int, Tokens]] = field(default_factory=deque)
     used: int = 0  # the number of tokens of the first piece that have been taken
+    available: int = 0  # the number of tokens in pieces that have not been taken
     is_begun: bool = False  # `text` does not start with the document's beginning
     source: int = 0  # the number of the source in a mixture
     index: int = -1  # of the document in the data set; -1 in a stream
@@ -68,18 +68,20 @@ class OpenDocument:
         cls, number: int | None, tokenizer: BaseTokenizer, tokens: Tokens, source: int = 0
     ) -> "OpenDocument":
         """Return a document whose tokens are known."""
-        return cls(number, tokenizer, end=0, pieces=deque([(0, tokens)]), source=source)
+        pieces, n = deque([(0, tokens)]), len(tokens.ids)
+        return cls(number, tokenizer, end=0, pieces=pieces, available=n, source=source)
 
     def num_ahead(self, n: int) -> int:
         """Return the number of remaining tokens, at most n."""
-        while (available := self._num_in_pieces()) < n and self.end < len(self.text):
+        while self.available < n and self.end < len(self.text):
             self._read_piece(max(self.end, 0))
-        return min(n, available)
+        return min(n, self.available)
 
     def estimated_length(self) -> int:
         """Return the number of the document's tokens, estimated by the first piece of a longer text."""
-        n = self.num_ahead(1) and self._num_in_pieces()
-        return n if self.end >= len(self.text) else n * len(self.text) // self.end
+        self.num_ahead(1)
+        num_unread = len(self.text) - max(self.end, 0)
+        return self.available + self.available * num_unread // PIECE_CHARACTERS
 
     def ahead(self, n: int) -> Tokens:
         """Return the next n tokens without taking them, or all remaining tokens if they are fewer."""
@@ -98,26 +100,25 @@ class OpenDocument:
         """Return the next n tokens, or all remaining tokens if they are fewer."""
         taken = self.ahead(n)
         self.used += len(taken.ids)
+        self.available -= len(taken.ids)
         while len(self.pieces) > 1 and self.used >= len(self.pieces[0][1].ids):
             self.used -= len(self.pieces.popleft()[1].ids)
         return taken
 
     @property
     def is_finished(self) -> bool:
-        return self.end >= len(self.text) and not self._num_in_pieces()
-
-    def _num_in_pieces(self) -> int:
-        return sum(len(piece.ids) for _, piece in self.pieces) - self.used
+        return self.end >= len(self.text) and not self.available
 
     def _read_piece(self, start: int) -> None:
         """Tokenize the piece of the text that begins at the character `start`."""
         self.end = _end_of_piece(self.text, start, self.tokenizer)
         is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
         ids = _encode(self.text[start : self.end], self.tokenizer, is_first, is_last)
-        if not self._num_in_pieces():
+        if not self.available:
             self.pieces.clear()
             self.used = 0
         self.pieces.append((start, Tokens(np.asarray(ids, np.int32))))
+        self.available += len(ids)
         if is_last:
             self.text, self.end = "", 0  # many documents may be open at the same time
         elif self.number is None:
@@ -129,14 +130,15 @@ class OpenDocument:
         if not self.pieces:
             self.end = start or -1
         self.num_ahead(used + 1)
-        self.used = min(used, self._num_in_pieces())
+        self.used = min(used, self.available)
+        self.available -= self.used
 
     def place(self) -> tuple[int, ...] | dict[str, Any]:
         """Return the position for a checkpoint: (source, number, first character, tokens taken)."""
         start = self.pieces[0][0] if self.pieces else max(self.end, 0)
         if self.number is not None:
             return self.source, self.number, start, self.used
-        unread = self.ahead(self._num_in_pieces())
+        unread = self.ahead(self.available)
         place: dict[str, Any] = {"source": self.source, "tokens": unread.ids.tolist()}
         if unread.trained is not None:
             place["trained"] = unread.trained.tolist()
