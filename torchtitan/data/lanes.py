@@ -25,8 +25,8 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 # Packing "fit" chooses among this many documents. For log-normal lengths (sigma 1) whose mean is a third
 # of a row, 24 documents fill 99 % of the slots, and for a mean of half a row 98 %.
 WINDOW = 24
-# The windows of all lanes together have at most this many documents, but each at least 4.
-MOST_IN_WINDOWS = 16_384
+# The windows of all lanes together have at most this many documents, but each at least 3.
+MOST_IN_WINDOWS = 12_288
 
 Row = tuple[dict[str, Tensor], Tensor]
 """(input_dict, labels) of one row, without the dimension of the batch."""
@@ -113,7 +113,7 @@ class Lane:
         self.feeds = [source.feed(DocumentShare(number, num_lanes)) for source in sources]
         self.num_tokens = [0] * len(sources)  # of the documents that were opened, by source
         self._phase = (number + 0.5) / num_lanes
-        self._window = min(WINDOW, max(4, MOST_IN_WINDOWS // num_lanes))
+        self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_lanes))
         self.open: list[OpenDocument] = []  # documents to lay into rows before the sources' next
         self.num_left_over = 0  # tokens at the end of the data, fewer than a row
 
