@@ -124,6 +124,11 @@ def test_fitted_rows_are_97_percent_full_at_log_normal_lengths(mean):
     assert sum(padding) / len(padding) <= 0.03
 
 
+def test_documents_that_fit_exactly_share_a_row():
+    rows = rows_of(PackedDataset([source([9] * 10)], Packing("fit", 18, document_ids=True)))
+    assert len(rows) == 5 and all((x["document_ids"] >= 0).all() for x, _ in rows)
+
+
 def test_trained_tokens_are_the_labels_that_count():
     def encode(ids):
         return Tokens(ids, ids % 2 == 0)
@@ -261,6 +266,17 @@ def test_ranks_share_the_files_of_a_stream():
         ValueError, match="8 data-parallel ranks.*4 in common.*on 1 or 2 or 4 ranks"
     ):
         stream_rows(0, 8, 1)
+
+
+def test_data_workers_share_a_stream():
+    """`datasets` would split a worker's part among the workers once more."""
+    rows = []
+    for workers in (0, 2):
+        text = Source("stream", stream_of(40, 4), lambda s: s["text"], TOKENIZER)
+        dataset = PackedDataset([text], Packing("concat", 4), infinite=True, rows=4)
+        loader = ParallelAwareDataloader(dataset, 0, 1, batch_size=4, num_workers=workers)
+        rows.append([x["input"][:, 0].tolist() for x, _ in islice(loader, 15)])
+    assert rows[0] == rows[1]
 
 
 def test_shuffled_stream_goes_on_within_a_block():
