@@ -99,6 +99,8 @@ def _quiet_libraries() -> None:
     """Silence warnings and progress bars of libraries that a user can do nothing about."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message, UserWarning)
+    # It has one text at a time, and would warn that data workers are forked beside its threads.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 

@@ -6,6 +6,7 @@ the part of it that one lane reads.
 
 import contextlib
 import copy
+import functools
 import itertools
 import zlib
 from collections import deque
@@ -89,6 +90,28 @@ class Source:
         index = self.order.index(number)
         document = self.open(self.data[index], index)
         document.number = number
+        return document
+
+    def waiting(self, number: int, length: int) -> OpenDocument:
+        """Return a document that is read only when its tokens are asked for, by number and length."""
+        return OpenDocument(
+            number,
+            self.tokenizer,
+            end=0,
+            available=length,
+            source=self.number,
+            index=self.order.index(number),
+            read=functools.partial(self._read_again, number, length),
+        )
+
+    def _read_again(self, number: int, length: int) -> OpenDocument:
+        document = self.read(number)
+        if document.num_ahead(length + 1) != length:
+            raise ValueError(
+                f"{self.where(document.index)}: had {length} tokens when the data position was saved, "
+                f"and has {document.available}; resume with the same data and tokenizer, or begin with "
+                "this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
+            )
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:

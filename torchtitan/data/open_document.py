@@ -2,6 +2,7 @@
 
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ class OpenDocument:
     is_begun: bool = False  # `text` does not start with the document's beginning
     source: int = 0  # the number of the source in a mixture
     index: int = -1  # of the document in the data set; -1 in a stream
+    # Reads the document, of which a saved position gave the number of tokens only; None: it is read.
+    read: "Callable[[], OpenDocument] | None" = None
 
     @classmethod
     def of_tokens(
@@ -86,6 +89,8 @@ class OpenDocument:
     def ahead(self, n: int) -> Tokens:
         """Return the next n tokens without taking them, or all remaining tokens if they are fewer."""
         self.num_ahead(n)
+        if self.read is not None:
+            self.pieces, self.read = self.read().pieces, None
         parts: list[Tokens] = []
         start = self.used
         for _, piece in self.pieces:

@@ -246,12 +246,12 @@ class PackedDataset(IterableDataset):
         lanes = [saved[number] for number in range(num_saved)]
         n = self._num_lanes
         logger.info(f"Dealt the data position of {len(lanes)} rows out to {n}")
-        places = [place for open_places, _, _ in lanes for place in open_places]
+        places = [place for open_places, *_ in lanes for place in open_places]
         feeds: list[list[Any]] = [[] for _ in range(n)]
         for source in range(len(self._sources)):
             shares = [
                 DocumentShare(number, len(lanes)).resumed(states[source])
-                for number, (_, states, _) in enumerate(lanes)
+                for number, (_, states, *_) in enumerate(lanes)
             ]
             for number, share in enumerate(deal_again(shares, n)):
                 feeds[number].append(share.state())
