@@ -92,6 +92,23 @@ def test_engines_of_two_ranks_draw_what_one_does(flags, folder, one_process, tmp
         assert step["loss/logprob_diff_max"] <= CLOSE
 
 
+LORA = [
+    "--model.converters=lora",
+    "--lora.rank=4",
+    "--optimizer.lr=0.05",
+    "--rl.generator.adapters",
+]
+
+
+def test_engines_of_two_ranks_get_adapters_alone(folder, tmp_path):
+    base = [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
+    flags = [*base, "--checkpoint.enable", *LAYOUTS["FSDP"], *LORA]
+    first, second = run_in_process(folder, tmp_path, 2, *flags)
+    assert numbers(first) == numbers(second)
+    for step in first["steps"]:
+        assert 0 < step["loss/logprob_diff_max"] <= CLOSE
+
+
 # ---- as a server ----
 
 
@@ -106,11 +123,13 @@ def server(folder, tmp_path_factory):
     )
     options = f"--served-model-name toy --dtype float32 --max-model-len 64 --port {port}".split()
     options += "--host 127.0.0.1 --logprobs-mode processed_logprobs --enforce-eager".split()
+    options += "--enable-lora --max-lora-rank 8".split()
     log = tmp_path_factory.mktemp("server") / "log"
     with open(log, "w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, "--model", folder, *options],
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+            env=os.environ
+            | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -134,6 +153,17 @@ def answers(url):
             return True
     except OSError:
         return False
+
+
+def test_server_gets_adapters_alone(folder, server, tmp_path):
+    """First, because later tests change the base that the server has."""
+    base = [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
+    flags = [*base, "--checkpoint.enable", *LORA]
+    controller = Controller(toy_config(tmp_path, *server, *flags))
+    controller.setup()
+    for _ in range(3):
+        assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
+    controller.close()
 
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several"])

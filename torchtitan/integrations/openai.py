@@ -1,13 +1,15 @@
 """Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
 
 The server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
-a folder of Hugging Face files, which the server's machine must see, and posts the folder's path.
+a folder of Hugging Face files, or the adapters to a folder in PEFT's format. The server's machine must
+see the folder, whose path is posted.
 """
 
 import http.client
 import json
 import math
 import os
+import secrets
 import shutil
 import time
 import urllib.error
@@ -23,17 +25,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
+from torchtitan.rl.weight_sync import (
+    AdapterWeights,
+    PolicyWeights,
+    WeightMismatchError,
+    hand_over,
+)
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
-_HOW_VLLM_RELOADS = (
-    "; without rl.generator.reload_url the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its "
-    "environment"
-)
+_HOW_VLLM_RELOADS = {
+    "hf": "; without rl.generator.reload_url the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+    "environment",
+    "adapters": "; with rl.generator.adapters the server must be vLLM with --enable-lora, a "
+    "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+    "environment",
+}
 _MAX_FILE_BYTES = 4 * 2**30  # of tensors
 
 
@@ -50,6 +61,8 @@ class OpenAIGenerator(ForeignGenerator):
     max_requests: the most requests of a rank at the same time.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
+    adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
@@ -68,11 +81,14 @@ class OpenAIGenerator(ForeignGenerator):
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
+        adapters: bool = False,
     ):
-        super().__init__(dtype, seed)
+        super().__init__(dtype, seed, folder, adapters)
+        # Drawn anew, because the server may hold adapters of an earlier run.
+        self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
         self._vocab_size = vocab_size
         self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
-        self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
+        self._hf_assets_path = hf_assets_path
         self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
 
     def _draw(
@@ -86,7 +102,7 @@ class OpenAIGenerator(ForeignGenerator):
         seed = self._seed_of_call(sampling)
         requests = [
             {
-                "model": self._model,
+                "model": self._name_of(self.policy_version),
                 "prompt": list(prompts[i // num_samples]),
                 "n": 1,  # each completion has its own seed
                 "seed": (seed + row) % 2**62,
@@ -148,31 +164,46 @@ class OpenAIGenerator(ForeignGenerator):
 
         Raises WeightMismatchError if the weights cannot be written, or the server refuses them.
         """
-        self.policy_version = -1
+        previous, self.policy_version = self.policy_version, -1
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        path = os.path.join(self._folder, f"version-{weights.version}")
+        version, path = weights.version, self._folder_of(weights.version)
 
         def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
             _write(pairs, path, self._hf_assets_path)
-            posts = {self._reload_url: {"path": path, "version": weights.version}}
-            if not self._reload_url:  # vLLM: reload_weights keeps the prefix cache
-                rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-                posts = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
+            load(
+                {self._reload_url: {"path": path, "version": version}} if self._reload_url else rpcs
+            )
+
+        def load(posts: dict[str, Any]) -> None:
             for url, message in posts.items():
-                answer = _post(url, message, self._timeout_seconds)
+                answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
                 if isinstance(answer, dict) and answer.get("success") is False:
                     raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
-            for name in os.listdir(self._folder):
-                if name.startswith("version-") and name != os.path.basename(path):
-                    shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+            self._remove_other_versions(version)
 
-        failure = hand_over(weights, send if is_first else lambda pairs: None)
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        # vLLM's reload_weights keeps the prefix cache.
+        rpcs = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
+        if isinstance(weights, AdapterWeights):
+            weights.save(path)
+            lora = {"lora_name": self._name_of(version), "lora_path": path}
+            posts = {f"{self._url}/v1/load_lora_adapter": lora}
+            if previous >= 0:
+                old = {"lora_name": self._name_of(previous)}
+                posts[f"{self._url}/v1/unload_lora_adapter"] = old
+            failure = hand_over((), lambda _: load(posts) if is_first else None)
+        else:
+            failure = hand_over(weights, send if is_first else lambda pairs: None)
         if failure is not None:
             raise WeightMismatchError(
-                f"the server did not load version {weights.version} of the weights: {failure}"
-                + ("" if self._reload_url else _HOW_VLLM_RELOADS)
+                f"the server did not load version {version} of the weights: {failure}"
+                + ("" if self._reload_url else _HOW_VLLM_RELOADS[self.weight_names])
             ) from failure
-        self.policy_version = weights.version
+        self.policy_version = version
+
+    def _name_of(self, version: int) -> str:
+        """Return the name under which the server has a version of the policy."""
+        return f"{self._model}-{self._run}-{version}" if self._run else self._model
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:
@@ -203,8 +234,10 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
         json.dump(index, text)
 
 
-def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
+def _post(url: str, message: dict[str, Any], timeout_seconds: float, is_json: bool = True) -> Any:
     """Return the answer's JSON, None for an empty answer; retry errors that may be temporary.
+
+    is_json: False does not read the answer.
 
     Raises RunError with the last try's problem.
     """
@@ -216,7 +249,7 @@ def _post(url: str, message: dict[str, Any], timeout_seconds: float) -> Any:
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
                 text = response.read()
-            return json.loads(text) if text.strip() else None
+            return json.loads(text) if is_json and text.strip() else None
         except urllib.error.HTTPError as error:
             problem = f"HTTP {error.code}"
             with error, suppress(OSError, http.client.HTTPException):

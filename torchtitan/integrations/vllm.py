@@ -12,7 +12,12 @@ from torch import Tensor
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
+from torchtitan.rl.weight_sync import (
+    AdapterWeights,
+    PolicyWeights,
+    WeightMismatchError,
+    hand_over,
+)
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
@@ -20,13 +25,15 @@ from torchtitan.tools.errors import ConfigError, RunError
 class VLLMGenerator(ForeignGenerator):
     """Samples with a vLLM engine inside this process; each rank has an engine on its own device.
 
-    hf_assets_path: folder with the model's config.json and tokenizer. Its weights are not read:
-        they come from `update_weights`.
+    hf_assets_path: folder with the model's config.json and tokenizer. Its weights are read only if
+        updates bring adapters; otherwise all weights come from `update_weights`.
     dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
     memory_share: share of the device's memory for weights and cache; the trainer needs the rest.
     tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
         same prompts and draw the same completions.
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
+    folder: adapters are written to subfolders of it, which all ranks must see.
+    adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
     options: further arguments of `vllm.LLM`.
 
     Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
@@ -46,6 +53,8 @@ class VLLMGenerator(ForeignGenerator):
         memory_share: float = 0.4,
         tensor_parallel_degree: int = 1,
         max_seq_len: int | None = None,
+        folder: str = "",
+        adapter_rank: int = 0,
         **options: Any,
     ):
         n_ranks = num_ranks()
@@ -60,6 +69,12 @@ class VLLMGenerator(ForeignGenerator):
             options["distributed_executor_backend"] = "external_launcher"
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
+        if adapter_rank:
+            options |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": _allowed(adapter_rank),
+            }
         self.ranks_per_copy = tensor_parallel_degree
         # Run vLLM's engine in this process, so that it can read our tensors without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,12 +85,13 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
-        super().__init__(dtype, seed)
+        super().__init__(dtype, seed, folder, adapters=adapter_rank > 0)
         self._vllm = vllm
+        self._adapters: Any = None  # a LoRARequest
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
-            load_format="dummy",
+            load_format="auto" if adapter_rank else "dummy",
             gpu_memory_utilization=memory_share,
             tensor_parallel_size=tensor_parallel_degree,
             seed=seed,  # engines that split a model have to draw the same tokens
@@ -121,6 +137,7 @@ class VLLMGenerator(ForeignGenerator):
                 for first_row in rows[::num_samples]
             ],
             use_tqdm=False,
+            lora_request=self._adapters,
         )
         completions = []
         for output in (output for request in requests for output in request.outputs):
@@ -145,7 +162,11 @@ class VLLMGenerator(ForeignGenerator):
                     "because a request was still running; end all requests before an update"
                 )
 
-        failure = hand_over(weights, load)
+        if isinstance(weights, AdapterWeights):
+            weights.save(path := self._folder_of(weights.version))
+            failure = hand_over((), lambda _: self._load_adapters(weights.version, path))
+        else:
+            failure = hand_over(weights, load)
         if failure is not None:
             raise WeightMismatchError(
                 f"vLLM did not load version {weights.version} of the weights ({failure!r}); if "
@@ -153,6 +174,18 @@ class VLLMGenerator(ForeignGenerator):
                 "the model that is trained"
             ) from failure
         self.policy_version = weights.version
+
+    def _load_adapters(self, version: int, path: str) -> None:
+        # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
+        self._adapters = self._vllm.lora.request.LoRARequest(
+            f"version-{version}", version + 1, path
+        )
+        self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
+
+
+def _allowed(rank: int) -> int:
+    """Return the smallest `max_lora_rank` of vLLM's choices that holds `rank`."""
+    return next((n for n in (8, 16, 32, 64, 128, 256, 320) if n >= rank), 512)
 
 
 def _destroy_groups_of_vllm() -> None:

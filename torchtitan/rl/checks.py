@@ -426,6 +426,8 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
             yield from _not_read(job_config.rl, keys, "generator.backend", backend)
     if generator.backend == "openai":
         yield from _server(job_config)
+    if generator.adapters:
+        yield from _adapters_for_generator(job_config)
     redraws, async_steps = job_config.rl.redraws, job_config.rl.async_steps
     if generator.in_flight and (generator.backend != "local" or not async_steps):
         yield (
@@ -491,6 +493,42 @@ def _server(job_config: JobConfig) -> Iterator[str]:
             f"rl.generator.backend = 'openai' has one server, whose weights a rank must not update "
             f"while another rank draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps "
             f"= {async_steps}; set rl.generator.ranks to 1, or both to 0"
+        )
+
+
+def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
+    """Yield what `rl.generator.adapters` does not go with."""
+    generator, lora, checkpoint = job_config.rl.generator, job_config.lora, job_config.checkpoint
+    if "lora" not in job_config.model.converters:
+        yield (
+            "rl.generator.adapters sends the adapters of the converter 'lora', got model.converters = "
+            f"{job_config.model.converters}; add it, or turn adapters off"
+        )
+    for key, value in {
+        "lora.also_train": lora.also_train,
+        "lora.rank_pattern": lora.rank_pattern,  # vLLM scales all layers by one alpha / r
+        "lora.alpha_pattern": lora.alpha_pattern,
+        "rl.generator.ranks": generator.ranks,
+        "rl.generator.reload_url": generator.reload_url,
+    }.items():
+        if value:
+            yield (
+                f"rl.generator.adapters sends files of adapters, of one rank and scale, from the "
+                f"ranks that train to vLLM, got {key} = {value}; take one of the keys out"
+            )
+    if generator.backend == "local":
+        yield (
+            "rl.generator.adapters is for rl.generator.backend = 'vllm' or 'openai', got 'local', "
+            "which takes the trainer's weights as they are; turn adapters off"
+        )
+    path = checkpoint.initial_load_path or job_config.model.hf_assets_path
+    is_same = os.path.realpath(path) == os.path.realpath(job_config.model.hf_assets_path)
+    if generator.backend == "vllm" and not (checkpoint.initial_load_in_hf and is_same):
+        yield (
+            "rl.generator.adapters has vLLM read the base from model.hf_assets_path = "
+            f"{job_config.model.hf_assets_path!r}, got checkpoint.initial_load_in_hf = "
+            f"{checkpoint.initial_load_in_hf} and checkpoint.initial_load_path = "
+            f"{checkpoint.initial_load_path!r}; train from that folder, too"
         )
 
 

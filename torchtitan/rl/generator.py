@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import shutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -58,7 +59,8 @@ class Generator(ABC):
         all of them get all completions.
     ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
         together, if it is not collective.
-    weight_names: the names under which it takes weights; "shared" if it has the trainer's tensors.
+    weight_names: the names under which it takes weights; "shared" if it has the trainer's tensors,
+        "adapters" if it takes `weight_sync.AdapterWeights`.
     weight_dtype: the type that parameters have to be cast to; None for no cast.
     takes_shards: True if it takes each rank's shards in place of whole tensors:
         `weight_sync.LiveWeights` under our names, `LocalShard`s under Hugging Face names.
@@ -67,7 +69,7 @@ class Generator(ABC):
     policy_version: int = -1
     is_collective: bool = False
     ranks_per_copy: int = 1
-    weight_names: Literal["shared", "ours", "hf"]
+    weight_names: Literal["shared", "ours", "hf", "adapters"]
     weight_dtype: torch.dtype | None = None
     takes_shards: bool = False
 
@@ -391,12 +393,17 @@ class BufferedGenerator(Generator):
 
 
 class ForeignGenerator(Generator):
-    """A generator on another project's engine, which takes Hugging Face weights and a seed per row."""
+    """A generator on another project's engine, which takes Hugging Face weights and a seed per row.
 
-    weight_names = "hf"
+    folder: gets a subfolder per version; the engine reads files of weights from there.
+    adapters: take `weight_sync.AdapterWeights` in place of whole weights.
+    """
 
-    def __init__(self, dtype: torch.dtype | None, seed: int):
-        self.weight_dtype = dtype
+    def __init__(
+        self, dtype: torch.dtype | None, seed: int, folder: str = "", adapters: bool = False
+    ):
+        self.weight_dtype, self._folder = dtype, os.path.abspath(folder)
+        self.weight_names = "adapters" if adapters else "hf"
         self._seed, self._n_calls = seed, 0
 
     def _seed_of_call(self, sampling: SamplingConfig) -> int:
@@ -405,6 +412,14 @@ class ForeignGenerator(Generator):
             return sampling.seed
         self._n_calls += 1
         return random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+
+    def _folder_of(self, version: int) -> str:
+        return os.path.join(self._folder, f"version-{version}")
+
+    def _remove_other_versions(self, version: int) -> None:
+        for name in os.listdir(self._folder):
+            if name.startswith("version-") and name != f"version-{version}":
+                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
 
     def _completion(
         self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: SamplingConfig
@@ -482,6 +497,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             "model.fp32_head applies to the trainer; %s's output projection keeps its own dtype",
             name,
         )
+    folder = os.path.join(config.job.dump_folder, "generator_weights")
     if rl.generator.backend == "vllm":
         return __getattr__("VLLMGenerator")(
             config.model.hf_assets_path,
@@ -491,19 +507,22 @@ def build_copy(policy: PolicyModel) -> Generator:
             memory_share=rl.generator.memory_share,
             tensor_parallel_degree=rl.generator.tensor_parallel_degree,
             max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
+            folder=folder,
+            adapter_rank=config.lora.rank if rl.generator.adapters else 0,
         )
     if rl.generator.backend == "openai":
         return __getattr__("OpenAIGenerator")(
             rl.generator.url,
             rl.generator.model,
             rl.generator.reload_url,
-            os.path.join(config.job.dump_folder, "generator_weights"),
+            folder,
             config.model.hf_assets_path,
             dtype=policy.generator_dtype,
             seed=rl.seed,
             max_requests=rl.generator.max_requests,
             timeout_seconds=rl.generator.timeout_seconds,
             vocab_size=policy.model_args.vocab_size,
+            adapters=rl.generator.adapters,
         )
     return CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size

@@ -165,6 +165,9 @@ class RLGenerator:
     # each update, which answers when the server has loaded the files; empty uses the endpoints of
     # vLLM's own server, which has to be started with VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
+    # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own copy
+    # of the base: the weights in model.hf_assets_path, or those that the server was started with
+    adapters: bool = False
     max_requests: int = 64  # For openai: requests of one rank at the same time
     timeout_seconds: float = 600.0  # For openai: time limit of one request
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached

@@ -55,7 +55,7 @@ class TakesWeights(Protocol):
     """
 
     policy_version: int
-    weight_names: Literal["shared", "ours", "hf"]
+    weight_names: Literal["shared", "ours", "hf", "adapters"]
     weight_dtype: torch.dtype | None
 
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None: ...
@@ -106,6 +106,20 @@ class LiveWeights:
     def digest(self) -> str | None:
         shards = ((name, local_shard(tensor)) for name, tensor in self)
         return digest_of((name, shard) for name, shard in shards if shard is not None)
+
+
+class AdapterWeights:
+    """The adapters, for a receiver that has the base and reads files in PEFT's format.
+
+    version: as in `PolicyWeights`.
+    """
+
+    def __init__(self, engine: TrainingEngine):
+        self._engine, self.version = engine, engine.weights_version
+
+    def save(self, folder: str) -> None:
+        """Write the adapters to a folder. Collective over the engine's ranks."""
+        self._engine.save_peft(folder)
 
 
 class OurNames(BaseStateDictAdapter):
@@ -223,6 +237,8 @@ class WeightSync:
             weights = LiveWeights(engine, dtype)
         elif names == "ours":
             weights = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+        elif names == "adapters":
+            weights = AdapterWeights(engine)
         failure = None
         try:
             self.generator.update_weights(weights, check_digest=self.check_digest)

@@ -1,5 +1,6 @@
 """A generator behind HTTP: the server here answers with our own `CopyGenerator`."""
 
+import contextlib
 import glob
 import http.server
 import json
@@ -38,15 +39,16 @@ class StandIn(http.server.ThreadingHTTPServer):
     fails: what to answer with in place of the next requests, (status, body).
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, *flags):
         super().__init__(("127.0.0.1", 0), Handler)
-        engine = TrainingEngine(toy_config(folder))
+        self.engine = engine = TrainingEngine(toy_config(folder, *flags))
         self.generator, self.adapter = (
             CopyGenerator.of_engine(engine),
             engine.checkpointer.require_adapter(),
         )
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
         self.change, self.can_forget = lambda choice: choice, True
+        self.adapters = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def complete(self, request):
@@ -67,6 +69,16 @@ class StandIn(http.server.ThreadingHTTPServer):
         assert message["method"] == "reload_weights"
         self.reload({"path": message["kwargs"]["weights_path"], "version": 1})
         return {"results": [None]}
+
+    def load_adapters(self, message):
+        self.engine.load_peft(message["lora_path"])
+        self.adapters.append(message["lora_name"])
+        WeightSync(self.engine, self.generator).update()
+        return "Success: LoRA adapter added successfully."
+
+    def unload_adapters(self, message):
+        self.adapters.remove(message["lora_name"])
+        return "Success: LoRA adapter removed successfully."
 
     def reload(self, message):
         self.reloads.append(message)
@@ -91,10 +103,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     "/v1/completions": self.server.complete,
                     "/reload": self.server.reload,
                     "/collective_rpc": self.server.collective_rpc,
+                    "/v1/load_lora_adapter": self.server.load_adapters,
+                    "/v1/unload_lora_adapter": self.server.unload_adapters,
                     "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
                 }
                 status, answer = 200, own[self.path](body)
-        data = json.dumps(answer).encode() if answer is not None else b""
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        data = text.encode() if answer is not None else b""
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -105,7 +120,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path):
-    server = StandIn(tmp_path / "server")
+    with served(StandIn(tmp_path / "server")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(server):
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -139,6 +159,32 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
     assert str(left) == server.reloads[-1]["path"] and (left / "tokenizer.json").is_file()
     assert len({request["seed"] for request in of_steps}) == len(of_steps)
     assert len(of_steps) == 2 * 2 * 4 or extra
+
+
+LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=0.05"]
+
+
+def test_server_gets_adapters_alone(tmp_path):
+    with served(StandIn(tmp_path / "server", *LORA)) as server:
+        flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
+        flags += [f"--rl.generator.url={server.url}", "--rl.generator.adapters"]
+        controller = Controller(toy_config(tmp_path, *SHORT, *LORA, *flags))
+        controller.setup()
+        for step in range(3):
+            assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+            (name,) = server.adapters
+            assert name.startswith("toy-") and name.endswith(f"-{step + 1}")
+        controller.close()
+        assert {request["model"][-1] for request in server.requests} == {"0", "1", "2"}
+        (left,) = (tmp_path / "generator_weights").iterdir()
+        names = {"adapter_config.json", "adapter_model.safetensors"}
+        assert {path.name for path in left.iterdir()} == names
+        server.fails = [(404, {"detail": "Not Found"})]
+        generator = OpenAIGenerator(
+            server.url, "toy", "", str(tmp_path / "other"), "", adapters=True
+        )
+        with pytest.raises(WeightMismatchError, match="404.*must be vLLM with --enable-lora"):
+            WeightSync(server.engine, generator).update()
 
 
 def generator_of(server, folder, reload_path="/reload"):
@@ -303,3 +349,30 @@ def test_settings_are_checked(values, message):
         )
     with pytest.raises(ConfigError, match="has one server"):
         check_rl_config(config_with(**good, rl__async_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"model__converters": []},
+            "sends the adapters of the converter 'lora', got .* = \\[\\]; add",
+        ),
+        ({"rl__generator__reload_url": "http://a/r"}, "got rl.generator.reload_url = http://a/r;"),
+        ({"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* got lora.rank_pattern = "),
+        ({"lora__also_train": ["norms"]}, "got lora.also_train = .*; take one of the keys out"),
+        ({"rl__generator__ranks": 1}, "from the ranks that train .* got rl.generator.ranks = 1"),
+        ({"rl__generator__backend": "local"}, "'vllm' or 'openai', got 'local', which"),
+        ({"rl__generator__backend": "vllm"}, "vLLM read the base from .*; train from that folder"),
+    ],
+)
+def test_settings_of_adapters_are_checked(values, message):
+    good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
+    good |= {"rl__generator__adapters": True, "model__converters": ["lora"]}
+    good |= {"rl__generator__reload_url": ""}
+    check_rl_config(config_with(**good))
+    if values.get("rl__generator__backend"):
+        good = {key: value for key, value in good.items() if "url" not in key}
+        del good["rl__generator__model"]
+    with pytest.raises(ConfigError, match=message):
+        check_rl_config(config_with(**good | values))
