@@ -66,7 +66,7 @@ class IsolationProbe:
         Random states stay as they are. Raises RuntimeError on every rank if a rank finds a leak;
         that rank's message names layer, row, documents and tokens.
         """
-        batch = self.packing.pack(batch)
+        batch = self.packing.token_batch(batch)
         if "attention_masks" in batch.entries:
             warn_once(logger, "isolation is not checked, because the batch has its own masks")
             return

@@ -102,7 +102,7 @@ class Validator(BaseValidator):
         """
         packing = self._packing(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
-        batch = packing.pack(input_dict, labels)
+        batch = packing.token_batch(input_dict, labels)
         return model_inputs(packing, batch, model_parts[0], self.tokenizer, sharding)
 
     def _packing(self, model_parts: list[nn.Module]) -> DocumentPolicy:
@@ -128,7 +128,7 @@ class Validator(BaseValidator):
             self.maybe_enable_amp,
             sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
             schedule=self.pp_schedule,
-            has_last_stage=self.pp_has_last_stage is not False,
+            has_outputs=self.pp_has_last_stage is not False,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):
             losses, token_counts = [], []
@@ -193,7 +193,7 @@ class Validator(BaseValidator):
         All ranks of a pipeline return the same.
         """
         packing = self._packing(runner.model_parts)
-        batches = [packing.pack_masked(input_dict, labels)]
+        batches = [packing.training_batch(input_dict, labels)]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)

@@ -1,8 +1,9 @@
 """Forwards and backwards of one step, in the order of events: check, prepare, run, add up.
 
 `forward` and `forward_backward` are what `TrainingEngine.forward_step` and `forward_backward_step`
-do. They check the caller's batches, make a `Microbatch` of each (`Runner.prepare`), call the model on
-it, locally or through a pipeline schedule (`Runner.run`), and add up the losses.
+do. They check the caller's batches, and under a pipeline `forward_backward` splits a single batch by
+rows. They make a `Microbatch` of each (`Runner.prepare`), call the model on it, locally or through a
+pipeline schedule (`Runner.run`), and add up the losses.
 
 B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 """
@@ -86,8 +87,7 @@ class Microbatch:
     join: turns outputs for this rank's tokens into outputs for whole rows; collective.
     is_filler: this rank runs it only because other ranks have more microbatches.
     reduces_gradients: True for the last microbatch of a call; gradients of the earlier ones may wait
-        and be reduced with it. Ignored under a pipeline: the schedule reduces after the last microbatch
-        of each call.
+        and be reduced with it. Ignored under a pipeline, see `PipelineSchedule.step`.
     """
 
     inputs: Tensor
@@ -133,7 +133,7 @@ def forward(
     check_head(runner, head)
     has_head = head is not None
     batches, is_single = read_batches(engine.packing, microbatches, labels, has_head, has_head)
-    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask.
+    # A call with a single batch has one on every rank, and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
     def output_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -189,15 +189,16 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
-    # One batch is one batch on every rank, so that no rank needs fillers. A pipeline may split it into
-    # unequal numbers of microbatches, which matters if FSDP gathers weights for each of them.
+    # A call with a single batch has one on every rank, and needs no fillers. But a pipeline may have
+    # split it into other numbers of microbatches on other data-parallel ranks. That matters only if
+    # FSDP gathers weights for each microbatch.
     gathers_each = config.parallelism.fsdp_reshard_after_forward == "always"
     is_equal = is_single and not (runner.schedule is not None and gathers_each)
     n_fillers = num_fillers(len(batches), None if is_equal else runner.dp_group, runner.device)
     if config.optimizer.early_step_in_backward:
         update.prepare_early_step(len(batches) + n_fillers())
 
-    # With whole rows, all ranks that share the rows compute the same loss.
+    # All ranks that share the rows then compute the same loss.
     is_joined = whole_rows and runner.sharding is not None
     is_default = loss_fn is None and head is None and not is_joined
     # Functions of the caller may fail. Under a pipeline a caller may give them on the last stage's
@@ -252,7 +253,7 @@ def forward_backward(
             return loss
         num_copies = runner.sharding.mesh.size() if is_joined else 1
         return collected.reduced(
-            loss, num_copies, engine.loss_group, runner.schedule, runner.has_last_stage
+            loss, num_copies, engine.loss_group, runner.schedule, runner.has_outputs
         )
 
 
@@ -304,7 +305,7 @@ def read_batches(
     for batch, own in zip(given, labels, strict=True):
         if own is None and isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
             own = batch["labels"]
-        batches.append(policy.pack(batch, own))
+        batches.append(policy.token_batch(batch, own))
     for batch in batches if needs_labels else ():
         if batch.labels is None:
             raise ValueError(
@@ -441,12 +442,13 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline.
     device: where batches are copied to, and where the model is.
-    process: returns the model's inputs of a batch that is on the device. An engine's is
-        `TrainingEngine.model_inputs`, which a client may override as `post_dataloading_process`.
+    model_inputs: returns the model's inputs of a batch that is on the device. An engine's is
+        `TrainingEngine.model_inputs`: clients of 0.2.x override `post_dataloading_process`, which it
+        calls and which otherwise calls `model_inputs` of this module.
     train_context, amp: contexts around every forward; train_context is around backward, too.
     sharding: cuts rows for the context-parallel ranks; None without context parallelism.
     schedule: the pipeline's schedule; None without pipeline parallelism.
-    has_last_stage: this rank gets the model's outputs.
+    has_outputs: this rank gets the model's outputs: not on a pipeline's earlier stages.
     has_value_head: outputs are values [B, T, 1], and the model takes no head.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
@@ -463,12 +465,12 @@ class Runner:
 
     model_parts: list[nn.Module]
     device: torch.device
-    process: Callable[[TokenBatch], ModelInputs]
+    model_inputs: Callable[[TokenBatch], ModelInputs]
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None
     schedule: "PipelineSchedule | None" = None
-    has_last_stage: bool = True
+    has_outputs: bool = True
     has_value_head: bool = False
     defers_reduction: bool = False
     has_replicas: bool = False
@@ -493,7 +495,7 @@ class Runner:
         if self.sharding is not None:
             batch = self.sharding.pad(batch)
         batch = batch.to(self.device)
-        inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
+        inputs, labels, extra_inputs, extra_kwargs = self.model_inputs(batch)
         kwargs = extra_inputs | extra_kwargs
         names, takes_any = keywords_of(self.model_parts[0].forward)
         if not takes_any:
@@ -636,8 +638,7 @@ class Runner:
             "return_outputs": False,
         }
         if microbatches:
-            # Sends between two ranks are not counted, so a failure in here cannot be shown to be the
-            # same on all ranks: the flag then stays False, and the engine is lost.
+            # A failure in here leaves this False, and the engine is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
@@ -646,7 +647,7 @@ class Runner:
                 else:
                     self.schedule.eval(**inputs)
             self.watch.counts_collectives = True
-        if not self.has_last_stage:
+        if not self.has_outputs:
             return None
         outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
         return [loss.detach() for loss in outputs] if backward else outputs
@@ -685,10 +686,8 @@ class Runner:
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last ones before the optimizer step.
-
-        Ignored under a pipeline: the schedule reduces after the last microbatch of each call.
-        """
+        """A context for calls that are not the last ones before the optimizer step; their gradients
+        may wait. Ignored under a pipeline, see `PipelineSchedule.step`."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
