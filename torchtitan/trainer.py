@@ -204,7 +204,7 @@ class Trainer(TrainingEngine):
         ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
         reading on its own rank, and ValueError on the other ranks.
         """
-        # A client may pass an iterator of its own, over (input_dict, labels).
+        # The loop's own iterator has whole steps; a client may pass one over (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:

@@ -132,7 +132,9 @@ def forward(
     runner = engine.runner
     check_head(runner, head)
     has_head = head is not None
-    batches, is_single = read_batches(engine.packing, microbatches, labels, has_head, has_head)
+    batches, is_single = read_batches(
+        engine.packing, microbatches, labels, needs_labels=has_head, are_tokens=has_head
+    )
     # A call with a single batch has one on every rank, and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
@@ -199,8 +201,8 @@ def forward_backward(
         update.prepare_early_step(len(batches) + n_fillers())
 
     # All ranks that share the rows then compute the same loss.
-    is_joined = whole_rows and runner.sharding is not None
-    is_default = loss_fn is None and head is None and not is_joined
+    joins_rows = whole_rows and runner.sharding is not None
+    is_default = loss_fn is None and head is None and not joins_rows
     # Functions of the caller may fail. Under a pipeline a caller may give them on the last stage's
     # ranks only, so every rank has to expect them.
     has_functions = not (loss_fn is None and head is None) or runner.schedule is not None
@@ -209,7 +211,7 @@ def forward_backward(
         model_head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
 
     def loss_of(outputs: Any, microbatch: Microbatch) -> Tensor:
-        if is_joined:
+        if joins_rows:
             outputs = microbatch.join(whole_tensor(outputs))
         elif loss_fn is not None:
             outputs = whole_tensor(outputs)
@@ -220,7 +222,8 @@ def forward_backward(
                 return outputs if is_default else -outputs.logprobs.sum()
             returned = loss_fn(outputs, microbatch.labels, microbatch.batch)
             if collected is not None:
-                join = Microbatch.join if is_joined else microbatch.join
+                # The default of `join` changes nothing: these outputs are joined already.
+                join = Microbatch.join if joins_rows else microbatch.join
                 returned = collected.take(returned, join)
             return scalar_loss(returned)
 
@@ -242,7 +245,7 @@ def forward_backward(
             stacked = torch.stack(losses)
             update.losses.add(stacked, [batch.sample_ids for batch in batches])
             loss = stacked.sum(dtype=torch.float32)
-            if is_joined:
+            if joins_rows:
                 loss /= runner.sharding.mesh.size()
         if runner.schedule is not None:
             # Only the rank of the last stage has the loss, and all ranks log it.
@@ -251,7 +254,7 @@ def forward_backward(
             runner.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
         if collected is None:
             return loss
-        num_copies = runner.sharding.mesh.size() if is_joined else 1
+        num_copies = runner.sharding.mesh.size() if joins_rows else 1
         return collected.reduced(
             loss, num_copies, engine.loss_group, runner.schedule, runner.has_outputs
         )
@@ -262,7 +265,9 @@ def prepare(engine: Engine, batch: Batch, labels: Tensor | None, head: Head | No
     check_own_forward(engine.runner, "prepare")
     check_head(engine.runner, head)
     has_head = head is not None
-    (checked,), _ = read_batches(engine.packing, batch, labels, has_head, has_head)
+    (checked,), _ = read_batches(
+        engine.packing, batch, labels, needs_labels=has_head, are_tokens=has_head
+    )
     return engine.runner.prepare(checked, head)
 
 
@@ -608,7 +613,7 @@ class Runner:
 
     def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
         (model,) = self.model_parts
-        with self._counting(microbatch), self._reducing(microbatch), self.train_context():
+        with self._uncounted_if_filler(microbatch), self._deferring_reduction(microbatch), self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
@@ -642,7 +647,7 @@ class Runner:
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
-                    counting = [functools.partial(self._counting, mb) for mb in microbatches]
+                    counting = [functools.partial(self._uncounted_if_filler, mb) for mb in microbatches]
                     self.schedule.step(**inputs, context_mbs=counting)
                 else:
                     self.schedule.eval(**inputs)
@@ -678,7 +683,7 @@ class Runner:
 
     # ---- around a microbatch ----
 
-    def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+    def _uncounted_if_filler(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Return a context in which experts do not count tokens, if the microbatch is a filler."""
         if microbatch.is_filler:
             return without_counting(self.model_parts)
@@ -695,8 +700,8 @@ class Runner:
             self.more_follow = before
 
     @contextlib.contextmanager
-    def _reducing(self, microbatch: Microbatch) -> Iterator[None]:
-        """Have the gradients inside reduced with a later microbatch's, if the job wants it."""
+    def _deferring_reduction(self, microbatch: Microbatch) -> Iterator[None]:
+        """Have the gradients computed inside reduced with a later microbatch's, if the job wants it."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits, and only in
         # the trainer's own loop.
