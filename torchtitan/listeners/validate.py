@@ -100,12 +100,12 @@ class Validator(BaseValidator):
         model that takes masks. Under context parallelism all hold this rank's tokens, [B, T/cp].
         A subclass may override it, and then gets the batch as a dict.
         """
-        packing = self._packing(model_parts)
+        policy = self._policy(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
-        batch = packing.token_batch(input_dict, labels)
-        return model_inputs(packing, batch, model_parts[0], self.tokenizer, sharding)
+        batch = policy.token_batch(input_dict, labels)
+        return model_inputs(policy, batch, model_parts[0], self.tokenizer, sharding)
 
-    def _packing(self, model_parts: list[nn.Module]) -> DocumentPolicy:
+    def _policy(self, model_parts: list[nn.Module]) -> DocumentPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
         return DocumentPolicy.of(self.job_config.training, model_args, self.tokenizer)
 
@@ -192,8 +192,8 @@ class Validator(BaseValidator):
 
         All ranks of a pipeline return the same.
         """
-        packing = self._packing(runner.model_parts)
-        batches = [packing.training_batch(input_dict, labels)]
+        policy = self._policy(runner.model_parts)
+        batches = [policy.training_batch(input_dict, labels)]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)

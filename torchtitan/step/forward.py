@@ -507,26 +507,26 @@ class Runner:
             kwargs = {key: value for key, value in kwargs.items() if key in names}
         join: dict[str, Any] = {}
         if self.sharding is None:
-            own = batch.as_dict()
+            entries = batch.as_dict()
         else:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.shape[1]
-            entries = dataclasses.replace(batch, labels=None, document_ids=None)
-            own = shard_batch(entries, shards).as_dict()
+            unlabeled = dataclasses.replace(batch, labels=None, document_ids=None)
+            entries = shard_batch(unlabeled, shards).as_dict()
             join["join"] = functools.partial(
                 join_outputs, shards=shards, n_tokens=n_tokens, seq_len=whole.tokens.shape[1]
             )
         keeps_rows = whole_rows and self.sharding is not None
         if head is not None:
             if reads_batch := getattr(head, "with_batch", None):
-                head = reads_batch(own)
+                head = reads_batch(entries)
             kwargs["head"] = functools.partial(head, labels=labels)
             # The ranks join their outputs, so none of them may go without.
             if not keeps_rows:
                 kwargs["head"] = functools.partial(self._attempt_head, kwargs["head"])
         if keeps_rows:
             whole = whole.to(self.device)
-            labels, own = whole.labels, whole.as_dict()
-        return Microbatch(inputs, kwargs, labels, own, **join)
+            labels, entries = whole.labels, whole.as_dict()
+        return Microbatch(inputs, kwargs, labels, entries, **join)
 
     def _attempt_head(
         self,
@@ -613,7 +613,7 @@ class Runner:
 
     def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
         (model,) = self.model_parts
-        with self._uncounted_if_filler(microbatch), self._deferring_reduction(microbatch), self.train_context():
+        with self._uncounted(microbatch), self._deferring(microbatch), self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
@@ -647,8 +647,8 @@ class Runner:
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
-                    counting = [functools.partial(self._uncounted_if_filler, mb) for mb in microbatches]
-                    self.schedule.step(**inputs, context_mbs=counting)
+                    contexts = [functools.partial(self._uncounted, mb) for mb in microbatches]
+                    self.schedule.step(**inputs, context_mbs=contexts)
                 else:
                     self.schedule.eval(**inputs)
             self.watch.counts_collectives = True
@@ -683,7 +683,7 @@ class Runner:
 
     # ---- around a microbatch ----
 
-    def _uncounted_if_filler(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+    def _uncounted(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Return a context in which experts do not count tokens, if the microbatch is a filler."""
         if microbatch.is_filler:
             return without_counting(self.model_parts)
@@ -700,7 +700,7 @@ class Runner:
             self.more_follow = before
 
     @contextlib.contextmanager
-    def _deferring_reduction(self, microbatch: Microbatch) -> Iterator[None]:
+    def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
         """Have the gradients computed inside reduced with a later microbatch's, if the job wants it."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits, and only in
