@@ -406,9 +406,9 @@ def model_inputs(
         padding_mask = entries.pop("attention_masks")
         masks["attention_masks"] = model.get_padding_masks(padding_mask)
     elif policy.attn_type != "sdpa" and "attention_masks" not in entries:
-        # A client's model may override get_attention_masks, as in torchtitan 0.2.x: it takes a dict of
-        # the batch's entries, and returns a kernel's mask. So the ids go back into a dict, the model's
-        # own `DocumentMask` leaves it in the kernel's form, and `Decoder.forward` wraps it again.
+        # Clients' models override get_attention_masks, as in torchtitan 0.2.x: it takes a dict of the
+        # batch's entries, and returns the mask in the kernel's form. Therefore the ids go back into a
+        # dict here, and `Decoder.forward` makes a `DocumentMask` of the kernel's form.
         for_masks = dict(entries)
         if batch.document_ids is not None:
             # The ids are known already: leave out all other sources, so that read_document_ids does
