@@ -174,8 +174,9 @@ def rooms_of_a_batch(trees: dict[str, ast.Module]) -> list[str]:
 
     Counted from the text: beginning at `train_step`, calls are followed by the name of what is
     called, to each function of that name that has a parameter with one of BATCH_TYPES in its
-    annotation. Methods of these types are the batch itself and no rooms, and neither followed nor
-    counted are calls of a part that only some jobs have (OPTIONAL_PARTS). [] without `train_step`.
+    annotation. A call of `self` goes to functions of the same file, if there are any of that name.
+    Methods of these types are the batch itself and no rooms, and neither followed nor counted are
+    calls of a part that only some jobs have (OPTIONAL_PARTS). [] without `train_step`.
     """
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
     classes = [(path, node) for path, node in nodes if isinstance(node, ast.ClassDef)]
@@ -203,7 +204,9 @@ def rooms_of_a_batch(trees: dict[str, ast.Module]) -> list[str]:
                 continue
             called = ast.unparse(node.func).split(".")
             if not any(part in OPTIONAL_PARTS for part in called):
-                left += takers.get(called[-1], [])
+                targets = takers.get(called[-1], [])
+                own = [target for target in targets if called[0] == "self" and target[0] == path]
+                left += own or targets
     return sorted(rooms)
 
 

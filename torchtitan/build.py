@@ -93,7 +93,7 @@ def build(
     tokenizer: Any,
     dataloader: Any,
     train_state: Stateful,
-    process: Callable[[TokenBatch], ModelInputs],
+    model_inputs: Callable[[TokenBatch], ModelInputs],
     forward_only: bool,
     has_clients_backward: bool,
     groups_before: Collection[dist.ProcessGroup],
@@ -101,7 +101,7 @@ def build(
     """Build the model and everything around it; each part is made of the parts before it.
 
     seed: fills the parameters. tokenizer, dataloader: saved in checkpoints; None without data.
-    train_state: the counters of a checkpoint. process: returns the model's inputs of a batch.
+    train_state: the counters of a checkpoint. model_inputs: see `Runner`.
     has_clients_backward: a client may call backward itself. True for a `Trainer` without a dataloader:
         it is driven by a client of torchtitan 0.2.x, which counts on that version's DDP.
     groups_before: process groups that are not the engine's.
@@ -124,7 +124,6 @@ def build(
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     schedule = has_first_stage = has_last_stage = None
     if dims.pp_enabled:
-        # The schedule gets loss_fn for clients of 0.2.x that call it; `Runner` passes its own each time.
         schedule, model_parts, has_first_stage, has_last_stage = spec.pipelining_fn(
             model, dims, config, device, model_args, spec.parallelize_fn, loss_fn
         )
@@ -190,12 +189,12 @@ def build(
     runner = Runner(
         model_parts,
         device,
-        process,
+        model_inputs,
         train_context,
         amp,
         sharding=context_sharding,
         schedule=schedule,
-        has_last_stage=has_outputs,
+        has_outputs=has_outputs,
         has_value_head=value_head,
         defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
         has_replicas=dims.dp_replicate_enabled,
@@ -256,7 +255,10 @@ def warn_of_shared_folder(checkpointer: CheckpointManager) -> None:
     """Warn if another engine of this process saves in the same folder."""
     for engine in host.engines():
         other = getattr(engine, "checkpointer", None)
-        if other is not None and checkpointer.saves_where(other):
+        if other in (None, checkpointer):
+            continue
+        both_save = all(each.enable and not each.load_only for each in (checkpointer, other))
+        if both_save and os.path.realpath(checkpointer.folder) == os.path.realpath(other.folder):
             warn_once(
                 logger,
                 f"two engines of this process save in {checkpointer.folder} and overwrite and "

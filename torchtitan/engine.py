@@ -134,7 +134,7 @@ class EngineState:
     @property
     def has_outputs(self) -> bool:
         """True if this rank gets the model's outputs: not on a pipeline's earlier stages."""
-        return self.pp_has_last_stage is not False
+        return self.runner.has_outputs
 
     @property
     def lr(self) -> float:
@@ -245,7 +245,7 @@ class EngineState:
         Backward of a forward in it has to end in it. Nothing is copied.
         Raises ValueError for a model without adapters, and if weights outside of adapters train, too.
         """
-        return self.checkpointer.adapters("adapters_off").off()
+        return self.checkpointer.adapters.off()
 
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
@@ -398,7 +398,7 @@ class TrainingEngine(EngineState):
                 tokenizer=self.tokenizer,
                 dataloader=self.dataloader,
                 train_state=self,
-                process=self.model_inputs,
+                model_inputs=self.model_inputs,
                 forward_only=forward_only,
                 has_clients_backward=self.builds_data and self.dataloader is None,
                 groups_before=groups_before,
@@ -465,7 +465,7 @@ class TrainingEngine(EngineState):
         context parallelism all hold this rank's tokens, [B, T/cp]. A client's own one gets a dict.
         """
         policy = self.packing
-        batch = policy.pack(input_dict, labels)
+        batch = policy.token_batch(input_dict, labels)
         model, sharding = self.model_parts[0], self.context_sharding
         return model_inputs(policy, batch, model, self.tokenizer, sharding)
 

@@ -14,6 +14,8 @@ from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
+from torchtitan.config.checks.common import refuse
+from torchtitan.config.checks.device import batch_memory
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
@@ -54,7 +56,8 @@ class Trainer(TrainingEngine):
             metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
             metrics.model_parts = self.model_parts
             self.metrics_processor = metrics
-            self._check_batch_fits()
+            memory = metrics.device_memory_monitor.device_capacity
+            refuse(batch_memory(job_config, self.parallel_dims, self.model_args, memory))
             self._warn_of_chats_in_one_row()
             self._build_validator()
             self.isolation_probe = None
@@ -110,34 +113,15 @@ class Trainer(TrainingEngine):
                 f"model {self.job_config.model.name!r} has a dataloader of its own; set training.steps"
             )
 
-    def _check_batch_fits(self) -> None:
-        """Refuse a batch that cannot fit into memory, before minutes are spent on reading it."""
-        training, dims = self.job_config.training, self.parallel_dims
-        rows = training.local_batch_size
-        if dims.pp_enabled:
-            rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
-        ranks = dims.cp * dims.tp
-        # One hidden state between two layers, in bf16.
-        needed = rows * training.seq_len * getattr(self.model_args, "dim", 0) * 2 / ranks
-        memory = self.metrics_processor.device_memory_monitor.device_capacity
-        if memory and needed > memory:
-            raise ConfigError(
-                f"training.local_batch_size = {training.local_batch_size} rows of "
-                f"training.seq_len = {training.seq_len} cannot fit: one hidden state of the model "
-                f"takes {needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; "
-                f"lower local_batch_size (gradients accumulate to training.global_batch_size)"
-            )
-
     def _warn_of_chats_in_one_row(self) -> None:
         dataset = getattr(self.dataloader, "dataset", None)
         shares_rows = self.job_config.training.packing != "none"
-        if shares_rows and getattr(dataset, "has_chats", False):
-            if not self.packing.separates_documents:
-                logger.warning(
-                    "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
-                    "to 'block_causal' with model.attn_type 'flex' or 'varlen', or training.packing to "
-                    "'none'"
-                )
+        has_chats = getattr(dataset, "has_chats", False)
+        if shares_rows and has_chats and not self.packing.separates_documents:
+            logger.warning(
+                "the chats of a row see each other, because model.attn_mask_type is 'causal': set it to "
+                "'block_causal' with model.attn_type 'flex' or 'varlen', or training.packing to 'none'"
+            )
 
     def _build_validator(self) -> None:
         self.validator = None
@@ -197,7 +181,7 @@ class Trainer(TrainingEngine):
             self.dataloader,
             self.gradient_accumulation_steps,
             self.job_config.training.steps - self.step,
-            self.packing.pack_masked,
+            self.packing.training_batch,
             self.device,
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
             timedelta(seconds=self.job_config.comm.init_timeout_seconds),
@@ -220,12 +204,12 @@ class Trainer(TrainingEngine):
         ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
         reading on its own rank, and ValueError on the other ranks.
         """
-        # A client may pass an iterator of its own, over (input_dict, labels).
+        # The loop's own iterator has whole steps; a client may pass one over (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:
-            n_batches, pack = self.gradient_accumulation_steps, self.packing.pack_masked
-            step = read_step(data_iterator, n_batches, pack, self._sum_over_ranks)
+            n_batches, to_batch = self.gradient_accumulation_steps, self.packing.training_batch
+            step = read_step(data_iterator, n_batches, to_batch, self._sum_over_ranks)
         if step.error is not None:
             raise step.error
         if step.counts.num_failed:

@@ -30,7 +30,7 @@ def document_ids(n_tokens=TOKENS):
 def masks():
     """Return a model's masks, from which `DocumentMask.of` recovers the value, and bare VarlenMetadata."""
     documents = DocumentMask.of_documents(document_ids())
-    causal = DocumentMask.of_whole_rows(ROWS, TOKENS, torch.device("cpu"))
+    causal = DocumentMask.of_rows(ROWS, TOKENS, torch.device("cpu"))
     return {
         "sdpa": ("sdpa", None),
         "flex causal": ("flex", causal.lower("flex").lowered),

@@ -276,7 +276,7 @@ def _gradient_of_lone_tokens_dropped(q: Tensor, k: Tensor, v: Tensor, ids: Tenso
 
 
 def _flex_with_a_causal_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    mask = DocumentMask.of_whole_rows(*ids.shape, q.device)
+    mask = DocumentMask.of_rows(*ids.shape, q.device)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
@@ -315,7 +315,7 @@ def _second_layer_ignores_the_mask(decoder: nn.Module) -> None:
     forward = attention.forward
 
     def ignoring(x: Tensor, rope: Tensor, attention_masks=None) -> Tensor:
-        return forward(x, rope, DocumentMask.of_whole_rows(*x.shape[:2], x.device))
+        return forward(x, rope, DocumentMask.of_rows(*x.shape[:2], x.device))
 
     attention.forward = ignoring
 

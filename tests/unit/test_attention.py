@@ -191,7 +191,7 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
 
 
 def test_causal_block_mask_has_one_row_for_the_whole_batch():
-    mask = DocumentMask.of_whole_rows(3, 40, torch.device("cpu")).lower("flex").lowered
+    mask = DocumentMask.of_rows(3, 40, torch.device("cpu")).lower("flex").lowered
     assert mask.shape == (1, 1, 40, 40)
     inputs = tensors(3, 40, 2, 2)
     out = FlexAttentionWrapper()(*inputs, block_mask=mask)

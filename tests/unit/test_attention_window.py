@@ -146,7 +146,7 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
 @given(packings(), st.sampled_from([4, 16]), st.sampled_from([1, 3, 16, 50]))
 def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block_size, window):
     n_rows, seq_len = ids.shape
-    whole_rows = DocumentMask.of_whole_rows(n_rows, seq_len, ids.device).with_window(window)
+    whole_rows = DocumentMask.of_rows(n_rows, seq_len, ids.device).with_window(window)
     for documents, mask in (
         (ids, DocumentMask.of_documents(ids).with_window(window)),
         (ids[:1] * 0, whole_rows),

@@ -77,10 +77,15 @@ CORRIDOR = {
 
 def accumulate(batches: list[TokenBatch], engine: Any):
     "What is done."
-    return batches[0].moved(prepare(batches[0]))
+    return batches[0].moved(prepare(batches[0]), Runner().run(batches[0]))
 
 def prepare(batch: "X | TokenBatch"): ...
+
+class Runner:
+    def run(self, batch: TokenBatch): return self.encode(batch)
+    def encode(self, batch: TokenBatch): ...
 """,
+    "elsewhere.py": "def encode(batch: TokenBatch): ...  # not what Runner.run calls",
     "step2.py": "def prepare(batch: TokenBatch): ...\ndef unrelated(batch: TokenBatch): ...\n",
     "batch.py": "class TokenBatch:\n    def moved(self, other: 'X', its: TokenBatch): ...\n",
     "probe.py": "def check(batch: TokenBatch, trainer: Any | None = None): ...\n",

@@ -533,6 +533,9 @@ def test_attention_of_the_flavor_counts_where_the_config_is_silent():
     check_against_spec(JobConfig(), train_spec(model_args=flex))
     config = config_with(model__attn_type="sdpa")
     assert "sdpa" in message_of(check_against_spec, config, train_spec(model_args=flex))
+    unknown = {"debugmodel": ModelArgs(attn_type="flex", attn_mask_type="blok")}
+    message = message_of(check_against_spec, JobConfig(), train_spec(model_args=unknown))
+    assert "position_block_causal, got 'blok'" in message
 
 
 @pytest.mark.parametrize(("degree", "name"), [(3, "n_heads"), (8, "n_kv_heads")])

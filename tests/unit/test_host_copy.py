@@ -123,7 +123,7 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     batch = {"input": TOKENS, **PACKED[source]}
 
     def model_inputs(batch):
-        return step_forward.model_inputs(packing, packing.pack(batch), model, tokenizer)
+        return step_forward.model_inputs(packing, packing.token_batch(batch), model, tokenizer)
 
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"
@@ -158,7 +158,7 @@ def axis(device_type, rank):
 def masks_on(device, n_tokens):
     ids = to_device(document_ids_from_lengths(LENGTHS * (n_tokens // 8), n_tokens), device)
     documents = DocumentMask.of_documents(ids)
-    causal = DocumentMask.of_whole_rows(2, n_tokens, torch.device(device))
+    causal = DocumentMask.of_rows(2, n_tokens, torch.device(device))
     return {
         "none": None,
         "causal": causal.lower("flex"),

@@ -23,7 +23,7 @@ def ignore_mask(trainer, layer: str) -> None:
     forward = attention.forward
 
     def seeing_the_row(x, rope, attention_masks=None):
-        return forward(x, rope, DocumentMask.of_whole_rows(*x.shape[:2], x.device))
+        return forward(x, rope, DocumentMask.of_rows(*x.shape[:2], x.device))
 
     attention.forward = seeing_the_row
 

@@ -149,8 +149,9 @@ def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
     with engine.adapters_off():
         assert torch.equal(logits(engine), logits(plain))
     assert torch.equal(logits(engine), on)
-    with pytest.raises(ValueError, match="model.converters"):
-        plain.adapters_off()
+    for name, arguments in {"adapters_off": (), "save_peft": ("x",), "load_peft": ("x",)}.items():
+        with pytest.raises(ValueError, match=f"^{name} needs a model with.*model.converters"):
+            getattr(plain, name)(*arguments)
     with pytest.raises(ValueError, match="norm.weight trains whole"):
         build(flags=["--lora.also_train=norm"]).adapters_off()
 

@@ -53,7 +53,7 @@ class Model:
 
 def model_inputs(policy, batch, model=None):
     """(other entries, keywords) for the model's forward."""
-    packed = policy.pack(batch, TOKENS + 1)
+    packed = policy.token_batch(batch, TOKENS + 1)
     inputs, labels, entries, keywords = step_forward.model_inputs(
         policy, packed, model or Model(), TOKENIZER
     )
@@ -121,7 +121,7 @@ def test_batch_with_its_own_mask_keeps_its_labels_and_positions():
 
 
 def attended_pairs(policy, batch):
-    return policy.attended_pairs(policy.pack(batch))
+    return policy.attended_pairs(policy.token_batch(batch))
 
 
 def test_attended_pairs_are_the_squares_of_document_lengths():
@@ -204,7 +204,7 @@ def test_restarts_are_no_matter_where_documents_are_kept_apart_by_other_means(ca
 
 def test_missing_positions_name_both_ways_out():
     with pytest.raises(ValueError, match=r"put 'positions' \[B, T\] into it.*'block_causal'"):
-        policy("position_block_causal").pack({"input": TOKENS}, TOKENS)
+        policy("position_block_causal").token_batch({"input": TOKENS}, TOKENS)
 
 
 # ---- rows ----
@@ -261,7 +261,7 @@ def test_what_cannot_be_split_by_rows_is_named(key, value):
 def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
     batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
-    padded = two_ranks.pad(policy().pack(batch))
+    padded = two_ranks.pad(policy().token_batch(batch))
     assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
     assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
 
@@ -269,7 +269,7 @@ def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
 def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_rows():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
     batch = {"input": torch.ones(2, 3).long(), "cu_seqlens": torch.tensor([0, 1, 3, 6])}
-    padded = two_ranks.pad(policy().pack(batch))
+    padded = two_ranks.pad(policy().token_batch(batch))
     assert (padded.document_ids == -1).tolist() == [[False] * 3 + [True]] * 2
     assert "cu_seqlens" not in padded.entries
     assert torch.equal(padded.entries["document_ids"], padded.document_ids)

@@ -42,7 +42,7 @@ def ahead(loader, n_steps=5):
         loader,
         batches_per_step=2,
         n_steps=n_steps,
-        pack=TokenBatch.of,
+        to_batch=TokenBatch.of,
         device=torch.device("cpu"),
         n_duplicates=None,
         timeout=timedelta(seconds=5),
@@ -159,10 +159,10 @@ def test_error_while_packing_is_one_of_the_data():
     steps = ahead(Numbers())
     steps.close()
 
-    def pack(input_dict, labels):
+    def to_batch(input_dict, labels):
         raise ValueError("no positions")
 
-    steps = StepsAhead(Numbers(), 2, 5, pack, torch.device("cpu"), None, timedelta(seconds=5))
+    steps = StepsAhead(Numbers(), 2, 5, to_batch, torch.device("cpu"), None, timedelta(seconds=5))
     assert str(steps.next_step().error) == "no positions"
     steps.close()
 

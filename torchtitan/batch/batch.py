@@ -56,7 +56,7 @@ class TokenBatch:
 
     tokens: [B, T]. labels: [B, T], or None.
     document_ids: [B, T] int32, padding -1; None if documents are not kept apart, or if the batch
-        has masks instead. See `DocumentPolicy.pack`.
+        has masks instead. See `DocumentPolicy.token_batch`.
     entries: the caller's other entries, positions and boundaries of documents among them.
     sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
     """

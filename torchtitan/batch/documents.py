@@ -271,6 +271,8 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
 _seen_together: set[tuple[str, str]] = set()
 _seen_to_disagree: set[tuple[str, str]] = set()
 
+_READINGS = ("continues a document", "begins a document", "is padding")
+
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
     """Return document ids [B, T] by end-of-text tokens; padding, and rows without such a token, keep
@@ -339,6 +341,3 @@ def warn_of_restarts(positions: Tensor) -> None:
             "model.attn_mask_type = 'causal' that token sees the whole row before it; set it to "
             "'position_block_causal', with model.attn_type 'flex' or 'varlen', to keep documents apart"
         )
-
-
-_READINGS = ("continues a document", "begins a document", "is padding")

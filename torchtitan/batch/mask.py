@@ -29,8 +29,8 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-# Hashed by identity. As the mask_mod of its BlockMask it lets `of` read starts and window back; a
-# VarlenMetadata has no such reference.
+# Hashed by identity, because tensors are not compared. A BlockMask refers to its DocumentMask as its
+# mask_mod, from which `of` reads starts and window; a VarlenMetadata refers to nothing.
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
     """A query sees itself and the keys before it in its own document.
@@ -39,15 +39,16 @@ class DocumentMask:
         of its own. None if unknown: for a client's mask, of which only `lowered` is known, and for
         plain causal rows without a kernel's mask.
     window: a query sees itself and the window - 1 tokens before it.
-    whole_rows: every row is one document.
+    rows_are_documents: each row is one document: `starts` are zeros.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
-        (sdpa). On the CPU a BlockMask's mask_mod is a second DocumentMask, with VarlenMetadata here.
+        (sdpa). On the CPU, where flex is computed document by document, the DocumentMask to which the
+        BlockMask refers has the VarlenMetadata.
     part: set if this rank holds only some tokens of the rows.
     """
 
     starts: Tensor | None = None
     window: int | None = None
-    whole_rows: bool = False
+    rows_are_documents: bool = False
     lowered: Any = None
     part: ContextPart | None = None
 
@@ -60,8 +61,7 @@ class DocumentMask:
         if isinstance(mask, cls):
             return mask
         mask_mod = getattr(mask, "mask_mod", None)
-        known = mask_mod if isinstance(mask_mod, cls) else cls()
-        return cls(known.starts, known.window, known.whole_rows, mask)
+        return replace(mask_mod if isinstance(mask_mod, cls) else cls(), lowered=mask)
 
     @classmethod
     def of_documents(
@@ -72,9 +72,9 @@ class DocumentMask:
         return cls(starts)
 
     @classmethod
-    def of_whole_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
+    def of_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
         starts = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
-        return cls(starts.expand(n_rows, -1), whole_rows=True)
+        return cls(starts.expand(n_rows, -1), rows_are_documents=True)
 
     def with_window(self, window: int | None) -> "DocumentMask":
         """Raises ValueError if window < 1."""
@@ -89,17 +89,17 @@ class DocumentMask:
         if size >= self.starts.shape[1]:
             return self
         starts = torch.zeros(self.starts.shape, dtype=torch.int32, device="cpu")
-        if not self.whole_rows:
+        if not self.rows_are_documents:
             starts = on_host(self.starts)
         columns = torch.arange(starts.shape[1], device=starts.device, dtype=torch.int32)
         chunks = columns - (columns - starts) % size
         chunks = to_device(chunks, self.starts.device)
-        return replace(self, starts=chunks, whole_rows=False, lowered=None)
+        return replace(self, starts=chunks, rows_are_documents=False, lowered=None)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return True where a query sees a key: the mask function of flex attention."""
         seen = q_idx >= kv_idx
-        if self.starts is not None and not self.whole_rows:
+        if self.starts is not None and not self.rows_are_documents:
             seen = seen & (kv_idx >= self.starts[b, q_idx])
         if self.window is not None:
             seen = seen & (q_idx - kv_idx < self.window)
@@ -140,13 +140,13 @@ class DocumentMask:
         return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
 
     def block_mask(self, block_size: int = 128) -> Any:
-        """Return the BlockMask of this mask, with one row for all rows if `whole_rows`.
+        """Return the BlockMask of this mask, with one row for all rows if `rows_are_documents`.
 
         It is computed from the boundaries, without evaluating any pair of tokens and without waiting
         for the device.
         """
         assert self.starts is not None
-        starts = self.starts[:1] if self.whole_rows else self.starts
+        starts = self.starts[:1] if self.rows_are_documents else self.starts
         seq_len = starts.shape[1]
         if self.window is not None:
             columns = torch.arange(seq_len, device=starts.device, dtype=starts.dtype)
@@ -188,7 +188,7 @@ class DocumentMask:
     # ---- context parallelism ----
 
     def with_part(self, part: ContextPart | None) -> "DocumentMask":
-        return DocumentMask(self.starts, self.window, self.whole_rows, self.lowered, part)
+        return replace(self, part=part)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
         """Return where documents begin, in one of three forms, or None if that is unknown.
@@ -196,7 +196,7 @@ class DocumentMask:
         int32 [B, T]: the column where each token's document begins. [1, T] of zeros: each row is one
         document. 1-D, from a VarlenMetadata: cumulative lengths through all rows laid end to end.
         """
-        if self.whole_rows or (self.starts is None and self.lowered is None):
+        if self.rows_are_documents or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
         if isinstance(self.lowered, VarlenMetadata):
             return self.lowered.cu_seq_q

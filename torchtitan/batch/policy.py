@@ -1,4 +1,4 @@
-"""A job's choices about the documents that are packed into the rows of its batches.
+"""A job's choices about the documents in the rows of its batches.
 
 Trainer, validator and engine share them: where a document ends, the loss ignores the next token, RoPE
 positions restart, and attention costs the square of each document's length.
@@ -22,7 +22,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.config.job_config import Training
-from torchtitan.config.mask_types import reads_positions
+from torchtitan.config.mask_types import reads_positions, separates_documents
 from torchtitan.tools.host_copy import to_device
 
 
@@ -51,44 +51,45 @@ class DocumentPolicy:
             attn_mask_type,
             getattr(tokenizer, "eos_id", None),
             training.restart_positions,
-            attn_mask_type != "causal" if mask_loss is None else mask_loss,
+            separates_documents(attn_mask_type) if mask_loss is None else mask_loss,
             getattr(model_args, "vocab_size", None),
         )
 
     @property
     def separates_documents(self) -> bool:
         """True if attention stays within documents."""
-        return self.attn_mask_type != "causal"
+        return separates_documents(self.attn_mask_type)
 
-    def pack(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
-        """Convert a dict to a `TokenBatch`, with the ids of the documents that attention keeps apart.
+    def token_batch(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
+        """Return a dict as a `TokenBatch`, with the ids of the documents that attention keeps apart.
 
-        No token moves: documents are laid into rows by the dataset. A batch with attention masks of its
-        own gets no ids. A `TokenBatch` is returned as it is, or with `labels` if they are given.
+        A batch with attention masks of its own gets no ids. A `TokenBatch` is returned as it is, or
+        with `labels` if they are given.
         Raises ValueError for `input` that is not [B, T] or has ids outside the model's vocabulary, and
         for a batch that lacks the source of its documents' boundaries.
         """
         if isinstance(batch, TokenBatch):
             return batch if labels is None else dataclasses.replace(batch, labels=labels)
-        packed = TokenBatch.of(batch, labels)
-        if packed.tokens.dim() == 2:
-            check_ids("the batch's 'input'", packed.tokens, self.vocab_size)
-        if not self.separates_documents or "attention_masks" in batch:
-            return packed
-        return dataclasses.replace(packed, document_ids=self.document_ids(packed))
+        batch = TokenBatch.of(batch, labels)
+        if batch.tokens.dim() == 2:
+            check_ids("the batch's 'input'", batch.tokens, self.vocab_size)
+        if not self.separates_documents or "attention_masks" in batch.entries:
+            return batch
+        return dataclasses.replace(batch, document_ids=self.document_ids(batch))
 
     def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
 
-        Under attn_mask_type "causal" they are read as under "block_causal".
-        Raises ValueError as `pack` does.
+        Under attn_mask_type "causal", where only the loss may need them, they are read as under
+        "block_causal".
+        Raises ValueError as `token_batch` does.
         """
-        packed = batch if isinstance(batch, TokenBatch) else self.pack(batch)
-        if packed.document_ids is not None:
-            return packed.document_ids
+        batch = self.token_batch(batch)
+        if batch.document_ids is not None:
+            return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        ids = read_document_ids(boundaries_on_host(packed.as_dict()), mask_type, self.eos_id)
-        return to_device(ids, packed.tokens.device)
+        ids = read_document_ids(boundaries_on_host(batch.as_dict()), mask_type, self.eos_id)
+        return to_device(ids, batch.tokens.device)
 
     # ---- for the loss and the FLOP count ----
 
@@ -100,7 +101,7 @@ class DocumentPolicy:
         Labels are returned as they are if `training.mask_boundary_loss` is off, and for a batch
         with attention masks of its own. Raises ValueError for labels of another shape.
         """
-        batch = self.pack(batch, labels)
+        batch = self.token_batch(batch, labels)
         batch.check_labels()
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return labels
@@ -111,9 +112,9 @@ class DocumentPolicy:
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
         return labels.masked_fill(ends, IGNORE_INDEX)
 
-    def pack_masked(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:
-        """Convert a dict to a `TokenBatch`, as `pack` does, with the labels of `mask_labels`."""
-        batch = self.pack(batch, labels)
+    def training_batch(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:
+        """Return what `token_batch` returns, with the labels of `mask_labels`."""
+        batch = self.token_batch(batch, labels)
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
     def attended_pairs(self, batch: TokenBatch) -> int:

@@ -4,7 +4,7 @@ The digest covers every frozen parameter, bit for bit, and is the same on every 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,10 +41,11 @@ def base_record(entries: Mapping[str, Any], name: str) -> dict[str, str]:
 class AdapterFiles:
     """Reads and writes a model's adapters in PEFT's format, and knows the base beside them.
 
+    options: None for a model without adapters; `save`, `load` and `off` then raise ValueError.
     adapter, in the methods: translates names to those of Hugging Face's model.
     """
 
-    def __init__(self, model: ModelWrapper, options: LoRA) -> None:
+    def __init__(self, model: ModelWrapper, options: LoRA | None) -> None:
         self._model, self._options = model, options
         self._base_name: str | None = None  # None: initial weights
         self._base_record: dict[str, str] | None = None
@@ -55,7 +56,7 @@ class AdapterFiles:
 
         base_model: the name or folder of the base; None is the one that was loaded.
         """
-        model, options = self._model, self._options
+        model, options = self._model, self._require_options("save_peft")
         model.refresh()
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
@@ -65,21 +66,31 @@ class AdapterFiles:
     @torch.no_grad()
     def load(self, path: str, adapter: BaseStateDictAdapter) -> None:
         """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
-        model = self._model
+        model, _ = self._model, self._require_options("load_peft")
         model.refresh()
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
-    @property
-    def first(self) -> str | None:
-        """The folder of the adapters that training starts from, if any."""
-        return self._options.adapter_path
+    def load_first(
+        self, require_adapter: Callable[[], BaseStateDictAdapter], base: str | None = None
+    ) -> None:
+        """Read the adapters that training starts from, if the job names some.
 
-    def merged(self, dtype: torch.dtype | None) -> dict[str, Any]:
+        base: what the weights were read from, if they were read.
+        """
+        if base is not None:
+            self.set_base(base)
+        if self._options is not None and self._options.adapter_path:
+            self.load(self._options.adapter_path, require_adapter())
+
+    def merged(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the model's entries with adapters merged; see `lora.merged`."""
+        if self._options is None:
+            return self._model.state_dict()
         return merged(self._model.whole(), self._model.model, dtype)
 
     def off(self) -> AbstractContextManager[None]:
         """See `TrainingEngine.adapters_off`."""
+        self._require_options("adapters_off")
         of_adapters = adapter_names(self._model.adapted)
         if changed := [name for name in self._model.trained if name not in of_adapters]:
             raise ValueError(
@@ -88,17 +99,31 @@ class AdapterFiles:
             )
         return adapters_off(self._model.model)
 
+    def _require_options(self, wanted_by: str) -> LoRA:
+        if self._options is None:
+            raise ValueError(
+                f"{wanted_by} needs a model with adapters, and this one has none; build it with "
+                "model.converters = ['lora']"
+            )
+        return self._options
+
     # ---- the base ----
+
+    def are_in(self, path: str) -> bool:
+        """True if a DCP checkpoint holds adapters of this model, and so not their base. Collective."""
+        return self._options is not None and from_rank_zero(lambda: holds_adapters(path))
 
     def set_base(self, name: str | None) -> None:
         """name: what the base was read from; None: initial weights."""
         self._base_name, self._base_record = name, None
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the record of the base that the adapters stand beside. Collective.
+        """Return the record of the base that the adapters stand beside, {} without adapters. Collective.
 
         model: the base's name if it has its initial weights.
         """
+        if self._options is None:
+            return {}
         if self._base_record is None:
             name = self._base_name or f"{model} with initial weights"
             self._base_record = base_record(self._model.frozen(), name)

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.base import AdapterFiles, holds_adapters
+from torchtitan.checkpoint.base import AdapterFiles
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
@@ -116,7 +116,8 @@ class CheckpointManager:
         self.enable_ft_dataloader_checkpoints = False
         self.states = states
         self.states[MODEL] = ModelWrapper(model_parts, has_adapters=lora is not None)
-        self._adapters = lora and AdapterFiles(self.states[MODEL], lora)
+        self.adapters = AdapterFiles(self.states[MODEL], lora)
+        self.has_adapters = lora is not None
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
@@ -208,7 +209,7 @@ class CheckpointManager:
             self.states[MODEL].refresh()
             to_hf = last_step and self.last_save_in_hf
             if has_weights_only:
-                weights = self._merged() if to_hf else self.states[MODEL].state_dict()
+                weights = self.adapters.merged() if to_hf else self.states[MODEL].state_dict()
                 states = cast_weights(weights, self.export_dtype)
             else:
                 states = with_model_on_top(self.states)
@@ -231,45 +232,23 @@ class CheckpointManager:
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
         """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
 
-        Adapters are merged into their weights.
-
-        Retention never removes the folder, because it is not a step. Raises RunError on failure.
+        Adapters are merged into their weights. Retention never removes the folder, because it is not
+        a step. Raises RunError on failure.
         """
         self._saver.wait(self.folder)
         self.states[MODEL].refresh()
-        states, adapter = self._merged(dtype), self.require_adapter()
+        states, adapter = self.adapters.merged(dtype), self.require_adapter()
         what = f"The Hugging Face files in {path} could not be written"
         with self._saver.one_error(what, path, self.folder):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
-    def _merged(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Return the model's entries with adapters merged; see `lora.merged`."""
-        return (
-            self.states[MODEL].state_dict()
-            if self._adapters is None
-            else self._adapters.merged(dtype)
-        )
-
     def save_peft(self, path: str, base_model: str | None = None) -> None:
         """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters("save_peft").save(path, self.require_adapter(), base_model)
+        self.adapters.save(path, self.require_adapter(), base_model)
 
     def load_peft(self, path: str) -> None:
         """See `AdapterFiles.load`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters("load_peft").load(path, self.require_adapter())
-
-    @property
-    def has_adapters(self) -> bool:
-        return self._adapters is not None
-
-    def adapters(self, wanted_by: str) -> AdapterFiles:
-        """Return the files of the model's adapters. Raises ValueError if it has none."""
-        if self._adapters is None:
-            raise ValueError(
-                f"{wanted_by} needs a model with adapters, and this one has none; build it with "
-                "model.converters = ['lora']"
-            )
-        return self._adapters
+        self.adapters.load(path, self.require_adapter())
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until pinned copies are complete. Call it before the optimizer changes the weights.
@@ -295,9 +274,7 @@ class CheckpointManager:
                 adapter = self.require_adapter()
                 save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
             else:
-                record = self.run_record | (
-                    self._adapters.own_base(self.model_description) if self._adapters else {}
-                )
+                record = self.run_record | self.adapters.own_base(self.model_description)
                 result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
         if enable_garbage_collection:
             GarbageCollection.collect("after saving a checkpoint")
@@ -333,7 +310,7 @@ class CheckpointManager:
         if path is not None and step != -1:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
         if path is None and not self.enable:
-            self._load_first_adapters()
+            self.adapters.load_first(self.require_adapter)
             return False
         wanted = without_excluded(self.states, self.exclude_from_loading)
         self._saver.wait(self.folder)
@@ -342,32 +319,27 @@ class CheckpointManager:
         initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
         if path is None:
             source = self._selection.for_run(
-                *(self.folder, step, verify, initial, self.require_adapter),
-                reads_initial_too=self._adapters is not None,
+                self.folder, step, verify, initial, self.require_adapter, self.has_adapters
             )
         else:
             self._retention.leave_alone(path)
             source = at_path(os.fspath(path), verify, model_only, quantized)
         if source is None:
             logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
-            self._load_first_adapters()
+            self.adapters.load_first(self.require_adapter)
             return False
         weights_only = source.model_only or model_only
         wanted = {MODEL: self.states[MODEL]} if weights_only else wanted
-        if (
-            self._adapters is None
-            or source.from_hf
-            or not from_rank_zero(lambda: holds_adapters(source.path))
-        ):
+        if source.from_hf or not self.adapters.are_in(source.path):
             self._read(source, wanted, self.states[MODEL].base())
-            self._load_first_adapters(base=source.path)
+            self.adapters.load_first(self.require_adapter, base=source.path)
             return True
         if path is None:
             base = initial_source(initial, self.require_adapter, verify)
             if base is not None:
                 self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
-                self._adapters.set_base(base.path)
-        self._adapters.check_same_base(source.path, self.model_description)
+                self.adapters.set_base(base.path)
+        self.adapters.check_same_base(source.path, self.model_description)
         self._read(source, wanted, self.states[MODEL].state_dict())
         return True
 
@@ -390,14 +362,6 @@ class CheckpointManager:
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
-
-    def _load_first_adapters(self, base: str | None = None) -> None:
-        """Read the adapters that training starts from. base: what the weights were read from."""
-        if self._adapters is not None:
-            if base is not None:
-                self._adapters.set_base(base)
-            if self._adapters.first:
-                self.load_peft(self._adapters.first)
 
     @torch.no_grad()
     def dcp_load(
@@ -457,14 +421,6 @@ class CheckpointManager:
         """See `Retention.claim`; does nothing if this manager never saves on its own."""
         if self.enable and not self.load_only:
             self._retention.claim(self.folder, self.keep_latest_k, self.states[MODEL].model)
-
-    def saves_where(self, other: "CheckpointManager") -> bool:
-        """True if both managers write step folders, and to the same place."""
-        return (
-            self is not other
-            and all(manager.enable and not manager.load_only for manager in (self, other))
-            and os.path.realpath(self.folder) == os.path.realpath(other.folder)
-        )
 
 
 def _refuse_forbidden_save(load_only: bool, has_folder: bool) -> None:

@@ -56,7 +56,7 @@ class Step:
 def read_step(
     iterator: Iterator[tuple[Batch, Tensor]],
     num_batches: int,
-    pack: Callable[[Batch, Tensor], TokenBatch],
+    to_batch: Callable[[Batch, Tensor], TokenBatch],
     sum_over_ranks: Callable[[StepCounts], StepCounts],
 ) -> Step:
     """Read the batches of a step and count their tokens; an error of reading is in the step.
@@ -67,7 +67,7 @@ def read_step(
     try:
         for _ in range(num_batches):
             item = next(iterator)
-            batch = pack(*item)
+            batch = to_batch(*item)
             step.num_valid_on_this_rank += batch.num_valid
             step.items.append(item)
             step.batches.append(batch)
@@ -86,7 +86,7 @@ class StepsAhead:
     Its state is the dataloader's position, if it has one, after the last step that was taken.
 
     batches_per_step, n_steps: nothing is read beyond these.
-    pack: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
+    to_batch: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
     device: the dataloader pins memory for it.
     n_duplicates: the number of ranks that read the same data; None if there is only one data-parallel
         group, so that nothing is summed. Otherwise counts are summed over ranks in host memory, by a
@@ -98,14 +98,14 @@ class StepsAhead:
         dataloader: Iterable[tuple[Batch, Tensor]],
         batches_per_step: int,
         n_steps: int,
-        pack: Callable[[Batch, Tensor], TokenBatch],
+        to_batch: Callable[[Batch, Tensor], TokenBatch],
         device: torch.device,
         n_duplicates: int | None,
         timeout: timedelta,
     ) -> None:
         self._dataloader = dataloader
         self._batches_per_step, self._n_unread = batches_per_step, n_steps
-        self._pack = pack
+        self._to_batch = to_batch
         self._device = device
         self._n_duplicates = n_duplicates
         self._group = None
@@ -173,7 +173,7 @@ class StepsAhead:
         while self._wanted.get():
             try:
                 step = read_step(
-                    self._iterator, self._batches_per_step, self._pack, self._sum_over_ranks
+                    self._iterator, self._batches_per_step, self._to_batch, self._sum_over_ranks
                 )
                 if step.counts.is_whole:
                     step.position = self._read_position()

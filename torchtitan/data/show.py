@@ -100,7 +100,7 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
             dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config
         )
         for input_dict, labels in loader:
-            yield policy.pack_masked(input_dict, labels)
+            yield policy.training_batch(input_dict, labels)
 
     return batches(), policy, tokenizer
 
@@ -113,7 +113,7 @@ def describe_row(
     marks: tuple[str, str],
     name: str,
 ) -> Iterator[str]:
-    """Yield the lines about one row of a batch that `policy.pack_masked` returned.
+    """Yield the lines about one row of a batch that `policy.training_batch` returned.
 
     marks: written before and behind each run of tokens that are labels.
     """

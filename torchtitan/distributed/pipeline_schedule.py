@@ -87,6 +87,9 @@ class PipelineSchedule:
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
+        They are reduced over data-parallel ranks once, after the last microbatch of the call: by FSDP,
+        or over `replicas`.
+
         Either takes lists, where entry i of each list belongs to microbatch i:
 
             step(arg_mbs=[(inputs,), ...], kwarg_mbs=[{...}, ...], target_mbs=[...], losses=[])

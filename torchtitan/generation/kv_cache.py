@@ -105,7 +105,7 @@ class CachedForward:
         self.kernels = [CachedAttention(max_length) for _ in layers]
         self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
-        row = DocumentMask.of_whole_rows(1, max_length, self._device)
+        row = DocumentMask.of_rows(1, max_length, self._device)
         self._masks = parts[0].layer_masks(row)
         self._output = parts[-1].output
 

@@ -36,7 +36,7 @@ class IsolationProbe:
     forward: batch -> logits [B, T, V], without gradients, or None on a pipeline rank without the
         last stage. All ranks call it together.
     models: the model, or this rank's parts of it; their blocks are in `layers`.
-    packing: how documents are kept apart; under a plain causal mask each row is one document. Its
+    policy: how documents are kept apart; under a plain causal mask each row is one document. Its
         end-of-text token is never exchanged, because it may be a boundary.
     seed: with the step, it decides which token is exchanged.
     pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
@@ -44,20 +44,20 @@ class IsolationProbe:
 
     forward: Callable[[TokenBatch], Tensor | None]
     models: Sequence[nn.Module]
-    packing: DocumentPolicy
+    policy: DocumentPolicy
     vocab_size: int
     seed: int
     device: torch.device
     pipeline_group: torch.distributed.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if not self.packing.separates_documents:
+        if not self.policy.separates_documents:
             logger.info(
                 "attention is plain causal (attn_type %r, attn_mask_type %r), so documents of a row see "
                 "each other: the isolation probe checks only that other rows and later tokens are not "
                 "seen",
-                self.packing.attn_type,
-                self.packing.attn_mask_type,
+                self.policy.attn_type,
+                self.policy.attn_mask_type,
             )
 
     def check(self, step: int, batch: Batch | TokenBatch) -> None:
@@ -66,7 +66,7 @@ class IsolationProbe:
         Random states stay as they are. Raises RuntimeError on every rank if a rank finds a leak;
         that rank's message names layer, row, documents and tokens.
         """
-        batch = self.packing.pack(batch)
+        batch = self.policy.token_batch(batch)
         if "attention_masks" in batch.entries:
             warn_once(logger, "isolation is not checked, because the batch has its own masks")
             return
@@ -109,8 +109,8 @@ class IsolationProbe:
     ) -> tuple[int, int] | None:
         """Return (row, column), the same on every rank with this batch; None if all is padding."""
         usable = document_ids != PADDING
-        if self.packing.eos_id is not None:
-            usable &= tokens != self.packing.eos_id
+        if self.policy.eos_id is not None:
+            usable &= tokens != self.policy.eos_id
         # A later document may see the token through a bad mask, so prefer a token that is followed
         # by one; else a token that has earlier tokens in its row.
         has_document_behind = starts < starts[:, -1:]
@@ -128,7 +128,7 @@ class IsolationProbe:
             return batch
         tokens = batch.tokens.clone()
         new = (tokens[place] + 1) % self.vocab_size
-        tokens[place] = (new + 1) % self.vocab_size if new == self.packing.eos_id else new
+        tokens[place] = (new + 1) % self.vocab_size if new == self.policy.eos_id else new
         return dataclasses.replace(batch, tokens=tokens)
 
     # ---- what moved ----
@@ -212,7 +212,7 @@ class IsolationProbe:
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
             f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
             f"{describe(*seen_at)}; {first_layer}. {by_rounding}Look at the layers' mask "
-            f"(attn_type {self.packing.attn_type!r}, attn_mask_type "
-            f"{self.packing.attn_mask_type!r}), or turn the check off with "
+            f"(attn_type {self.policy.attn_type!r}, attn_mask_type "
+            f"{self.policy.attn_mask_type!r}), or turn the check off with "
             "debug.check_document_isolation_freq = 0"
         )

@@ -100,12 +100,12 @@ class Validator(BaseValidator):
         model that takes masks. Under context parallelism all hold this rank's tokens, [B, T/cp].
         A subclass may override it, and then gets the batch as a dict.
         """
-        packing = self._packing(model_parts)
+        policy = self._policy(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
-        batch = packing.pack(input_dict, labels)
-        return model_inputs(packing, batch, model_parts[0], self.tokenizer, sharding)
+        batch = policy.token_batch(input_dict, labels)
+        return model_inputs(policy, batch, model_parts[0], self.tokenizer, sharding)
 
-    def _packing(self, model_parts: list[nn.Module]) -> DocumentPolicy:
+    def _policy(self, model_parts: list[nn.Module]) -> DocumentPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
         return DocumentPolicy.of(self.job_config.training, model_args, self.tokenizer)
 
@@ -128,7 +128,7 @@ class Validator(BaseValidator):
             self.maybe_enable_amp,
             sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
             schedule=self.pp_schedule,
-            has_last_stage=self.pp_has_last_stage is not False,
+            has_outputs=self.pp_has_last_stage is not False,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):
             losses, token_counts = [], []
@@ -192,8 +192,8 @@ class Validator(BaseValidator):
 
         All ranks of a pipeline return the same.
         """
-        packing = self._packing(runner.model_parts)
-        batches = [packing.pack_masked(input_dict, labels)]
+        policy = self._policy(runner.model_parts)
+        batches = [policy.training_batch(input_dict, labels)]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)

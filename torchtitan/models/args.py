@@ -15,9 +15,7 @@ from torchtitan.tools.logging import logger
 class DecoderArgs(BaseModelArgs):
     """The args of every family, which the decoder reads.
 
-    attn_type: "sdpa", "flex" or "varlen". attn_mask_type: "causal", "block_causal" (documents
-        end with the end-of-text token) or "position_block_causal" (a document begins
-        wherever positions do not go up by one).
+    attn_type: "sdpa", "flex" or "varlen". attn_mask_type: see `config.mask_types`.
     depth_init: scale the initial weights of residual branches by the depth of their layer instead
         of by the depth of the model.
     value_head: the model returns one value per token. It has no output weight to tie, so this turns

@@ -33,7 +33,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask, Masks, map_masks, positions_of_rank, shards_of
-from torchtitan.config.mask_types import check_mask_type
+from torchtitan.config.mask_types import check_kernel, separates_documents
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
@@ -253,13 +253,7 @@ class Decoder(ModelProtocol):
 
     def __init__(self, model_args: DecoderArgs):
         super().__init__(model_args)
-        check_mask_type(model_args.attn_mask_type)
-        if model_args.attn_type == "sdpa" and model_args.attn_mask_type != "causal":
-            raise ValueError(
-                f"attn_type 'sdpa' cannot keep documents apart, got attn_mask_type "
-                f"{model_args.attn_mask_type!r}; set model.attn_type to 'flex' or 'varlen', or "
-                "model.attn_mask_type to 'causal'"
-            )
+        check_kernel(model_args.attn_type, model_args.attn_mask_type)
         self.model_args = model_args
         self.vocab_size = model_args.vocab_size
         self.n_layers = model_args.n_layers
@@ -399,13 +393,13 @@ class Decoder(ModelProtocol):
         args = self.model_args
         if args.attn_type == "sdpa":
             raise TypeError("attn_type 'sdpa' takes no attention masks; use 'flex' or 'varlen'")
-        if args.attn_mask_type == "causal":
+        if not separates_documents(args.attn_mask_type):
             if args.attn_type == "varlen":
                 raise ValueError(
                     "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
                     "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
                 )
-            documents = DocumentMask.of_whole_rows(*input_batch.shape, input_batch.device)
+            documents = DocumentMask.of_rows(*input_batch.shape, input_batch.device)
         else:
             batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
             eos_id = getattr(tokenizer, "eos_id", None)

@@ -1,8 +1,9 @@
 """Forwards and backwards of one step, in the order of events: check, prepare, run, add up.
 
 `forward` and `forward_backward` are what `TrainingEngine.forward_step` and `forward_backward_step`
-do. They check the caller's batches, make a `Microbatch` of each (`Runner.prepare`), call the model on
-it, locally or through a pipeline schedule (`Runner.run`), and add up the losses.
+do. They check the caller's batches, and under a pipeline `forward_backward` splits a single batch by
+rows. They make a `Microbatch` of each (`Runner.prepare`), call the model on it, locally or through a
+pipeline schedule (`Runner.run`), and add up the losses.
 
 B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 """
@@ -86,8 +87,7 @@ class Microbatch:
     join: turns outputs for this rank's tokens into outputs for whole rows; collective.
     is_filler: this rank runs it only because other ranks have more microbatches.
     reduces_gradients: True for the last microbatch of a call; gradients of the earlier ones may wait
-        and be reduced with it. Ignored under a pipeline: the schedule reduces after the last microbatch
-        of each call.
+        and be reduced with it. Ignored under a pipeline, see `PipelineSchedule.step`.
     """
 
     inputs: Tensor
@@ -132,8 +132,10 @@ def forward(
     runner = engine.runner
     check_head(runner, head)
     has_head = head is not None
-    batches, is_single = read_batches(engine.packing, microbatches, labels, has_head, has_head)
-    # One batch is one batch on every rank: no rank needs a filler, and the ranks need not ask.
+    batches, is_single = read_batches(
+        engine.packing, microbatches, labels, needs_labels=has_head, are_tokens=has_head
+    )
+    # A call with a single batch has one on every rank, and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
     def output_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -189,17 +191,18 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
-    # One batch is one batch on every rank, so that no rank needs fillers. A pipeline may split it into
-    # unequal numbers of microbatches, which matters if FSDP gathers weights for each of them.
+    # A call with a single batch has one on every rank, and needs no fillers. But a pipeline may have
+    # split it into other numbers of microbatches on other data-parallel ranks. That matters only if
+    # FSDP gathers weights for each microbatch.
     gathers_each = config.parallelism.fsdp_reshard_after_forward == "always"
     is_equal = is_single and not (runner.schedule is not None and gathers_each)
     n_fillers = num_fillers(len(batches), None if is_equal else runner.dp_group, runner.device)
     if config.optimizer.early_step_in_backward:
         update.prepare_early_step(len(batches) + n_fillers())
 
-    # With whole rows, all ranks that share the rows compute the same loss.
-    is_joined = whole_rows and runner.sharding is not None
-    is_default = loss_fn is None and head is None and not is_joined
+    # All ranks that share the rows then compute the same loss.
+    joins_rows = whole_rows and runner.sharding is not None
+    is_default = loss_fn is None and head is None and not joins_rows
     # Functions of the caller may fail. Under a pipeline a caller may give them on the last stage's
     # ranks only, so every rank has to expect them.
     has_functions = not (loss_fn is None and head is None) or runner.schedule is not None
@@ -208,7 +211,7 @@ def forward_backward(
         model_head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
 
     def loss_of(outputs: Any, microbatch: Microbatch) -> Tensor:
-        if is_joined:
+        if joins_rows:
             outputs = microbatch.join(whole_tensor(outputs))
         elif loss_fn is not None:
             outputs = whole_tensor(outputs)
@@ -219,7 +222,8 @@ def forward_backward(
                 return outputs if is_default else -outputs.logprobs.sum()
             returned = loss_fn(outputs, microbatch.labels, microbatch.batch)
             if collected is not None:
-                join = Microbatch.join if is_joined else microbatch.join
+                # The default of `join` changes nothing: these outputs are joined already.
+                join = Microbatch.join if joins_rows else microbatch.join
                 returned = collected.take(returned, join)
             return scalar_loss(returned)
 
@@ -241,7 +245,7 @@ def forward_backward(
             stacked = torch.stack(losses)
             update.losses.add(stacked, [batch.sample_ids for batch in batches])
             loss = stacked.sum(dtype=torch.float32)
-            if is_joined:
+            if joins_rows:
                 loss /= runner.sharding.mesh.size()
         if runner.schedule is not None:
             # Only the rank of the last stage has the loss, and all ranks log it.
@@ -250,9 +254,9 @@ def forward_backward(
             runner.watch.raise_failures(waits=has_functions and not runner.backward_orders_ranks)
         if collected is None:
             return loss
-        num_copies = runner.sharding.mesh.size() if is_joined else 1
+        num_copies = runner.sharding.mesh.size() if joins_rows else 1
         return collected.reduced(
-            loss, num_copies, engine.loss_group, runner.schedule, runner.has_last_stage
+            loss, num_copies, engine.loss_group, runner.schedule, runner.has_outputs
         )
 
 
@@ -261,7 +265,9 @@ def prepare(engine: Engine, batch: Batch, labels: Tensor | None, head: Head | No
     check_own_forward(engine.runner, "prepare")
     check_head(engine.runner, head)
     has_head = head is not None
-    (checked,), _ = read_batches(engine.packing, batch, labels, has_head, has_head)
+    (checked,), _ = read_batches(
+        engine.packing, batch, labels, needs_labels=has_head, are_tokens=has_head
+    )
     return engine.runner.prepare(checked, head)
 
 
@@ -304,7 +310,7 @@ def read_batches(
     for batch, own in zip(given, labels, strict=True):
         if own is None and isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
             own = batch["labels"]
-        batches.append(policy.pack(batch, own))
+        batches.append(policy.token_batch(batch, own))
     for batch in batches if needs_labels else ():
         if batch.labels is None:
             raise ValueError(
@@ -400,9 +406,9 @@ def model_inputs(
         padding_mask = entries.pop("attention_masks")
         masks["attention_masks"] = model.get_padding_masks(padding_mask)
     elif policy.attn_type != "sdpa" and "attention_masks" not in entries:
-        # A client's model may override get_attention_masks, as in torchtitan 0.2.x: it takes a dict of
-        # the batch's entries, and returns a kernel's mask. So the ids go back into a dict, the model's
-        # own `DocumentMask` leaves it in the kernel's form, and `Decoder.forward` wraps it again.
+        # Clients' models override get_attention_masks, as in torchtitan 0.2.x: it takes a dict of the
+        # batch's entries, and returns the mask in the kernel's form. Therefore the ids go back into a
+        # dict here, and `Decoder.forward` makes a `DocumentMask` of the kernel's form.
         for_masks = dict(entries)
         if batch.document_ids is not None:
             # The ids are known already: leave out all other sources, so that read_document_ids does
@@ -441,12 +447,13 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline.
     device: where batches are copied to, and where the model is.
-    process: returns the model's inputs of a batch that is on the device. An engine's is
-        `TrainingEngine.model_inputs`, which a client may override as `post_dataloading_process`.
+    model_inputs: returns the model's inputs of a batch that is on the device. An engine's is
+        `TrainingEngine.model_inputs`: clients of 0.2.x override `post_dataloading_process`, which it
+        calls and which otherwise calls `model_inputs` of this module.
     train_context, amp: contexts around every forward; train_context is around backward, too.
     sharding: cuts rows for the context-parallel ranks; None without context parallelism.
     schedule: the pipeline's schedule; None without pipeline parallelism.
-    has_last_stage: this rank gets the model's outputs.
+    has_outputs: this rank gets the model's outputs: not on a pipeline's earlier stages.
     has_value_head: outputs are values [B, T, 1], and the model takes no head.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
@@ -463,12 +470,12 @@ class Runner:
 
     model_parts: list[nn.Module]
     device: torch.device
-    process: Callable[[TokenBatch], ModelInputs]
+    model_inputs: Callable[[TokenBatch], ModelInputs]
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None
     schedule: "PipelineSchedule | None" = None
-    has_last_stage: bool = True
+    has_outputs: bool = True
     has_value_head: bool = False
     defers_reduction: bool = False
     has_replicas: bool = False
@@ -493,33 +500,33 @@ class Runner:
         if self.sharding is not None:
             batch = self.sharding.pad(batch)
         batch = batch.to(self.device)
-        inputs, labels, extra_inputs, extra_kwargs = self.process(batch)
+        inputs, labels, extra_inputs, extra_kwargs = self.model_inputs(batch)
         kwargs = extra_inputs | extra_kwargs
         names, takes_any = keywords_of(self.model_parts[0].forward)
         if not takes_any:
             kwargs = {key: value for key, value in kwargs.items() if key in names}
         join: dict[str, Any] = {}
         if self.sharding is None:
-            own = batch.as_dict()
+            entries = batch.as_dict()
         else:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.shape[1]
-            entries = dataclasses.replace(batch, labels=None, document_ids=None)
-            own = shard_batch(entries, shards).as_dict()
+            unlabeled = dataclasses.replace(batch, labels=None, document_ids=None)
+            entries = shard_batch(unlabeled, shards).as_dict()
             join["join"] = functools.partial(
                 join_outputs, shards=shards, n_tokens=n_tokens, seq_len=whole.tokens.shape[1]
             )
         keeps_rows = whole_rows and self.sharding is not None
         if head is not None:
             if reads_batch := getattr(head, "with_batch", None):
-                head = reads_batch(own)
+                head = reads_batch(entries)
             kwargs["head"] = functools.partial(head, labels=labels)
             # The ranks join their outputs, so none of them may go without.
             if not keeps_rows:
                 kwargs["head"] = functools.partial(self._attempt_head, kwargs["head"])
         if keeps_rows:
             whole = whole.to(self.device)
-            labels, own = whole.labels, whole.as_dict()
-        return Microbatch(inputs, kwargs, labels, own, **join)
+            labels, entries = whole.labels, whole.as_dict()
+        return Microbatch(inputs, kwargs, labels, entries, **join)
 
     def _attempt_head(
         self,
@@ -606,7 +613,7 @@ class Runner:
 
     def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
         (model,) = self.model_parts
-        with self._counting(microbatch), self._reducing(microbatch), self.train_context():
+        with self._uncounted(microbatch), self._deferring(microbatch), self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
@@ -636,17 +643,16 @@ class Runner:
             "return_outputs": False,
         }
         if microbatches:
-            # Sends between two ranks are not counted, so a failure in here cannot be shown to be the
-            # same on all ranks: the flag then stays False, and the engine is lost.
+            # A failure in here leaves this False, and the engine is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 if backward:
-                    counting = [functools.partial(self._counting, mb) for mb in microbatches]
-                    self.schedule.step(**inputs, context_mbs=counting)
+                    contexts = [functools.partial(self._uncounted, mb) for mb in microbatches]
+                    self.schedule.step(**inputs, context_mbs=contexts)
                 else:
                     self.schedule.eval(**inputs)
             self.watch.counts_collectives = True
-        if not self.has_last_stage:
+        if not self.has_outputs:
             return None
         outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
         return [loss.detach() for loss in outputs] if backward else outputs
@@ -677,7 +683,7 @@ class Runner:
 
     # ---- around a microbatch ----
 
-    def _counting(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+    def _uncounted(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Return a context in which experts do not count tokens, if the microbatch is a filler."""
         if microbatch.is_filler:
             return without_counting(self.model_parts)
@@ -685,10 +691,8 @@ class Runner:
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last ones before the optimizer step.
-
-        Ignored under a pipeline: the schedule reduces after the last microbatch of each call.
-        """
+        """A context for calls that are not the last ones before the optimizer step; their gradients
+        may wait. Ignored under a pipeline, see `PipelineSchedule.step`."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
@@ -696,8 +700,8 @@ class Runner:
             self.more_follow = before
 
     @contextlib.contextmanager
-    def _reducing(self, microbatch: Microbatch) -> Iterator[None]:
-        """Have the gradients inside reduced with a later microbatch's, if the job wants it."""
+    def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
+        """Have the gradients computed inside reduced with a later microbatch's, if the job wants it."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits, and only in
         # the trainer's own loop.

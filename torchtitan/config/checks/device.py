@@ -1,4 +1,4 @@
-"""Limits of the device's kernels and compiler, checked once the model and the mesh are known."""
+"""Limits of the device: its memory, kernels and compiler, once the model and the mesh are known."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -57,4 +57,27 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
         yield (
             f"{setting} needs 16-bit numbers on an accelerator, because its attention kernel takes "
             f"no other type, got {key} = {dtype!r}; set {key} to 'bfloat16', or {remedy}"
+        )
+
+
+def batch_memory(
+    job_config: JobConfig, parallel_dims: Any, model_args: Any, memory: int
+) -> Iterator[str]:
+    """One hidden state must fit; checked before minutes are spent on reading the batch.
+
+    memory: of one device in bytes, 0 if unknown.
+    """
+    training = job_config.training
+    rows = training.local_batch_size
+    if parallel_dims.pp_enabled:
+        rows = job_config.parallelism.pipeline_parallel_microbatch_size
+    ranks = parallel_dims.cp * parallel_dims.tp
+    # One hidden state between two layers, in bf16.
+    needed = rows * training.seq_len * getattr(model_args, "dim", 0) * 2 / ranks
+    if memory and needed > memory:
+        yield (
+            f"training.local_batch_size = {training.local_batch_size} rows of training.seq_len = "
+            f"{training.seq_len} cannot fit: one hidden state of the model takes "
+            f"{needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; lower "
+            f"local_batch_size (gradients accumulate to training.global_batch_size)"
         )

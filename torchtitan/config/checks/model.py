@@ -9,9 +9,11 @@ from torchtitan.config.checks.common import (
     guess,
     has_experts,
     has_value_head,
+    problem_in,
 )
 from torchtitan.config.checks.values import hf_conversion
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.mask_types import check_kernel
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
@@ -45,12 +47,7 @@ def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 
 def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
-    if attn_type_of(job_config, model_args) == "sdpa" and mask_type != "causal":
-        yield (
-            f"model.attn_type = 'sdpa' cannot keep documents apart, got model.attn_mask_type = "
-            f"{mask_type!r} with flavor {job_config.model.flavor!r}; set "
-            f"model.attn_type to 'flex' or 'varlen', or model.attn_mask_type to 'causal'"
-        )
+    yield from problem_in(check_kernel, attn_type_of(job_config, model_args), mask_type)
 
 
 def value_head(
