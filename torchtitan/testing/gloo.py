@@ -161,8 +161,8 @@ def _rank_main(
             )
         fn, args = pickle.loads(call)
         result = fn(*args)
-        if group_timeout is not None and dist.is_initialized():
-            # A rank that leaves early would cut its connections to ranks that still work.
+        if dist.is_initialized():
+            # A rank that leaves early would cut its connections to ranks that still work or connect.
             dist.barrier()
         message = pickle.dumps(("result", result))
     except BaseException as error:
