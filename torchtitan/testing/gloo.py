@@ -69,7 +69,7 @@ def run_ranks(
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 
     init_process_group: give each rank a gloo process group, and destroy it afterwards. If False,
-        `fn` makes its own group.
+        `fn` makes its own group, and must not return before all ranks are connected.
     on_accelerators: give each rank its own accelerator, and a process group with its backend (NCCL
         for CUDA), and gloo for tensors on the host; results must be on the host.
 
@@ -161,8 +161,8 @@ def _rank_main(
             )
         fn, args = pickle.loads(call)
         result = fn(*args)
-        if dist.is_initialized():
-            # A rank that leaves early would cut its connections to ranks that still work or connect.
+        if group_timeout is not None and dist.is_initialized():
+            # A rank that leaves early would cut its connections to ranks that still work.
             dist.barrier()
         message = pickle.dumps(("result", result))
     except BaseException as error:
