@@ -13,6 +13,8 @@ from torchtitan.testing import gloo
 from torchtitan.tools import host, utils
 from torchtitan.tools.logging import logger
 
+gc.disable()  # until all tests are collected: nearly all that imports make stays
+
 # An example that takes long on a busy machine is not a failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -85,6 +87,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Exclude the objects that exist before the first test from every later garbage collection."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -5,7 +5,6 @@ Names of the reference are there, and say so if they cannot work.
 
 import importlib
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import torchtitan.rl
+from tests.torch_alone import run_with_torch_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,7 @@ def test_star_imports_do_not_depend_on_what_is_loaded():
         wanted |= {"QuantizationConverter", "MXFP8_GROUP_ALIGNMENT_SIZE"}
         assert wanted <= names[0], wanted - names[0]
     """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_with_torch_alone(code)
 
 
 # The reference's paths of modules that live elsewhere here.

@@ -26,6 +26,7 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
         [
             f"--job.dump_folder={dump_folder}",
             "--model.flavor=debugmodel",
+            "--model.args=dim=64, n_layers=2, n_heads=4",
             "--model.attn_type=varlen",
             "--model.attn_mask_type=position_block_causal",
             "--training.seq_len=128",

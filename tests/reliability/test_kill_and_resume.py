@@ -75,14 +75,10 @@ def kill_after_step(dump_folder: Path, extra: list[str], step: int) -> None:
     assert outcome.exit_codes == [-signal.SIGKILL], "the run ended before it could be killed"
 
 
+@pytest.mark.slow  # kill_anywhere has all three in CI
 @pytest.mark.parametrize(
     "extra",
-    [
-        # kill_anywhere has synchronous and asynchronous saves in CI
-        pytest.param([], marks=pytest.mark.slow),
-        pytest.param(["--checkpoint.async_mode=async"], marks=pytest.mark.slow),
-        ["--training.dataloader.num_workers=2"],
-    ],
+    [[], ["--checkpoint.async_mode=async"], ["--training.dataloader.num_workers=2"]],
     ids=["sync", "async", "two data workers"],
 )
 def test_killed_run_resumes_with_bitwise_equal_losses(extra, tmp_path):

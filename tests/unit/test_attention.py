@@ -4,15 +4,13 @@ Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, 
 are good to a few 1e-6.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.batch import documents as documents_module
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
@@ -538,10 +536,7 @@ def test_importing_the_protocols_loads_no_kernel():
         " 'torch.nn.attention.varlen', 'torch.distributed.tensor')\n"
         "print([m for m in heavy if m in set(sys.modules) - before])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert out.stdout.strip() == "[]"
+    assert run_with_torch_alone(code).strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """The shared decoder through llama3: sizes, names, initial weights, masks, compile."""
 
 import copy
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
@@ -355,10 +354,7 @@ def test_sdpa_forward_and_backward_load_no_compiler():
         "model(torch.ones(1, 8, dtype=torch.long)).sum().backward()\n"
         "import sys; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert out.stdout.strip() == "[]"
+    assert run_with_torch_alone(code).strip() == "[]"
 
 
 def test_rope_scaling_can_be_left_out():

@@ -1,13 +1,11 @@
 """The cost of imports, and their direction."""
 
 import functools
-import json
-import subprocess
-import sys
 
 import pytest
 
 from scripts import architecture
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.models import _supported_models
 
 HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
@@ -23,31 +21,13 @@ OF_FAMILIES = {
     family: f"import torchtitan.models.{family} as f; f.get_train_spec()"
     for family in sorted(_supported_models)
 }
-PROBE = """
-import json, os, sys
-import torch
-
-before = set(sys.modules)
-for statement in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        exec(statement)
-        print(json.dumps([statement, sorted(set(sys.modules) - before)]), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
 
 
 @functools.cache
-def loaded_modules() -> dict[str, set[str]]:
-    """Return statement -> names of the modules that it loads after `import torch`.
-
-    Each runs in a fork of a process that has imported only torch.
-    """
-    command = [sys.executable, "-c", PROBE, *STATEMENTS, *OF_FAMILIES.values()]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-    return {line[0]: set(line[1]) for line in map(json.loads, result.stdout.splitlines())}
+def loaded_modules(statement: str) -> set[str]:
+    """Return the names of the modules that a statement loads after `import torch`."""
+    code = f"import sys; before = set(sys.modules)\n{statement}\nprint(*set(sys.modules) - before)"
+    return set(run_with_torch_alone(code).split())
 
 
 def heavy_among(modules: set[str]) -> set[str]:
@@ -57,13 +37,13 @@ def heavy_among(modules: set[str]) -> set[str]:
 
 
 def test_import_torchtitan_loads_nothing_of_its_own():
-    ours = {name for name in loaded_modules()["import torchtitan"] if name.startswith("torchtit")}
+    ours = {name for name in loaded_modules("import torchtitan") if name.startswith("torchtit")}
     assert ours == {"torchtitan"}
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_import_leaves_inductor_and_optional_libraries_unloaded(statement):
-    assert not heavy_among(loaded_modules()[statement])
+    assert not heavy_among(loaded_modules(statement))
 
 
 def test_import_of_trainer_is_no_command_line():
@@ -73,20 +53,19 @@ def test_import_of_trainer_is_no_command_line():
         "assert sys.argv == ['x', '--not.a.flag']\n"
         "assert 'tyro' not in sys.modules"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert run_with_torch_alone(code) == ""
 
 
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_train_spec_of_a_family_loads_neither_compiler_nor_dtensor(family):
-    modules = loaded_modules()[OF_FAMILIES[family]]
+    modules = loaded_modules(OF_FAMILIES[family])
     assert "torchtitan.models.decoder" in modules
     assert "torch.distributed.tensor" not in modules
     assert not heavy_among(modules)
 
 
 def test_config_errors_and_help_need_no_distributed_checkpointing():
-    modules = loaded_modules()["import torchtitan.train"]
+    modules = loaded_modules("import torchtitan.train")
     assert "torch.distributed.checkpoint" not in modules
 
 

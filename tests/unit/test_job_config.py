@@ -14,6 +14,7 @@ import pytest
 import tomli
 import tomli_w
 import torch
+import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from tyro.extras import get_parser
@@ -23,7 +24,7 @@ from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.config.checks.common import is_path, value_of
 from torchtitan.config.checks.values import _settings
 from torchtitan.config.job_config import Parallelism, Validation
-from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
+from torchtitan.config.manager import custom_registry, exit_on_config_error, parse_args_or_exit
 from torchtitan.job import model_of_file
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 
@@ -194,6 +195,28 @@ def test_dashes_none_and_nested_sections_work_as_flags():
     assert config.debug.seed is None
     assert config.training.max_norm == 2
     assert config.model.attn_type == "flex"
+
+
+def test_parser_gets_the_named_keys_and_agrees_with_one_that_gets_all(monkeypatch):
+    args = [
+        "--training.steps=3",
+        "--training.steps",
+        "4",
+        "--training.dataloader.num-workers=2",
+        "--checkpoint.enable",
+        "--profiling.no_enable_memory_snapshot",
+        "--model.converters=a,b",
+        "--model.args=dim=64, n_layers=2",
+        "--debug.seed=None",
+    ]
+    parsers = []
+    cli = tyro.cli
+    monkeypatch.setattr(tyro, "cli", lambda kind, **of: parsers.append(kind) or cli(kind, **of))
+    config = parse(*args)
+    (parser,) = parsers
+    sections = {"training", "checkpoint", "profiling", "model", "debug"}
+    assert {field.name for field in dataclasses.fields(parser)} == sections
+    assert config == cli(JobConfig, args=args, registry=custom_registry, use_underscores=True)
 
 
 @pytest.mark.parametrize(

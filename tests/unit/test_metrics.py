@@ -2,7 +2,6 @@ import json
 import math
 import mmap
 import re
-import subprocess
 import sys
 import types
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.listeners import metrics as metrics_module
@@ -428,7 +428,7 @@ def test_importing_metrics_loads_neither_tensorboard_nor_wandb():
         "assert not loaded & {'tensorboard', 'wandb', 'datasets'}, loaded\n"
         "assert 'torch._inductor' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_with_torch_alone(code)
 
 
 # --- pipelines ------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
@@ -128,7 +127,7 @@ def test_finding_a_converter_imports_no_torchao():
         "assert not any(name.split('.')[0] == 'torchao' for name in sys.modules)\n"
         "assert 'torch._inductor' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_with_torch_alone(code)
 
 
 # --- quantization ---------------------------------------------------------------------------

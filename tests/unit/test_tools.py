@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import Profiling
 from torchtitan.listeners import profiling
 from torchtitan.tools import logging as titan_logging
@@ -74,7 +75,7 @@ def test_importing_tools_probes_no_device_and_loads_no_compiler():
         "import torchtitan.tools.utils, torchtitan.tools.logging\n"
         "assert 'torch._inductor' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_with_torch_alone(code)
 
 
 @pytest.mark.parametrize(

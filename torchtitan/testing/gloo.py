@@ -69,7 +69,7 @@ def run_ranks(
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 
     init_process_group: give each rank a gloo process group, and destroy it afterwards. If False,
-        `fn` makes its own group.
+        `fn` makes its own group, and must not return before all ranks are connected.
     on_accelerators: give each rank its own accelerator, and a process group with its backend (NCCL
         for CUDA), and gloo for tensors on the host; results must be on the host.
 

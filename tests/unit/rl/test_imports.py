@@ -1,9 +1,8 @@
 """The RL trainer needs no actor library, no inference engine and no GPU to be imported."""
 
-import subprocess
-import sys
+from tests.torch_alone import run_with_torch_alone
 
-# Runs in a process of its own, where nothing is loaded yet.
+# Runs in a process of its own, where only torch is loaded.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 
@@ -29,5 +28,4 @@ assert not loaded, sorted(loaded)[:10]
 
 
 def test_every_module_imports_without_ray_monarch_vllm_and_loads_nothing_heavy():
-    result = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_with_torch_alone(IMPORT_ALL)
