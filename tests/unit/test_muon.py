@@ -251,9 +251,9 @@ def test_groups_that_are_empty_in_a_part_resume_bitwise(options):
         backward(modules, seed=7)
         container.step()
     assert all(map(torch.equal, weights(parts), weights(resumed)))
-    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in loaded]
-    assert rates == [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    assert rates[0][1:] == pytest.approx([0.3 * 0.9, 0.2 * 0.9])
+    rates = [group["lr"] for group in loaded.param_groups if group["params"]]
+    assert rates == [group["lr"] for group in optimizers.param_groups if group["params"]]
+    assert rates == pytest.approx([0.3 * 0.8, 0.2 * 0.8])
 
 
 # --- Moments in bf16 ------------------------------------------------------------------------

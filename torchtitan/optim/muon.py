@@ -173,6 +173,9 @@ def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: in
 
     The Newton-Schulz iteration of torch.optim.Muon, in the type of x.
     """
+    if x.ndim == 3 and len(x) and x.device.type == "cpu":
+        # Products of a batch, which save launches on a GPU, are rounded differently here.
+        return torch.stack([orthogonalize(matrix, coefficients, steps) for matrix in x])
     a, b, c = coefficients
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     is_tall = x.size(-2) > x.size(-1)
