@@ -1,6 +1,11 @@
-"""Muon and parameter groups give the numbers of one process in every layout, and resume in others."""
+"""Muon gives the weights of one process in every layout, and shares the work out."""
+
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.layout_matrix import (
     LAYOUTS,
@@ -11,6 +16,9 @@ from tests.distributed.layout_matrix import (
     measure,
 )
 from tests.distributed.test_layout_matrix import needs_four_layers
+from torchtitan.config.job_config import Muon as MuonOptions
+from torchtitan.optim import muon
+from torchtitan.testing.gloo import run_ranks
 
 MUON = (
     "--optimizer.name=Muon",
@@ -18,7 +26,6 @@ MUON = (
     "--optimizer.lr=3e-3",
 )
 DENSE = [("llama3", "documents, varlen"), ("deepseek_v3", "whole rows")]
-# Experts in stacks of three and of two dimensions' worth of biases, and a tied embedding.
 EXPERTS = [("deepseek_v3", "whole rows"), ("gpt_oss", "documents, varlen")]
 TIED = [("qwen3, tied", "whole rows")]
 QUICK = {"FSDP 2": DENSE, "FSDP 2, EP 2": EXPERTS}
@@ -67,3 +74,44 @@ def test_muon_gives_the_weights_of_one_process(layout, one_process, tmp_path):
         # Relative to the largest number; gradients differ as in test_layout_matrix.
         assert found["optimizer_state"] <= 1e-5, f"{case}: {found}"
         assert found["loss"] <= 1e-6, f"{case}: {found}"
+
+
+def steps_of(placements, shape) -> tuple[list[torch.Tensor], int]:
+    """Return five matrices after three steps, and how many this rank orthogonalized."""
+    generator = torch.Generator().manual_seed(0)
+    mesh = shape and torch.distributed.init_device_mesh("cpu", shape)
+
+    def spread(x):
+        return distribute_tensor(x, mesh, placements) if placements else x
+
+    matrices = [nn.Parameter(spread(torch.randn(8, 4 + i, generator=generator))) for i in range(5)]
+    calls = mock.Mock(wraps=muon.orthogonalize)
+    optimizer = muon.Muon(
+        [{"params": matrices}],
+        matrices=matrices,
+        options=MuonOptions(ns_dtype="float32"),
+        replicas=mesh,
+        **dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    )
+    with mock.patch.object(muon, "orthogonalize", calls):
+        for _ in range(3):
+            for p in matrices:
+                p.grad = spread(torch.randn(p.shape, generator=generator))
+            optimizer.step()
+    whole = [p.full_tensor() if placements else p for p in matrices]
+    return [p.detach() for p in whole], calls.call_count
+
+
+@pytest.mark.parametrize(
+    "placements, shape",
+    [([Shard(0), Shard(1)], (2, 2)), ([Replicate(), Shard(0)], (2, 2)), (None, (4,))],
+    ids=["FSDP and TP", "HSDP", "DDP"],
+)
+def test_each_matrix_is_orthogonalized_by_one_rank_and_shared(placements, shape):
+    expected, calls = steps_of(None, None)
+    assert calls == 5 * 3
+    ranks = run_ranks(steps_of, 4, placements, shape)
+    assert sorted(calls for _, calls in ranks) == [3, 3, 3, 6]
+    for weights, _ in ranks:
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
