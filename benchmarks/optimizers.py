@@ -26,7 +26,6 @@ def flags_of(name: str, rate: float, seed: int, steps: int, rows: int, folder: s
         f"--job.dump_folder={folder}",
         f"--optimizer.name={name}",
         f"--optimizer.lr={rate}",
-        *(["--optimizer.muon.ns_dtype=float32"] if name == "Muon" else []),
         f"--lr_scheduler.warmup_steps={steps // 20}",
         "--lr_scheduler.min_lr_factor=0.1",
         f"--training.local_batch_size={rows}",
