@@ -373,7 +373,7 @@ GROUPS = r"optimizer\.groups\[0\]\."
         ({"optimizer__muon__adjust_lr_fn": "orig"}, "adjust_lr_fn must be one of 'original'"),
         ({"optimizer__muon__ns_dtype": "float16"}, "ns_dtype must be one of 'bfloat16', 'float32'"),
         (
-            {"optimizer__name": "Muon", "optimizer__muon__ns_coefficients": (1.0, math.nan, 1.0)},
+            {"optimizer__name": "Muon", "optimizer__muon__ns_coefficients": [1.0, math.nan, 1.0]},
             "muon.ns_coefficients must be three finite numbers",
         ),
         ({"optimizer__state_dtype": "int8"}, "state_dtype must be one of 'bfloat16', None"),

@@ -115,7 +115,7 @@ class Muon:
     momentum: float = 0.95  # Decay of the average of gradients
     nesterov: bool = True  # Update by the average as it would be one step later
     # Coefficients a, b, c of the Newton-Schulz iteration: x <- a x + (b (x x^T) + c (x x^T)^2) x
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
     ns_steps: int = 5  # Newton-Schulz iterations
     # Factor on the learning rate of a matrix [m, n]: sqrt(max(1, m / n)) (original), or
     # 0.2 sqrt(max(m, n)), with which rates and weight decay for AdamW fit (match_rms_adamw)

@@ -12,7 +12,7 @@ Parameters are [m, n], or [E, m, n] with E matrices. Experts that lie whole on o
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ class _Layout:
         return local_shape_and_offsets(self.p.shape, self.mesh, placements)
 
 
-def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
     """Return the nearest orthogonal matrices of x [..., m, n], with singular values of 0.7 to 1.2.
 
     The Newton-Schulz iteration of torch.optim.Muon, in the type of x.

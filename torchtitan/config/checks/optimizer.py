@@ -1,6 +1,5 @@
 """Rules about `[optimizer]` beyond the ranges of its numbers."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -36,18 +35,17 @@ def groups(job_config: JobConfig) -> Iterator[str]:
 
 def muon(job_config: JobConfig) -> Iterator[str]:
     options, name = job_config.optimizer.muon, job_config.optimizer.name
-    for field in dataclasses.fields(Muon):
-        value = getattr(options, field.name)
-        if name != "Muon" and value != field.default:
-            yield (
-                f"optimizer.muon.{field.name} = {value!r} has no effect with optimizer.name = {name!r}; "
-                "remove it, or set the name to 'Muon'"
-            )
+    changed = {key: x for key, x in vars(options).items() if x != getattr(Muon(), key)}
+    for key, value in changed.items() if name != "Muon" else ():
+        yield (
+            f"optimizer.muon.{key} = {value!r} has no effect with optimizer.name = {name!r}; remove it, "
+            "or set the name to 'Muon'"
+        )
     coefficients = options.ns_coefficients
     if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
         yield (
             f"optimizer.muon.ns_coefficients must be three finite numbers, got {coefficients}; the "
-            f"default is {Muon.ns_coefficients}"
+            f"default is {Muon().ns_coefficients}"
         )
 
 
