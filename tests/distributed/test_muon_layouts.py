@@ -23,7 +23,6 @@ from torchtitan.testing.gloo import run_ranks
 MUON = (
     "--optimizer.name=Muon",
     "--optimizer.muon.ns_dtype=float32",  # a number rounded to bf16 otherwise may jump by 1/256
-    "--optimizer.lr=3e-3",
 )
 DENSE = [("llama3", "documents, varlen"), ("deepseek_v3", "whole rows")]
 EXPERTS = [("deepseek_v3", "whole rows"), ("gpt_oss", "documents, varlen")]
