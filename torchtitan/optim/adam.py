@@ -72,8 +72,8 @@ class RoundedAdam(Optimizer):
                 [first for first, _ in moments],
                 [second for _, second in moments],
                 [],
-                # A fused kernel reads the count on the device, and would count in it.
-                [self.state[p]["step"].to(p.device, copy=True) for p in some],
+                # The count is on the host; a fused kernel reads it on the device, and would count too.
+                [torch.full((), float(self.state[p]["step"]), device=p.device) for p in some],
                 amsgrad=False,
                 maximize=False,
                 lr=group["lr"],
