@@ -207,7 +207,7 @@ FAULTS = [
     ),
     Fault(
         name="group of parameters that is empty",
-        message="config error: optimizer.groups[0].pattern = 'nrom' fits no name of a parameter, …",
+        message="error: optimizer.groups[0].pattern = 'nrom' fits no name of a parameter, …",
         cause="A typing error, or a pattern for another model.",
         remedy="Correct the pattern; names are those in checkpoints.",
         arrange=toml('[[optimizer.groups]]\npattern = "nrom"\n'),
