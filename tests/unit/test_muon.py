@@ -16,7 +16,7 @@ from torchtitan.config.job_config import Muon as MuonOptions
 from torchtitan.config.job_config import ParameterGroup
 from torchtitan.engine import TrainingEngine
 from torchtitan.optim.adam import RoundedAdam, round_at_random
-from torchtitan.optim.groups import check_groups
+from torchtitan.optim.groups import ParameterGroups, check_groups
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
 from torchtitan.optim.muon import Muon, orthogonalize
 from torchtitan.optim.optimizer import build_optimizers
@@ -140,6 +140,16 @@ def test_layers_train_as_by_torchs_muon_and_the_rest_as_by_adamw(flavor, tmp_pat
 
     with engine_of(tmp_path, flavor, {**MUON, "eps": 1e-3}) as engine:
         assert_follows(engine, by_torch)
+
+
+def test_matrices_are_in_layers_and_no_biases():
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("tok_embeddings", "output")})
+    model["layers"] = nn.ModuleDict({"0": nn.Linear(2, 2)})
+    for name, shape in {"experts": (3, 2, 2), "experts_bias": (3, 2), "scale": (2,)}.items():
+        model["layers"]["0"].register_parameter(name, nn.Parameter(torch.ones(shape)))
+    layer = model["layers"]["0"]
+    found = ParameterGroups([model], Optimizer(name="Muon")).matrices()
+    assert len(found) == 2 and found[0] is layer.weight and found[1] is layer.experts
 
 
 def test_table_with_muon_off_trains_its_matrices_by_adamw(tmp_path):
