@@ -88,7 +88,7 @@ def test_every_matrix_is_updated_bit_for_bit_as_by_torch(adjust_lr_fn, nesterov)
         **common,
     )
     oracle = torch.optim.Muon([m for matrices in theirs for m in matrices], **options, **common)
-    for _ in range(50):
+    for _ in range(25):
         for p, matrices in zip(ours, theirs, strict=True):
             p.grad = p.detach() + torch.randn_like(p)
             for matrix, grad in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
