@@ -38,6 +38,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.numerics.products import use_onednn
+from torchtitan.optim.groups import check_groups
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.offload import Offloader
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -321,6 +322,8 @@ def build_on_meta(
         model = spec.model_cls(model_args)
     converters = build_model_converters(config, dims)
     converters.convert(model)
+    if spec.fact("optimizer_names") is not None:  # otherwise a client's optimizers
+        check_groups(model, config.optimizer)
     return model, converters
 
 

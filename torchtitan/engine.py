@@ -661,7 +661,8 @@ class TrainingEngine(EngineState):
     ) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
 
-        lr: the learning rate of this step only, for every parameter group, in place of the schedule's.
+        lr: the learning rate of this step only, in place of the schedule's. `optimizer.groups` with
+            rates of their own get the same multiple of theirs.
         max_norm: the norm that this step's gradients are clipped to, in place of `training.max_norm`.
         denominator: this rank's share of a number that the gradients are divided by first, for callers
             that learn it only while they go through the microbatches. The gradients are divided by the

@@ -16,6 +16,7 @@ FLOAT8 = (
 )
 LORA = "--model.converters=lora"
 FLOAT8_LORA = FLOAT8.replace("linear.float8 ", "linear.float8,lora ", 1)
+MUON = "--optimizer.name=Muon"
 MOE = "--model.flavor=debugmodel_moe_small"
 COMPILE = "--compile.enable --compile.backend=aot_eager"
 FULL = "--activation_checkpoint.mode=full"
@@ -72,6 +73,8 @@ CASES = {
         f"{LORA} --lora.dropout=0.1 {MOE} {EP}2 {PP}2"
         " --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
     ),
+    "llama3 muon hsdp tp": (8, f"{MUON} --optimizer.state_dtype=bfloat16 {HSDP}2 {TP}2"),
+    "qwen3 muon moe ep offload": (8, f"{MUON} {MOE} {EP}4 --training.enable_cpu_offload"),
     "gpt_oss compile": (1, COMPILE),
     "gpt_oss op flex": (8, f"{OP} {FLEX}"),
     "gpt_oss tp ep": (8, f"{TP}2 {EP}2"),
@@ -124,6 +127,8 @@ SLOW = {
     "deepseek_v3 tp ep varlen",
     "llama4 cp varlen",
     "gpt_oss compile",
+    "llama3 muon hsdp tp",
+    "qwen3 muon moe ep offload",
 }
 
 SLOW_FAULTS = {
@@ -192,6 +197,23 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
             "event.synchronize in backward": 1,
             "event.synchronize, late in backward": 20,
             "copy of a number in step/update.py apply": 1,
+        }
+    },
+    # Muon cannot skip an update on the device.
+    "llama3 muon hsdp tp": {
+        "step": {
+            "aten::_local_scalar_dense in step/update.py _is_to_skip": 1,
+            "aten::_local_scalar_dense in step/update.py decide": 1,
+        }
+    },
+    "qwen3 muon moe ep offload": {
+        "step": {
+            "event.synchronize, late in distributed/expert_parallel.py wait_for_splits": 4,
+            "event.synchronize in backward": 1,
+            "event.synchronize, late in backward": 50,
+            "copy of a number in step/update.py apply": 1,
+            "copy of pageable in optim/muon.py gather": 32,
+            "copy to host in optim/muon.py _update_together": 32,
         }
     },
     "qwen3 moe ep": _norm_and_counts(4),

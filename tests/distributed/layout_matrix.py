@@ -311,7 +311,9 @@ def measure_on_rank(
         gradients,
         weights={name: whole(parameter) for name, parameter in named},
         optimizer_state={
-            key: whole(value) for key, value in state.items() if key.endswith(("exp_avg", "_sq"))
+            key: whole(value)
+            for key, value in state.items()
+            if key.endswith(("exp_avg", "_sq", "momentum_buffer"))
         },
         expert_bias={
             _without_wrappers(name): whole(value)

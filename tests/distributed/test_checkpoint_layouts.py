@@ -25,9 +25,13 @@ FAMILY = "one dense layer, one of experts"
 SAVED_STEP = 2
 # fp32: layouts differ in the order of summation.
 TOLERANCE = 1e-5
+MUON = (
+    "--optimizer.name=Muon",
+    "--optimizer.muon.ns_dtype=float32",
+)
 
 
-def engine_of(layout, folder):
+def engine_of(layout, folder, flags):
     return build_engine(
         FAMILY,
         [
@@ -36,6 +40,7 @@ def engine_of(layout, folder):
             "--checkpoint.enable",
             f"--checkpoint.interval={SAVED_STEP}",
             "--lr_scheduler.warmup_steps=10",  # another learning rate in every step
+            *flags,
         ],
         f"{folder}/{layout.name}",
     )
@@ -67,11 +72,11 @@ def take_steps(engine, layout, count):
     return records
 
 
-def train_and_save(layouts, folder):
+def train_and_save(layouts, folder, flags):
     """Layout -> (the saved state, the records of the steps after it)."""
     records = {}
     for layout in layouts:
-        engine = engine_of(layout, folder)
+        engine = engine_of(layout, folder, flags)
         take_steps(engine, layout, SAVED_STEP)
         engine.checkpointer.save(engine.step)
         records[layout.name] = state_of(engine), take_steps(engine, layout, 2)
@@ -79,14 +84,14 @@ def train_and_save(layouts, folder):
     return records
 
 
-def load_and_go_on(sources_of, folder):
+def load_and_go_on(sources_of, folder, flags):
     """(source, layout) -> (the loaded state, the records of the steps after it).
 
     The first load is into a new engine, those after it over the state of other steps.
     """
     records = {}
     for layout, sources in sources_of:
-        engine = engine_of(layout, folder)
+        engine = engine_of(layout, folder, flags)
         for source in sources:
             engine.checkpointer.folder = f"{folder}/{source.name}/checkpoint"
             assert engine.checkpointer.load(step=SAVED_STEP)
@@ -107,16 +112,23 @@ def run(fn, world_size, *args):
 
 
 # The others that each layout loads from: the two before it in a ring, or all.
-@pytest.mark.parametrize("n_sources", [2, pytest.param(len(LAYOUTS), marks=pytest.mark.slow)])
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(n_sources, tmp_path):
+@pytest.mark.parametrize(
+    "n_sources, flags",
+    [
+        (2, ()),
+        pytest.param(len(LAYOUTS), (), marks=pytest.mark.slow),
+        pytest.param(2, MUON, marks=pytest.mark.slow, id="Muon"),
+    ],
+)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(n_sources, flags, tmp_path):
     ring, folder = [*LAYOUTS, ONE_PROCESS], str(tmp_path)
     sources_of = [
         (layout, [ring[i - k] for k in range(1, n_sources + 1)]) for i, layout in enumerate(ring)
     ]
-    saved = run(train_and_save, 1, [ONE_PROCESS], folder)
-    saved |= run(train_and_save, 2, LAYOUTS, folder)
-    loaded = run(load_and_go_on, 1, sources_of[-1:], folder)
-    loaded |= run(load_and_go_on, 2, sources_of[:-1], folder)
+    saved = run(train_and_save, 1, [ONE_PROCESS], folder, flags)
+    saved |= run(train_and_save, 2, LAYOUTS, folder, flags)
+    loaded = run(load_and_go_on, 1, sources_of[-1:], folder, flags)
+    loaded |= run(load_and_go_on, 2, sources_of[:-1], folder, flags)
 
     assert len(loaded) == len(ring) * n_sources
     for (source, layout), (state, steps) in loaded.items():

@@ -256,7 +256,7 @@ def test_help_lists_every_key(capsys):
         for key in dataclasses.fields(section.type):
             flag = f"--{section.name}.{key.name}"
             only_raises = section.name == "fault_tolerance" or flag.endswith("_comm_backend")
-            in_files_only = flag == "--training.mixture"
+            in_files_only = flag in ("--training.mixture", "--optimizer.groups")
             assert (flag.replace("_", "-") in printed) is not (only_raises or in_files_only)
 
 

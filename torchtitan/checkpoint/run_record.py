@@ -4,6 +4,7 @@ The record is a flat table of strings and numbers, `run.json` in the step folder
 older versions and other tools have no record and are not compared.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -34,6 +35,9 @@ _WHICH_IS_USED = {
     "optimizer.beta2": ("optimizer", _SAVED),
     "optimizer.eps": ("optimizer", _SAVED),
     "optimizer.weight_decay": ("optimizer", _SAVED),
+    "optimizer.groups": ("optimizer", _SAVED),
+    "optimizer.muon": ("optimizer", _OWN),
+    "optimizer.state_dtype": ("optimizer", _OWN),
     "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN),
     "lr_scheduler.total_steps": ("lr_scheduler", _OWN),
     "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN),
@@ -53,6 +57,7 @@ _WHICH_IS_USED = {
 _GLOBAL_BATCH_SIZE = "global batch size"
 _TOKENIZER = "tokenizer"
 _OPTIMIZER = "optimizer.name"
+_PATTERNS = "patterns of optimizer.groups"
 
 
 def record_of(
@@ -69,7 +74,10 @@ def record_of(
     record: dict[str, Any] = {"seed": seed}
     for key in (_OPTIMIZER, *_WHICH_IS_USED):
         section, name = key.split(".")
-        record[key] = getattr(getattr(config, section), name)
+        value = getattr(getattr(config, section), name)
+        is_table = isinstance(value, list) or dataclasses.is_dataclass(value)
+        record[key] = json.dumps(value, default=vars) if is_table else value
+    record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     backend = getattr(tokenizer, "tokenizer", None)
     if hasattr(backend, "get_vocab"):  # a client's own tokenizer may lack it
@@ -85,7 +93,7 @@ def compare_with_saved(path: str, own: dict[str, Any], loaded: Collection[str]) 
     """Warn of each setting that differs from the run that wrote `path`. Collective.
 
     own: this run's record. loaded: the components whose state comes from the checkpoint.
-    Raises ValueError if the saved optimizer is of another kind.
+    Raises ValueError if the saved optimizer is of another kind, or groups parameters differently.
     """
     saved = from_rank_zero(lambda: read_record(path))
     if "optimizer" in loaded:
@@ -113,14 +121,21 @@ def read_record(folder: str) -> dict[str, Any]:
 
 
 def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Raise ValueError for another kind of optimizer, because its state has another meaning."""
-    names = saved.get(_OPTIMIZER), own.get(_OPTIMIZER)
-    if None not in names and names[0] != names[1]:
-        raise ValueError(
-            f"{path} was saved with optimizer.name = {names[0]!r}, got {names[1]!r}; set it back, "
-            "or start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
-            "['optimizer']"
-        )
+    """Raise ValueError for another kind of optimizer, or other groups.
+
+    The state of another kind has another meaning, and each group loads the settings of its number.
+    """
+    for key, excluded in (
+        (_OPTIMIZER, "['optimizer']"),
+        (_PATTERNS, "['optimizer', 'lr_scheduler']"),
+    ):
+        values = saved.get(key), own.get(key)
+        if None not in values and values[0] != values[1]:
+            raise ValueError(
+                f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or "
+                f"start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
+                f"{excluded}"
+            )
 
 
 def differences(

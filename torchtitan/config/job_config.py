@@ -95,8 +95,40 @@ class Model:
 
 
 @dataclass
+class ParameterGroup:
+    # Regular expression that is searched for in the names of parameters, such as "norm|bias" or
+    # "^layers\\.0\\."; a parameter belongs to the first table that fits
+    pattern: str = ""
+    # Settings of these parameters in place of those of [optimizer]; None takes [optimizer]'s
+    lr: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    muon: bool = True  # With optimizer.name = "Muon": false updates their matrices by AdamW, too
+
+
+@dataclass
+class Muon:
+    """The options of torch.optim.Muon, by its names."""
+
+    momentum: float = 0.95  # Decay of the average of gradients
+    nesterov: bool = True  # Update by the average as it would be one step later
+    # Coefficients a, b, c of the Newton-Schulz iteration: x <- a x + (b (x x^T) + c (x x^T)^2) x
+    ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
+    ns_steps: int = 5  # Newton-Schulz iterations
+    # Factor on the learning rate of a matrix [m, n]: sqrt(max(1, m / n)) (original), or
+    # 0.2 sqrt(max(m, n)), with which rates and weight decay for AdamW fit (match_rms_adamw)
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    # Type in which the iteration computes. Layouts agree to 1e-6 in float32 only, which CPUs
+    # without bf16 instructions also compute faster
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+@dataclass
 class Optimizer:
-    name: str = "AdamW"  # Adam or AdamW
+    # Adam, AdamW, or Muon for the matrices in layers and AdamW for all other parameters
+    name: str = "AdamW"
     lr: float = 8e-4  # Learning rate at the peak of the schedule
     beta1: float = 0.9  # Decay of the first moment
     beta2: float = 0.95  # Decay of the second moment
@@ -108,6 +140,11 @@ class Optimizer:
     # Update each parameter as soon as its gradient is complete, then free the gradient. Saves
     # memory; gradients are not clipped
     early_step_in_backward: bool = False
+    # Type in which the moments are kept, with stochastic rounding; None takes that of the parameters
+    state_dtype: Literal["bfloat16"] | None = None
+    muon: Muon = section(Muon, 'Muon; for optimizer.name = "Muon"')
+    # Settings of some parameters, one [[optimizer.groups]] table for each group
+    groups: list[ParameterGroup] = field(default_factory=list)
 
 
 @dataclass

@@ -60,6 +60,13 @@ class LRSchedulersContainer:
         return first.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the saved schedule is for another number of parameter groups."""
+        saved, own = len(state_dict["base_lrs"]), len(self.schedulers[0].base_lrs)
+        if saved != own:
+            raise ValueError(
+                f"the saved schedule is for {saved} parameter groups, got {own}: set optimizer.groups "
+                "as in the saved run, or exclude optimizer and lr_scheduler from loading"
+            )
         for scheduler in self.schedulers:
             own_copy = copy.deepcopy(state_dict)  # because a scheduler keeps the loaded objects
             scheduler.load_state_dict(own_copy)

@@ -1,5 +1,6 @@
 """One optimizer object over all model parts of this rank."""
 
+import itertools
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -10,11 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan import distributed
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.config.checks.layout import early_step_with
+from torchtitan.config.checks.layout import early_step_of, early_step_with
 from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.distributed.fault_tolerance import FTManager
+from torchtitan.optim.adam import RoundedAdam
+from torchtitan.optim.groups import ParameterGroups
+from torchtitan.optim.muon import Muon
 from torchtitan.tools.logging import logger
 
 T = TypeVar("T", bound=Optimizer)
@@ -22,6 +27,7 @@ T = TypeVar("T", bound=Optimizer)
 _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
+    "Muon": Muon,
 }
 _IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 
@@ -35,6 +41,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     `state_dict()` is keyed by parameter name, not by position, so that pipeline ranks don't collide
     and it loads on another layout. Raises AssertionError if parts and optimizers don't match.
+
+    groups_by_part: torch's parameter groups of each part; by default one with all that trains.
     """
 
     optimizers: list[T]
@@ -45,13 +53,13 @@ class OptimizersContainer(Optimizer, Generic[T]):
         model_parts: list[nn.Module],
         optimizer_cls: type[T],
         optimizer_kwargs: dict[str, Any],
+        groups_by_part: list[list[dict[str, Any]]] | None = None,
     ) -> None:
         self.model_parts = model_parts
         params_by_part = _trainable_params(model_parts)
         # A group may be empty, of a pipeline stage whose parameters are all frozen; a list may not.
-        self.optimizers = [
-            optimizer_cls([{"params": params}], **optimizer_kwargs) for params in params_by_part
-        ]
+        groups_by_part = groups_by_part or [[{"params": params}] for params in params_by_part]
+        self.optimizers = [optimizer_cls(groups, **optimizer_kwargs) for groups in groups_by_part]
         self._optimizers_by_part = [[optimizer] for optimizer in self.optimizers]
         self._validate_length(len(model_parts))
         self._post_init(_flatten(params_by_part), optimizer_kwargs)
@@ -141,9 +149,14 @@ class OptimizersContainer(Optimizer, Generic[T]):
             gradients = [(parameter, parameter.grad) for parameter in part.parameters()]
             for parameter, _ in gradients:
                 parameter.grad = None
+            # torch (2.13) cannot save two groups without parameters.
+            empty = [_take_empty_groups(optimizer) for optimizer in optimizers]
             try:
                 yield part, optimizers
             finally:
+                for optimizer, groups in zip(optimizers, empty, strict=True):
+                    for place, group in groups:
+                        optimizer.param_groups.insert(place, group)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
 
@@ -194,7 +207,8 @@ def build_optimizers(
     """Return the config's optimizers for every model part of this rank.
 
     Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward
-    together with pipeline or expert parallelism; ValueError for an unknown implementation.
+    together with pipeline or expert parallelism, Muon or groups; ValueError for an unknown
+    implementation.
     """
     if ft_manager is not None and ft_manager.enabled:
         raise NotImplementedError(
@@ -219,13 +233,27 @@ def build_optimizers(
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
+    # A client's own config class may lack this field.
+    state_dtype = getattr(config, "state_dtype", None)
+    groups = ParameterGroups(model_parts, config)
+    if config.name == "Muon" or state_dtype is not None:
+        optimizer_kwargs["decoupled_weight_decay"] = config.name != "Adam"
+        optimizer_kwargs["state_dtype"] = state_dtype and TORCH_DTYPE_MAP[state_dtype]
+    if config.name == "Muon":
+        optimizer_kwargs["options"] = config.muon
+        optimizer_kwargs["matrices"] = groups.matrices()
+        # Of parameters that nothing shards.
+        optimizer_kwargs["replicas"] = parallel_dims.get_optional_mesh("dp_replicate")
+    elif state_dtype is not None:
+        optimizer_cls = RoundedAdam
     if not config.early_step_in_backward:
-        return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs)
+        by_part = [groups.of_part(part, optimizer_kwargs["betas"]) for part in model_parts]
+        return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs, by_part)
     degrees = {
         "pipeline_parallel_degree": parallel_dims.pp,
         "expert_parallel_degree": parallel_dims.ep,
     }
-    for problem in early_step_with(degrees):
+    for problem in itertools.chain(early_step_of(config), early_step_with(degrees)):
         raise NotImplementedError(problem)
     logger.warning(
         "optimizer.early_step_in_backward frees every gradient at once: training.max_norm and "
@@ -352,6 +380,13 @@ def _renamed(key: str, old: str, new: str) -> str:
     `param_groups.<parameter>.<entry>`; other keys are returned unchanged."""
     kind, _, rest = key.partition(".")
     return f"{kind}.{new}{rest.removeprefix(old)}" if rest.startswith(f"{old}.") else key
+
+
+def _take_empty_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    """Remove the groups without parameters from an optimizer; return (place, group) of each."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    return [(i, group) for i, group in enumerate(groups) if not group["params"]]
 
 
 def _dcp_state_dict() -> ModuleType:

@@ -278,8 +278,10 @@ class Update:
         self.before_update()
         if lr is not None:
             lr = float(lr)  # parameter groups would keep a reference to a tensor
-            for optimizer in self.optimizers:
-                set_lrs(optimizer, [lr] * len(optimizer.param_groups))
+            for scheduler in self.lr_schedulers.schedulers:
+                peak, *_ = scheduler.base_lrs
+                factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]
+                set_lrs(scheduler.optimizer, [lr * factor for factor in factors])
         grad_norm = grad_norm.to(self.device)  # that of offloaded gradients is on the host
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0] if lr is None else lr
         if isinstance(skip, Tensor):

@@ -201,9 +201,23 @@ FAULTS = [
     flag_fault(
         "unknown optimizer",
         ("--optimizer.name=SGDD",),
-        "optimizer.name must be one of Adam, AdamW, got 'SGDD'…",
+        "optimizer.name must be one of Adam, AdamW, Muon, got 'SGDD'…",
         "The model has no such optimizer.",
         "Take one of the list, or give the train spec a builder of its own.",
+    ),
+    Fault(
+        name="group of parameters that is empty",
+        message="error: optimizer.groups[0].pattern = 'nrom' fits no name of a parameter, …",
+        cause="A typing error, or a pattern for another model.",
+        remedy="Correct the pattern; names are those in checkpoints.",
+        arrange=toml('[[optimizer.groups]]\npattern = "nrom"\n'),
+    ),
+    flag_fault(
+        "option of Muon for another optimizer",
+        ("--optimizer.muon.momentum=0.9",),
+        "optimizer.muon.momentum = 0.9 has no effect with optimizer.name = 'AdamW'; remove it, or …",
+        "The optimizer's name was left out.",
+        "Set optimizer.name to Muon.",
     ),
     flag_fault(
         "unknown converter",

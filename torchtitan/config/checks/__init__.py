@@ -8,7 +8,7 @@ raised.
 from collections.abc import Collection
 from typing import Any
 
-from torchtitan.config.checks import adapters, files, layout, model, values
+from torchtitan.config.checks import adapters, files, layout, model, optimizer, values
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.errors import ConfigError  # noqa: F401 (other modules import it from here)
@@ -37,6 +37,9 @@ def check_job_config(
         values.data(job_config),
         values.validation(job_config),
         adapters.lora(job_config),
+        optimizer.groups(job_config),
+        optimizer.muon(job_config),
+        optimizer.state_dtype(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),

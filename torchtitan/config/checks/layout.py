@@ -19,7 +19,7 @@ from torchtitan.config.checks.common import (
     shard_degree,
 )
 from torchtitan.config.context_layout import sequence_multiple
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, Optimizer
 from torchtitan.config.pipeline_layout import (
     CSV_SCHEDULES,
     SCHEDULES,
@@ -317,8 +317,22 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
 
 def early_step(job_config: JobConfig) -> Iterator[str]:
     if job_config.optimizer.early_step_in_backward:
+        yield from early_step_of(job_config.optimizer)
         names = ("pipeline_parallel_degree", "expert_parallel_degree")
         yield from early_step_with({name: getattr(job_config.parallelism, name) for name in names})
+
+
+def early_step_of(optimizer: Optimizer) -> Iterator[str]:
+    if optimizer.name == "Muon":
+        yield (
+            "optimizer.early_step_in_backward updates one parameter at a time, and Muon shares out "
+            "matrices among ranks, got optimizer.name = 'Muon'; turn one of the two off"
+        )
+    if getattr(optimizer, "groups", None):
+        yield (
+            f"optimizer.early_step_in_backward gives all parameters one learning rate, got "
+            f"{len(optimizer.groups)} tables in optimizer.groups; turn one of the two off"
+        )
 
 
 def early_step_with(degrees: Mapping[str, int]) -> Iterator[str]:

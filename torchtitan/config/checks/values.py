@@ -33,6 +33,7 @@ _RANGES: dict[tuple[float, float], str] = {
     (1, 10**12): "training.steps training.gc_freq validation.freq metrics.log_freq "
     "checkpoint.interval profiling.profile_freq lr_scheduler.total_steps",
     (1, 10**8): "comm.init_timeout_seconds comm.train_timeout_seconds",
+    (1, 99): "optimizer.muon.ns_steps",  # torch.optim.Muon's limit
     (0, 1e38): "optimizer.lr optimizer.eps optimizer.weight_decay",  # fp32 holds 3e38
     (0, 10**12): "lr_scheduler.warmup_steps debug.check_document_isolation_freq",
     (0, 10**9): "profiling.profiler_warmup comm.trace_buf_size "
@@ -69,7 +70,7 @@ def numbers(job_config: JobConfig) -> Iterator[str]:
         value = value_of(job_config, key)
         if value is not None and not 0 <= value <= 1:
             yield f"{key} is a fraction from 0 to 1, got {value}; choose a value in that range"
-    for key in ("optimizer.beta1", "optimizer.beta2"):
+    for key in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon.momentum"):
         value = value_of(job_config, key)
         if not 0 <= value < 1:
             default = value_of(JobConfig(), key)
