@@ -4,7 +4,9 @@ The server gets prompts as token ids and returns tokens and log-probs. An update
 a folder of Hugging Face files, which the server's machine must see, and posts the folder's path.
 """
 
+import base64
 import http.client
+import io
 import json
 import math
 import os
@@ -17,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -50,6 +53,8 @@ class OpenAIGenerator(ForeignGenerator):
     max_requests: the most requests of a rank at the same time.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
+    records_experts: completions have the experts of their tokens; the server must be vLLM, started
+        with --enable-return-routed-experts.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
@@ -68,8 +73,9 @@ class OpenAIGenerator(ForeignGenerator):
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
+        records_experts: bool = False,
     ):
-        super().__init__(dtype, seed)
+        super().__init__(dtype, seed, records_experts)
         self._vocab_size = vocab_size
         self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
         self._folder, self._hf_assets_path = os.path.abspath(folder), hf_assets_path
@@ -141,7 +147,8 @@ class OpenAIGenerator(ForeignGenerator):
                 f"{url} has to answer with ids of the model's {self._vocab_size} tokens, got "
                 f"{wrong[:8]}; check that rl.generator.model serves the model that is trained"
             )
-        return self._completion(token_ids, logprobs, sampling)
+        experts = _array(choice.get("routed_experts")) if self.records_experts else None
+        return self._completion(token_ids, logprobs, sampling, request["prompt"], experts)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         """Make the server load the weights. Collective over the ranks that share an update.
@@ -173,6 +180,15 @@ class OpenAIGenerator(ForeignGenerator):
                 + ("" if self._reload_url else _HOW_VLLM_RELOADS)
             ) from failure
         self.policy_version = weights.version
+
+
+def _array(text: Any) -> np.ndarray | None:
+    """Return the integers of a NumPy file in base64, vLLM's form of `routed_experts`; None for others."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError, OSError):
+        return None
+    return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else None
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:

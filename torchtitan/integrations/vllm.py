@@ -27,6 +27,8 @@ class VLLMGenerator(ForeignGenerator):
     tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
         same prompts and draw the same completions.
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
+    records_experts: completions have the experts of their tokens, by vLLM's
+        `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.
     options: further arguments of `vllm.LLM`.
 
     Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
@@ -46,6 +48,7 @@ class VLLMGenerator(ForeignGenerator):
         memory_share: float = 0.4,
         tensor_parallel_degree: int = 1,
         max_seq_len: int | None = None,
+        records_experts: bool = False,
         **options: Any,
     ):
         n_ranks = num_ranks()
@@ -60,6 +63,8 @@ class VLLMGenerator(ForeignGenerator):
             options["distributed_executor_backend"] = "external_launcher"
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
+        if records_experts:
+            options["enable_return_routed_experts"] = True
         self.ranks_per_copy = tensor_parallel_degree
         # Run vLLM's engine in this process, so that it can read our tensors without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -70,7 +75,7 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
-        super().__init__(dtype, seed)
+        super().__init__(dtype, seed, records_experts)
         self._vllm = vllm
         self._llm = vllm.LLM(
             model=hf_assets_path,
@@ -123,11 +128,15 @@ class VLLMGenerator(ForeignGenerator):
             use_tqdm=False,
         )
         completions = []
-        for output in (output for request in requests for output in request.outputs):
+        outputs = [output for request in requests for output in request.outputs]
+        for i, output in enumerate(outputs):
             token_ids = tuple(output.token_ids)
             pairs = zip(output.logprobs, token_ids, strict=True)
             logprobs = [by_token[token].logprob for by_token, token in pairs]
-            completions.append(self._completion(token_ids, logprobs, sampling))
+            experts = getattr(output, "routed_experts", None)
+            completions.append(
+                self._completion(token_ids, logprobs, sampling, prompts[i // num_samples], experts)
+            )
         return completions
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
