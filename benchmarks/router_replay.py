@@ -209,7 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps of each curve")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--spreads", type=float, nargs="+", default=[1.0, 8.0])
+    parser.add_argument(
+        "--spreads", type=float, nargs="*", default=[1.0, 8.0], help="none: curves only"
+    )
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -236,8 +236,8 @@ def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
         3 - data["routed_experts"].values(), data["routed_experts"].offsets()
     )
     data["routed_experts"] = others
-    moved = [a - b for a, b in zip(cases.score(worker, data)["log_probs"], scores["log_probs"])]
-    assert max(x.abs().max() for x in moved) > 1e-3
+    pairs = zip(cases.score(worker, data)["log_probs"], scores["log_probs"], strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) > 1e-3
     del data["routed_experts"]
     with pytest.raises(ValueError, match="needs routed_experts in each batch"):
         cases.score(worker, data)
