@@ -190,6 +190,7 @@ def curve(replays: bool, seed: int, steps: int, dtype: str) -> dict[str, Any]:
         "--metrics.log_freq=1000000",
     ]
     controller = Controller(config_of("4 layers", dtype, replays, seed, *flags))
+    controller.setup()
     rows = []
     while controller.step < steps:
         rows.append(controller.train_step())

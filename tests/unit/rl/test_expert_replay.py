@@ -9,12 +9,18 @@ import torch
 
 from tests.distributed.layout_matrix import build_engine, random_experts
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
-from tests.unit.rl.toy import gradients
+from tests.unit.rl.toy import gradients, toy_config
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.protocols.train_spec import (
+    _extra_train_specs,
+    get_train_spec,
+    register_train_spec,
+)
 from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.generator import ForeignGenerator, LocalGenerator, recording
 from torchtitan.rl.job_config import JobConfig
@@ -274,3 +280,51 @@ def test_experts_in_an_answer_are_read_without_pickles(tmp_path):
         assert _array(base64.b64encode(hostile).decode()) is None
     assert _array(None) is None and _array(17) is None
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """The name of a mixture of experts with the toy tasks' vocabulary."""
+    _, args = MODELS["qwen3"]
+    args = dataclasses.replace(args, vocab_size=32, max_seq_len=24)
+    spec = dataclasses.replace(
+        get_train_spec("qwen3"), model_args={"debugmodel": args}, build_tokenizer_fn=None
+    )
+    name = "mixture_of_toys"
+    register_train_spec(name, spec)
+    yield name
+    del _extra_train_specs[name]
+
+
+@pytest.mark.parametrize("more", [[], ["--rl.async_steps=1", "--rl.advantage.name=gae"]], ids=str)
+def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path):
+    config = toy_config(
+        tmp_path,
+        f"--model.name={mixture}",
+        "--training.steps=2",
+        "--rl.generator.dtype=bfloat16",
+        "--rl.generator.replay_experts",
+        "--rl.loss.kl_coef=0.1",
+        *more,
+    )
+    controller = Controller(config)
+    controller.setup()
+    batches, run = [], controller.trainer.forward_backward
+    controller.trainer.forward_backward = lambda batch: batches.append(batch) or run(batch)
+    first = controller.train_step()
+    assert abs(first["loss/kl_ref"]) < 1e-9  # the reference replays, too
+    controller.train_step()
+    for batch in batches:
+        (microbatch,) = (rank for of_ranks in batch.microbatches[:1] for rank in of_ranks)
+        experts = microbatch.routed_experts
+        assert experts.shape[2:] == (3, 1)
+        is_token = microbatch.positions >= 0
+        assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
+    lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["routed_experts"] is None
+    controller.close()
+
+
+def test_loop_of_a_dense_model_refuses_to_replay(tmp_path):
+    with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
+        Controller(toy_config(tmp_path, "--rl.generator.replay_experts"))
