@@ -185,8 +185,7 @@ def curve(replays: bool, seed: int, steps: int, dtype: str) -> dict[str, Any]:
         "--rl.num_prompts_per_step=8",
         "--rl.num_samples_per_prompt=16",
         "--rl.loss.entropy_coef=0.02",
-        # Several updates of each batch: the ratios are to the generator's log-probs.
-        "--rl.minibatches=2",
+        # One update per batch: the ratios differ from 1 by the generator's rounding and choices only.
         "--metrics.log_freq=1000000",
     ]
     controller = Controller(config_of("4 layers", dtype, replays, seed, *flags))
@@ -199,6 +198,7 @@ def curve(replays: bool, seed: int, steps: int, dtype: str) -> dict[str, Any]:
         "generator": dtype,
         "replay": replays,
         "seed": seed,
+        "logprob_diff_mean": [row["loss/logprob_diff_mean"] for row in rows],
         "reward": [row["rl/reward"] for row in rows],
         "exact": [row["rl/exact"] for row in rows],
         "kl_generator": [row["loss/kl_generator"] for row in rows],
@@ -252,7 +252,8 @@ def main() -> None:
             print(
                 f"{run['generator']:9}  {seed:4}  {'yes' if replays else 'no':6}  {first:15.3f}"
                 f"{last:9.3f}  {statistics.fmean(run['exact'][-10:]):15.3f}"
-                f"  {statistics.fmean(run['kl_generator']):9.1e}  {max(run['logprob_diff_max']):8.2f}",
+                f"  {statistics.fmean(run['logprob_diff_mean']):9.1e}"
+                f"  {statistics.fmean(run['kl_generator']):7.1e}  {max(run['logprob_diff_max']):7.3f}",
                 flush=True,
             )
             save()
