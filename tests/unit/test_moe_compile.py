@@ -50,7 +50,9 @@ def results(model, replays=False):
         tokens = torch.randint(0, 64, (rows, 7), generator=torch.Generator().manual_seed(rows))
         experts = {}
         if replays:  # the last two, and for some tokens the router's own
-            experts["routed_experts"] = torch.tensor([3, 2], dtype=torch.int16).repeat(rows, 7, 1, 1)
+            experts["routed_experts"] = torch.tensor([3, 2], dtype=torch.int16).repeat(
+                rows, 7, 1, 1
+            )
             experts["routed_experts"][:, ::2] = -1
         losses.append(model(tokens, **experts).pow(2).mean())
         losses[-1].backward()
