@@ -5,7 +5,7 @@
     python benchmarks/router_replay.py --seeds 0 1 2 --steps 100 --json out.json
 
 The trainer computes in fp32, the generator in fp32 or bf16, both with the same weights. First a table
-of how far their log-probs of sampled tokens differ. Then learning curves of the task `copy` (three
+of how far their log-probs of sampled tokens differ, and what replay costs. Then learning curves of the task `copy` (three
 letters, from random weights) with a bf16 generator, with and without replay, run by run in turn.
 """
 
@@ -15,6 +15,8 @@ import json
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,7 @@ def differences(flavor: str, dtype: str, spread: float) -> list[dict[str, Any]]:
                 "mean": off.abs().mean().item(),
                 "p99": off.abs().quantile(0.99).item(),
                 "max": off.abs().max().item(),
-                "kl": (off.exp() - 1 - off).mean().item(),
+                "kl": (off.double().expm1() - off).mean().item(),
                 "same_experts": _share_of_same_experts(engine, prompts, completions),
             }
         )
@@ -166,6 +168,47 @@ def _share_of_same_experts(engine: Any, prompts: list[list[int]], completions: l
         for hook in hooks:
             hook.remove()
     return same / n_tokens
+
+
+# ---- price ----
+
+
+def price() -> None:
+    """Print the CPU time of generation with a record, and of training with replay, as ratios."""
+    trainer = PolicyTrainer(config_of("4 layers", "float32", True, 0, "--training.seq_len=112"))
+    generator = build_generator(trainer.job_config, trainer.engine)
+    WeightSync(trainer.engine, generator).update()
+    prompts = torch.randint(0, 32, (16, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    seconds: dict[tuple[str, bool], float] = {}
+
+    def timed(name: str, replays: bool, call: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        result = call()
+        spent = time.process_time() - started
+        seconds[name, replays] = min(spent, seconds.get((name, replays), spent))
+        return result
+
+    for _ in range(4):  # in turn; the fastest counts
+        for replays in (False, True):
+            generator.records_experts = replays
+            completions = timed(
+                "generation",
+                replays,
+                lambda: generator.generate(prompts, SamplingConfig(max_tokens=96, seed=1)),
+            )
+            samples = [
+                TrainingSample.of_sequence(
+                    prompt, c.token_ids, c.token_logprobs, 1.0, routed_experts=c.routed_experts
+                )
+                for prompt, c in zip(prompts, completions, strict=True)
+            ]
+            batch = _batcher(trainer.engine).batch(samples)
+            timed("training", replays, lambda batch=batch: trainer.forward_backward(batch))
+            trainer.zero_grad()
+    trainer.close()
+    for name in ("generation", "training"):
+        ratio = seconds[name, True] / seconds[name, False]
+        print(f"{name} with replay takes {ratio:.3f} times the CPU time", flush=True)
 
 
 # ---- learning ----
@@ -238,6 +281,8 @@ def main() -> None:
                         flush=True,
                     )
                 save()
+    if args.spreads:
+        price()
     if args.steps:
         print(
             "\ngenerator  seed  replay  reward: first 10, last 10   exact, last 10   k3, mean   max"

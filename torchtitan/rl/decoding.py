@@ -207,7 +207,8 @@ class _Rows:
 
     For each place: `row_at` is its row, `is_open` is True until the row ends, `tokens` is the row's
     latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
-    tokens, and `experts` [tokens, layers, k] once it has ended, if they are recorded. is_wanted: False for rows that this rank continues only to take part in the forwards.
+    tokens, and `experts` [tokens, layers, k] once it has ended, if they are recorded.
+    is_wanted: False for rows that this rank continues only to take part in the forwards.
     """
 
     def __init__(
