@@ -3,14 +3,15 @@
     python benchmarks/gpu_book.py OUT [--full] [--only tests throughput]
 
 Each section is a command with a time limit, and the next one runs whatever came of it. OUT gets
-book.json, book.md, and a log per section; both books are written again after every section, so
-that a run cut short has told what it found.
+book.json, book.md and book.log, the output of all sections; both books are written again after
+every section, so that a run cut short has told what it found.
 """
 
 import argparse
 import dataclasses
 import datetime
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -20,15 +21,15 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.conftest import ON_THE_DEVICE
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS")
 # In `pytest -v`: the test first, or with several processes the outcome.
 _OUTCOME = re.compile(
@@ -37,16 +38,19 @@ _OUTCOME = re.compile(
 )
 # What a section has to end by itself, after its limit, before it is killed.
 SECONDS_TO_END = 10.0
+# Without --full, all sections together: some machines are lent for ten minutes a command.
+QUICK_SECONDS = 530.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
     """command: without the interpreter; "{out}" is the folder of the book. json: a file there
-    that the command writes. seconds: its limit, and with --full."""
+    that the command writes. seconds: its limit, None for what is left of QUICK_SECONDS;
+    full_seconds: its limit with --full."""
 
     name: str
     command: list[str]
-    seconds: float
+    seconds: float | None
     full_seconds: float
     json: str | None = None
     full_command: list[str] | None = None
@@ -74,11 +78,11 @@ def pytest_command(*arguments: str, processes: int, dist: str = "loadfile") -> l
 
 
 def sections() -> list[Section]:
-    """In the order of what is most wanted, should time run out."""
+    """In the order of what is most wanted, should time run out; `tests` gets what is left."""
+    from tests.conftest import ON_THE_DEVICE  # imports what `preflight` looks for
+
     throughput = ["benchmarks/throughput.py", "--json", "{out}/throughput.json"]
     return [
-        # Most of their time is the compiler's, on the CPU.
-        Section("tests", pytest_command("tests/gpu", processes=8, dist="load"), 120, 1800),
         Section(
             "throughput",
             [*throughput, "--attn-types", "flex", "--blocks", "3"],
@@ -88,15 +92,15 @@ def sections() -> list[Section]:
             full_command=throughput,
         ),
         Section(
-            "throughput_fsdp",
+            "throughput_autocast",
             [
-                *("benchmarks/throughput.py", "--json", "{out}/throughput_fsdp.json"),
+                *("benchmarks/throughput.py", "--json", "{out}/throughput_autocast.json"),
                 *("--models", "1B", "--attn-types", "flex", "--blocks", "3"),
-                *("--override", "parallelism.always_fsdp=True"),
+                *("--override", "parallelism.always_fsdp=False"),
             ],
             55,
             600,
-            json="throughput_fsdp.json",
+            json="throughput_autocast.json",
         ),
         Section(
             "attention",
@@ -122,20 +126,82 @@ def sections() -> list[Section]:
                 processes=4,
             ),
         ),
+        # Most of their time is the compiler's, on the CPU.
+        Section(
+            "tests",
+            pytest_command("-p", "tests.gpu.untuned", "tests/gpu", processes=8, dist="load"),
+            None,
+            1800,
+            full_command=pytest_command("tests/gpu", processes=8, dist="load"),
+        ),
     ]
+
+
+# ---- before the first section ----
+
+
+def preflight() -> None:
+    """Exit with the names of the missing packages if something that sections import is missing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split("[<>=~!]", line)[0] for line in project["dependencies"]]
+    names += ["pytest", "hypothesis"]
+    errors = [error for error in map(_import_error, names) if error]
+    if errors:
+        sys.exit(
+            f"this Python cannot run the book: {'; '.join(errors)}.\n"
+            f"Not installed: {' '.join(_missing(names)) or 'nothing'}. `scripts/make_gpu_wheels.sh "
+            "FOLDER NAME ...` makes a folder of wheels for WHEELS=FOLDER, see docs/gpu.md"
+        )
+
+
+def _import_error(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"import {module}: {error}"
+    return ""
+
+
+def _missing(names: list[str]) -> list[str]:
+    """Names of the packages in `names`, and of those that they need, without metadata here."""
+    from packaging.requirements import Requirement  # pytest brings it
+
+    seen, missing = set(names), []
+    for name in (names := [*names]):  # grows below
+        try:
+            needed = [Requirement(line) for line in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        for package in needed:
+            if package.name not in seen and (
+                package.marker is None or package.marker.evaluate({"extra": ""})
+            ):
+                seen.add(package.name)
+                names.append(package.name)
+    return missing
 
 
 # ---- one section ----
 
 
-def run_section(section: Section, out: Path, full: bool) -> Entry:
-    """Run it in a process group of its own, which ends with it; its output goes to a log."""
+def run_section(
+    section: Section, out: Path, full: bool, seconds_left: float = float("inf")
+) -> Entry:
+    """Run it in a process group of its own, which ends with it; its output goes to book.log."""
     command = section.full_command or section.command if full else section.command
     command = [part.replace("{out}", str(out)) for part in command]
-    limit = section.full_seconds if full else section.seconds
+    limit = section.full_seconds
+    if not full:
+        limit = min(section.seconds or seconds_left, seconds_left - SECONDS_TO_END)
     entry = Entry(section.name, "ok", command=" ".join(["python", *command]))
+    if limit <= 0:
+        entry.outcome = "out of time"
+        return entry
     started = time.monotonic()
-    with open(out / f"{section.name}.log", "w") as log:
+    with open(out / "book.log", "a") as log:
+        log.write(f"==== {entry.command}\n")
+        log.flush()
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -146,7 +212,9 @@ def run_section(section: Section, out: Path, full: bool) -> Entry:
             start_new_session=True,
         )
         # A thread reads, as a silent process must not outlive its limit either.
-        reader = threading.Thread(target=_read, args=(process, log, entry), daemon=True)
+        last_line = ["no output"]
+        arguments = (process, log, entry, last_line)
+        reader = threading.Thread(target=_read, args=arguments, daemon=True)
         reader.start()
         try:
             process.wait(limit)
@@ -163,18 +231,19 @@ def run_section(section: Section, out: Path, full: bool) -> Entry:
     if entry.outcome == "ok" and process.returncode != 0:
         entry.outcome = "failed"
         if not entry.failures:
-            entry.failures.append(_last_line(out / f"{section.name}.log"))
+            entry.failures.append(last_line[0])
     if section.json is not None and (out / section.json).exists():
         entry.figures = json.loads((out / section.json).read_text())
         (out / section.json).unlink()  # the book has them
     return entry
 
 
-def _read(process: subprocess.Popen, log, entry: Entry) -> None:
+def _read(process: subprocess.Popen, log, entry: Entry, last_line: list[str]) -> None:
     counts: Counter[str] = Counter()
     for line in process.stdout:
         log.write(line)
         log.flush()
+        last_line[0] = line.strip()[:300] or last_line[0]
         match = _OUTCOME.match(line)
         if match:
             counts[match["result"] or match["result_alone"]] += 1
@@ -194,11 +263,6 @@ def _kill_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
-
-
 # ---- the book ----
 
 
@@ -207,27 +271,37 @@ def machine() -> dict[str, Any]:
 
     has_gpu = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-    try:
-        done = subprocess.run(driver.split(), capture_output=True, text=True, timeout=20)
-        driver_version = done.stdout.strip().partition("\n")[0]
-    except (OSError, subprocess.TimeoutExpired):
-        driver_version = ""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+    driver = _first_line("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit.stdout.strip(),
+        "commit": _first_line("git rev-parse --short HEAD"),
         "gpus": gpus if has_gpu else [],
         "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30)
         if has_gpu
         else 0,
-        "driver": driver_version,
+        "driver": driver,
         "torch": torch.__version__,
+        "varlen": varlen_heads(),
         "python": platform.python_version(),
         "cpu_cores": os.cpu_count(),
     }
+
+
+def _first_line(command: str) -> str:
+    """The first line that the command prints, "" where there is no such command."""
+    try:
+        done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().partition("\n")[0]
+
+
+def varlen_heads() -> str:
+    """ "repeated heads" where torch's kernel takes no grouped heads, and "varlen" copies k and v."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "" if takes_groups else "repeated heads"
 
 
 def write_book(out: Path, described: dict[str, Any], entries: list[Entry]) -> None:
@@ -254,9 +328,10 @@ def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
         lines.append(f"| {entry.section} | {entry.outcome} | {entry.seconds:.0f} | {what} |")
     for entry in entries:
         if entry.section.startswith("throughput") and entry.figures:
-            lines += ["", f"`{entry.command}`", "", *_throughput_table(entry.figures)]
+            table = _throughput_table(entry.figures, described["varlen"])
+            lines += ["", f"`{entry.command}`", "", *table]
         elif entry.section == "attention" and entry.figures:
-            lines += ["", *_attention_table(entry.figures)]
+            lines += ["", *_attention_table(entry.figures, described["varlen"])]
         elif entry.section == "waits" and entry.figures:
             lines += ["", *_waits_table(entry.figures)]
     for entry in entries:
@@ -266,14 +341,15 @@ def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _throughput_table(figures: list[dict[str, Any]]) -> list[str]:
+def _throughput_table(figures: list[dict[str, Any]], varlen: str) -> list[str]:
     lines = [
         "| model | kernel | rows x T | tokens/s | MFU | as logged | of matmuls | memory | host "
         "| recompiled | waits per step |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in figures:
-        name = f"| {one['model']} | {one['attn_type']} | {one['rows']} x {one['seq_len']} |"
+        kernel = _marked(one["attn_type"], varlen)
+        name = f"| {one['model']} | {kernel} | {one['rows']} x {one['seq_len']} |"
         if one["error"]:
             lines.append(f"{name} {one['error'].replace('|', '/')} |" + " |" * 7)
             continue
@@ -286,15 +362,20 @@ def _throughput_table(figures: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _marked(kernel: str, varlen: str) -> str:
+    return f"{kernel}, {varlen}" if kernel == "varlen" and varlen else kernel
+
+
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _attention_table(figures: list[dict[str, Any]]) -> list[str]:
+def _attention_table(figures: list[dict[str, Any]], varlen: str) -> list[str]:
     lines = ["| attention | T | ms, forward and backward |", "|---|---|---|"]
     for one in figures:
         for kernel, milliseconds in one.get("milliseconds", {}).items():
-            lines.append(f"| {kernel} | {one['seq_len']} | {milliseconds:.2f} |")
+            name = _marked(kernel, varlen)
+            lines.append(f"| {name} | {one['seq_len']} | {milliseconds:.2f} |")
     for one in figures:
         for kernel, stalls in one.items():
             if isinstance(stalls, dict) and "recompilations" in stalls:
@@ -315,6 +396,8 @@ def _waits_table(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    started = time.monotonic()
+    preflight()
     names = [section.name for section in sections()]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write to")
@@ -323,10 +406,11 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    (out / "book.log").unlink(missing_ok=True)
 
     described = machine()
     print(json.dumps(described, indent=2), flush=True)
-    started, entries = time.monotonic(), []
+    entries: list[Entry] = []
     for section in sections():
         if section.name not in args.only:
             continue
@@ -334,7 +418,8 @@ def main() -> None:
             entries.append(Entry(section.name, "no GPU"))
         else:
             print(f"{section.name} ...", flush=True)
-            entries.append(run_section(section, out, args.full))
+            seconds_left = QUICK_SECONDS - (time.monotonic() - started)
+            entries.append(run_section(section, out, args.full, seconds_left))
         entry = entries[-1]
         print(f"{section.name}: {entry.outcome}, {entry.seconds:.0f} s, {entry.counts}", flush=True)
         for failure in entry.failures:

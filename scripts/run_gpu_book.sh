@@ -3,12 +3,13 @@
 #
 #   scripts/run_gpu_book.sh OUT [--full] [--only SECTION ...]
 #
-# OUT          folder for book.json, book.md and the output of each section
+# OUT          folder for book.json, book.md and book.log, the output of all sections
 # --full       every test and every variant: about an hour, instead of under 9 minutes
-# WHEELS       folder of wheels, for machines without a package index: whatever $PYTHON lacks is
-#              installed from there into a folder of its own, and $PYTHON is used as it is
+# WHEELS       folder of wheels (scripts/make_gpu_wheels.sh), for machines without a package index: all of
+#              them are installed into a folder of its own, and $PYTHON is used as it is
 # PYTHON, VENV see scripts/setup_env.sh
-# Sections go on after failures; the exit code is 1 if one failed, and 0 where there is no GPU.
+# The book ends at once if a package is missing, and names it. Sections go on after failures; the exit code
+# is 1 if one failed, and 0 where there is no GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ -n "${WHEELS:-}" ]; then

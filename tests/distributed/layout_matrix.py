@@ -185,6 +185,7 @@ BATCHES = {
     ],
     "documents, flex": ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"],
 }
+REPLAYED = ", experts replayed"  # behind an entry of BATCHES: batches say which experts to take
 # Windows, sinks and chunks are beyond sdpa: whole rows of these families go through flex.
 _WITHOUT_SDPA = {"llama4", "gpt_oss"}
 
@@ -221,9 +222,10 @@ def register_tiny(family: str) -> str:
 
 def batch_flags(family: str, batch: str) -> list[str]:
     """Flags of an entry of BATCHES, in the kernel that the family has for it."""
+    flags = BATCHES[batch.removesuffix(REPLAYED)]
     if family not in _WITHOUT_SDPA:
-        return BATCHES[batch]
-    return [flag.replace("attn_type=sdpa", "attn_type=flex") for flag in BATCHES[batch]]
+        return flags
+    return [flag.replace("attn_type=sdpa", "attn_type=flex") for flag in flags]
 
 
 def build_engine(family: str, flags: list[str], dump_folder: str):
@@ -258,13 +260,25 @@ def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tenso
     return next(iter(rows))
 
 
-def run_step(engine, layout: Layout, step: int) -> float:
+def random_experts(model, step: int) -> torch.Tensor:
+    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none."""
+    args, n_moe = model.model_args.moe_args, len(model.moe_layers)
+    generator = torch.Generator().manual_seed(step)
+    noise = torch.rand(ROWS, SEQ_LEN, n_moe, args.num_experts, generator=generator)
+    experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)
+    experts[torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.25] = -1
+    return experts
+
+
+def run_step(engine, layout: Layout, step: int, replays: bool = False) -> float:
     """Forward and backward of this rank's share; returns the loss of the global batch."""
     from torchtitan.batch.documents import IGNORE_INDEX
     from torchtitan.distributed.utils import dist_sum
 
     batch, labels = global_batch(step, engine.packing.separates_documents)
     labels = engine.packing.mask_labels(batch, labels)
+    if replays:
+        batch = batch | {"routed_experts": random_experts(engine.model_parts[0], step)}
     num_valid = int((labels != IGNORE_INDEX).sum())
     n_rows = ROWS // (engine.dp_size * layout.accumulation)
     loss = 0.0
@@ -296,7 +310,7 @@ def measure_on_rank(
     hashes = {name: hash_of(whole(parameter)) for name, parameter in named}
     losses, grad_norms, gradients = [], [], {}
     for step in range(STEPS):
-        losses.append(run_step(engine, layout, step))
+        losses.append(run_step(engine, layout, step, batch.endswith(REPLAYED)))
         if step == 0:
             gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
             assert_equal_copies(engine, lambda copy: copy.grad)

@@ -54,17 +54,23 @@ def slow_choice(args, scores, bias):
     return sorted(candidates, key=lambda e: choice[e], reverse=True)[: args.top_k]
 
 
-def slow_moe(moe, args, x):
-    """Token by token, expert by expert. x: [B, S, D]. Returns (out, tokens per expert)."""
+def slow_moe(moe, args, x, replayed=None):
+    """Token by token, expert by expert. x: [B, S, D]. Returns (out, tokens per expert).
+
+    replayed: [B, S, k], or None; a row of -1 is a token whose experts the router chooses.
+    """
+    given = [None] * x.shape[:2].numel() if replayed is None else replayed.flatten(0, 1).tolist()
     bias = torch.zeros(args.num_experts) if moe.expert_bias is None else moe.expert_bias
     counts = [0.0] * args.num_experts
     rows = []
-    for token in x.reshape(-1, DIM):
+    for token, experts in zip(x.reshape(-1, DIM), given, strict=True):
         logits = moe.router.gate.weight @ token
         if args.gate_bias:
             logits = logits + moe.router.gate.bias
         scores = logits.sigmoid() if args.score_func == "sigmoid" else logits.softmax(0)
         chosen = slow_choice(args, scores.detach(), bias)
+        if experts is not None and experts[0] >= 0:
+            chosen = experts
         total = sum(scores[e] for e in chosen) if args.route_norm else 1.0
         out = torch.zeros(DIM)
         for e in chosen:
@@ -103,18 +109,28 @@ CHOICES = {
 }
 
 
+def random_experts(args, n_rows, n_tokens):
+    """Different experts for each token [B, S, k], in any order; every third token has none."""
+    noise = torch.rand(n_rows, n_tokens, args.num_experts, generator=torch.manual_seed(3))
+    experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)
+    experts[:, ::3] = -1
+    return experts
+
+
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("name", CHOICES)
-def test_outputs_counts_and_all_gradients_equal_a_slow_loop(name):
+def test_outputs_counts_and_all_gradients_equal_a_slow_loop(name, replays):
     moe = build(**CHOICES[name])
     args = MoEArgs(**{"num_experts": 6, "top_k": 2, "num_shared_experts": 0} | CHOICES[name])
     if moe.expert_bias is not None:
         moe.expert_bias.copy_(torch.linspace(-0.3, 0.3, 6))
     if args.gate_bias:
         moe.router.gate.bias.data.copy_(torch.linspace(1, -1, 6))
+    replayed = random_experts(args, 2, 7) if replays else None
     results = []
     for run in (
-        lambda x: (moe(x), moe.tokens_per_expert.tolist()),
-        lambda x: slow_moe(moe, args, x),
+        lambda x: (moe(x, replayed), moe.tokens_per_expert.tolist()),
+        lambda x: slow_moe(moe, args, x, replayed),
     ):
         x = tokens(2, 7).requires_grad_()
         moe.zero_grad()

@@ -43,23 +43,30 @@ def build(**changes):
     return model
 
 
-def results(model):
+def results(model, replays=False):
     """(loss, gradients, tokens per expert) for two batches of different sizes."""
     losses = []
     for rows in (2, 3):
         tokens = torch.randint(0, 64, (rows, 7), generator=torch.Generator().manual_seed(rows))
-        losses.append(model(tokens).pow(2).mean())
+        experts = {}
+        if replays:  # the last two, and for some tokens the router's own
+            experts["routed_experts"] = torch.tensor([3, 2], dtype=torch.int16).repeat(
+                rows, 7, 1, 1
+            )
+            experts["routed_experts"][:, ::2] = -1
+        losses.append(model(tokens, **experts).pow(2).mean())
         losses[-1].backward()
     return losses, [p.grad for p in model.parameters()], model.layers["0"].moe.tokens_per_expert
 
 
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_block_is_one_graph(dtype):
+def test_block_is_one_graph(dtype, replays):
     model = build().to(dtype)
     compiled = copy.deepcopy(model)
     apply_compile(compiled, COMPILE)
     assert isinstance(compiled.layers["0"], torch._dynamo.OptimizedModule)
-    torch.testing.assert_close(results(compiled), results(model))
+    torch.testing.assert_close(results(compiled, replays), results(model, replays))
 
 
 def test_block_whose_kernels_want_groups_padded_is_one_graph(monkeypatch):

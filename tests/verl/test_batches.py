@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
+from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.verl import cases
@@ -181,7 +182,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(fresh):
 REFUSED = {
     "distillation_use_topk": (True, "distillation from a teacher's top-k"),
     "distillation_only": (True, "distillation without log-probabilities"),
-    "enable_routing_replay": (True, "routing replay"),
+    "enable_routing_replay": (True, "asks for routing replay, got engine.router_replay.mode"),
     "pad_mode": ("left_right", "got pad_mode = 'left_right'"),
     "multi_modal_inputs": ([{"pixel_values": 0}] * cases.SAMPLES, "got multi_modal_inputs"),
     "calculate_sum_pi_squared": (True, "sum of squared probabilities in training"),
@@ -201,6 +202,46 @@ def test_padded_samples_are_refused(worker):
     data["input_ids"] = data["input_ids"].to_padded_tensor(0)
     with pytest.raises(ValueError, match="input_ids of text as a jagged tensor"):
         worker.engine.infer_batch(data)
+
+
+# ---- routing replay ----
+
+
+def experts_of(model, data):
+    """The experts of a Hugging Face model [S, j, L, k], jagged, as a rollout records them: zeros for
+    each sample's last token."""
+    of_samples = []
+    for tokens in data["input_ids"].unbind():
+        logits = model(tokens[None], output_router_logits=True).router_logits
+        chosen = torch.stack([x.topk(2, dim=-1).indices for x in logits], dim=1)
+        chosen[-1] = 0
+        of_samples.append(chosen.to(torch.int16))
+    return torch.nested.as_nested_tensor(of_samples, layout=torch.jagged)
+
+
+def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
+    cases.pretend_torchrun(monkeypatch)
+    folder = cases.save_model(str(tmp_path), "qwen3_moe")
+    own, data = cases.load_model(folder), cases.make_batch(0, calculate_entropy=True)
+    with torch.no_grad():
+        expected = cases.outputs_of(own, data)
+        data["routed_experts"] = experts_of(own, data)
+    worker = cases.make_worker(folder, router_replay=EngineRouterReplayConfig(mode="R3"))
+    scores = cases.score(worker, data)
+    for name, samples in expected.items():
+        for ours, theirs in zip(scores[name], samples.unbind(), strict=True):
+            assert (ours - theirs)[:-1].abs().max() <= cases.MAX_DIFFERENCE
+    # Other experts give other numbers, and change gradients too.
+    others = torch.nested.nested_tensor_from_jagged(
+        3 - data["routed_experts"].values(), data["routed_experts"].offsets()
+    )
+    data["routed_experts"] = others
+    pairs = zip(cases.score(worker, data)["log_probs"], scores["log_probs"], strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) > 1e-3
+    del data["routed_experts"]
+    with pytest.raises(ValueError, match="needs routed_experts in each batch"):
+        cases.score(worker, data)
+    worker.engine.engine.close()
 
 
 # ---- over ranks ----

@@ -173,3 +173,17 @@ def test_cancelled_request_does_not_stop_its_batch(sampler):
             await waiting
 
     asyncio.run(scene())
+
+
+def test_recorded_experts_are_those_that_hugging_faces_routers_choose(tmp_path):
+    model = make_folder(tmp_path / "model", family="qwen3_moe")
+    sampler = Sampler(tmp_path / "model", max_len=64, eos_ids=[EOS], records_experts=True)
+    completions = draw_all(sampler, max_tokens=6)
+    sampler.close()
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        text = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
+        with torch.no_grad():
+            logits = model(text, output_router_logits=True).router_logits
+        chosen = torch.stack([x.topk(2, dim=-1).indices for x in logits], dim=1)  # [T, layers, 2]
+        ours = completion.routed_experts.long()
+        assert torch.equal(ours.sort(dim=-1).values, chosen.sort(dim=-1).values)

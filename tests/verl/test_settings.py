@@ -15,6 +15,7 @@ from verl.utils.torch_functional import (
     get_cosine_schedule_with_warmup,
 )
 from verl.workers.config import (
+    EngineRouterReplayConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
@@ -166,6 +167,10 @@ WRONG = {
         "engine.activation_checkpoint must be 'selective', 'full' or 'none', got 'selectiv'",
     ),
     "dtype": (dict(dtype="float16"), "got 'float16'"),
+    "replay of the trainer's own experts": (
+        dict(router_replay=EngineRouterReplayConfig(mode="R2")),
+        "records none itself, got engine.router_replay.mode = 'R2'; set it to 'R3'",
+    ),
     "unknown key": (dict(job={"training.stepps": 3}), "got 'training.stepps'"),
     "optimizer": (dict(optim=dict(name="Muon")), "optim.name must be 'Adam' or 'AdamW'"),
     "LoRA of Megatron's kind": (

@@ -40,12 +40,19 @@ class Batch(TypedDict, total=False):
     document_ids: Tensor  # [B, T]
     seq_lens: Tensor  # [B, n]
     cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
+    # Experts that a generator chose; see `Decoder.check_routed_experts`.
+    routed_experts: Tensor  # [B, T, L, k]
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
 
 # Entries of the padding tokens after the end of a row; 0 for other keys.
-_PADDING_OF = {"positions": PADDING, "document_ids": PADDING, "labels": IGNORE_INDEX}
+_PADDING_OF = {
+    "positions": PADDING,
+    "document_ids": PADDING,
+    "labels": IGNORE_INDEX,
+    "routed_experts": -1,  # the router chooses
+}
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
 

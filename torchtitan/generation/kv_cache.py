@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, map_masks
+from torchtitan.generation.expert_record import ExpertRecord
 from torchtitan.models.decoder import Decoder
 
 
@@ -91,6 +92,7 @@ class CachedForward:
     """The forward that `kv_cache` yields.
 
     lengths: the number of tokens in each row so far, which may differ.
+    experts: the record of the tokens' experts; None unless `records_experts`.
     """
 
     def __init__(
@@ -99,10 +101,12 @@ class CachedForward:
         layers: Sequence[nn.Module],
         max_length: int,
         run: Callable[..., Tensor | None],
+        records_experts: bool = False,
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
         self.kernels = [CachedAttention(max_length) for _ in layers]
+        self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         row = DocumentMask.of_rows(1, max_length, self._device)
@@ -146,12 +150,15 @@ class CachedForward:
             if layer.inner_attention is not kernel:  # it may be the kernel of a second cache
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        with self._only_last(counts) if last_only and width > 1 else nullcontext():
+        only_last = self._only_last(counts) if last_only and width > 1 else nullcontext()
+        experts = self.experts
+        with only_last, experts.recording(slots, n_rows) if experts else nullcontext():
             return self._run(tokens, attention_masks=masks, positions=slots)
 
     def aside(self, max_length: int) -> "CachedForward":
         """Return the forward of a second, empty cache for the same model."""
-        return CachedForward(self._parts, self._layers, max_length, self._run)
+        records = self.experts is not None
+        return CachedForward(self._parts, self._layers, max_length, self._run, records)
 
     def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
         """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
@@ -165,6 +172,8 @@ class CachedForward:
             self.lengths[place] = other.lengths[row]
         for kernel, given in zip(self.kernels, other.kernels, strict=True):
             kernel.put_rows(at, given, index)
+        if self.experts is not None:
+            self.experts.put_rows(at, other.experts, index)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be repeated."""
@@ -172,6 +181,8 @@ class CachedForward:
         self.lengths = [self.lengths[row] for row in rows]
         for kernel in self.kernels:
             kernel.keep_rows(index)
+        if self.experts is not None:
+            self.experts.keep_rows(index)
 
     @contextmanager
     def _only_last(self, counts: Sequence[int]) -> Iterator[None]:
@@ -197,6 +208,7 @@ def kv_cache(
     model: Decoder | Sequence[Decoder],
     max_length: int,
     run: Callable[..., Tensor | None] | None = None,
+    records_experts: bool = False,
 ) -> Iterator[CachedForward]:
     """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
 
@@ -208,6 +220,7 @@ def kv_cache(
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
         for pipeline stages.
+    records_experts: keep the experts of all tokens, see `ExpertRecord`.
     Raises ValueError for layers without an attention kernel to replace, for a value head, and for
     max_length beyond the RoPE table.
     """
@@ -235,7 +248,8 @@ def kv_cache(
         )
     kernels = [layer.inner_attention for layer in layers]
     try:
-        yield CachedForward(parts, layers, max_length, parts[0] if run is None else run)
+        run = parts[0] if run is None else run
+        yield CachedForward(parts, layers, max_length, run, records_experts)
     finally:
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.inner_attention = kernel

@@ -5,7 +5,9 @@ a folder of Hugging Face files, or the adapters to a folder in PEFT's format. Th
 see the folder, whose path is posted.
 """
 
+import base64
 import http.client
+import io
 import json
 import math
 import os
@@ -19,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -63,6 +66,8 @@ class OpenAIGenerator(ForeignGenerator):
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
     adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
+    records_experts: completions have the experts of their tokens; the server must be vLLM, started
+        with --enable-return-routed-experts.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
@@ -82,8 +87,9 @@ class OpenAIGenerator(ForeignGenerator):
         timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
         adapters: bool = False,
+        records_experts: bool = False,
     ):
-        super().__init__(dtype, seed, folder, adapters)
+        super().__init__(dtype, seed, folder, adapters, records_experts)
         # Drawn anew, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
         self._vocab_size = vocab_size
@@ -157,7 +163,8 @@ class OpenAIGenerator(ForeignGenerator):
                 f"{url} has to answer with ids of the model's {self._vocab_size} tokens, got "
                 f"{wrong[:8]}; check that rl.generator.model serves the model that is trained"
             )
-        return self._completion(token_ids, logprobs, sampling)
+        experts = _array(choice.get("routed_experts")) if self.records_experts else None
+        return self._completion(token_ids, logprobs, sampling, request["prompt"], experts)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         """Make the server load the weights. Collective over the ranks that share an update.
@@ -204,6 +211,15 @@ class OpenAIGenerator(ForeignGenerator):
     def _name_of(self, version: int) -> str:
         """Return the name under which the server has a version of the policy."""
         return f"{self._model}-{self._run}-{version}" if self._run else self._model
+
+
+def _array(text: Any) -> np.ndarray | None:
+    """Return the integers of a NumPy file in base64, vLLM's form of `routed_experts`; None for others."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError, OSError):
+        return None
+    return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else None
 
 
 def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:

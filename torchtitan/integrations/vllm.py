@@ -34,6 +34,8 @@ class VLLMGenerator(ForeignGenerator):
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
     folder: adapters are written to subfolders of it, which all ranks must see.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
+    records_experts: completions have the experts of their tokens, by vLLM's
+        `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.
     options: further arguments of `vllm.LLM`.
 
     Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
@@ -55,6 +57,7 @@ class VLLMGenerator(ForeignGenerator):
         max_seq_len: int | None = None,
         folder: str = "",
         adapter_rank: int = 0,
+        records_experts: bool = False,
         **options: Any,
     ):
         n_ranks = num_ranks()
@@ -75,6 +78,8 @@ class VLLMGenerator(ForeignGenerator):
                 "max_loras": 1,
                 "max_lora_rank": _allowed(adapter_rank),
             }
+        if records_experts:
+            options["enable_return_routed_experts"] = True
         self.ranks_per_copy = tensor_parallel_degree
         # Run vLLM's engine in this process, so that it can read our tensors without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -85,7 +90,7 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
-        super().__init__(dtype, seed, folder, adapters=adapter_rank > 0)
+        super().__init__(dtype, seed, folder, adapter_rank > 0, records_experts)
         self._vllm = vllm
         self._adapters: Any = None  # a LoRARequest
         self._llm = vllm.LLM(
@@ -140,11 +145,15 @@ class VLLMGenerator(ForeignGenerator):
             lora_request=self._adapters,
         )
         completions = []
-        for output in (output for request in requests for output in request.outputs):
+        outputs = [output for request in requests for output in request.outputs]
+        for i, output in enumerate(outputs):
             token_ids = tuple(output.token_ids)
             pairs = zip(output.logprobs, token_ids, strict=True)
             logprobs = [by_token[token].logprob for by_token, token in pairs]
-            completions.append(self._completion(token_ids, logprobs, sampling))
+            experts = getattr(output, "routed_experts", None)
+            completions.append(
+                self._completion(token_ids, logprobs, sampling, prompts[i // num_samples], experts)
+            )
         return completions
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:

@@ -188,14 +188,24 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.ffn_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
 
-    def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
-        """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        attention_masks: Masks | None = None,
+        routed_experts: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M].
+
+        routed_experts: [B, T, k], for a mixture of experts, whose router then does not choose.
+        """
         sequence, seq_len = self.sequence, rope.shape[1]
         h = sequence.gather(self.attention_norm(x), seq_len)
         x = x + sequence.reduce(self.attention(h, rope, attention_masks))
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
         h = sequence.gather(self.ffn_norm(x), seq_len)
-        return x + sequence.reduce(feed_forward(h))
+        out = feed_forward(h) if routed_experts is None else feed_forward(h, routed_experts)
+        return x + sequence.reduce(out)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         self.attention_norm.reset_parameters()
@@ -306,6 +316,7 @@ class Decoder(ModelProtocol):
         attention_masks: AttentionMasksType | Masks | Tensor | None = None,
         positions: Tensor | None = None,
         head: Callable[..., Any] | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Any:
         """Return logits [B, T, V], or with a value head values [B, T, 1], for token ids [B, T].
 
@@ -317,6 +328,8 @@ class Decoder(ModelProtocol):
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
             projection; its result is returned. `loss.logprobs` has heads. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
+        routed_experts: [B, T, L, k], see `check_routed_experts`. Routers send these tokens to these
+            experts, in place of their own choice. It is not checked here.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
         before the last returns hidden states. Under tensor parallelism hidden states are whole, for
         any T; logits are a DTensor split along V if the loss is parallel; values are plain tensors.
@@ -337,8 +350,9 @@ class Decoder(ModelProtocol):
         shards = shards_of(masks)
         row_len = seq_len if shards is None else shards.cp * seq_len
         rope = select_positions(self._rope_table(positions, row_len), positions, seq_len)
-        for layer in self.layers.values():
-            h = layer(h, rope, masks)
+        for layer_id, layer in self.layers.items():
+            experts = self._routed_experts_of(int(layer_id), routed_experts)
+            h = layer(h, rope, masks) if experts is None else layer(h, rope, masks, experts)
         h = self.norm(h) if self.norm is not None else h
         if self.score is not None:
             if head is not None:
@@ -353,6 +367,61 @@ class Decoder(ModelProtocol):
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
         return self.output(h) if head is None else self.output(h, head)
+
+    @functools.cached_property
+    def moe_layers(self) -> list[int]:
+        """The numbers of the blocks with a mixture of experts, of all pipeline stages."""
+        return [i for i in range(self.n_layers) if self.is_moe_layer(i)]
+
+    def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:
+        """Raise ValueError for experts that this model's routers cannot take for `tokens` [B, T].
+
+        routed_experts: integers [B, T, L, k]: the k experts of each token in each mixture of experts.
+            L counts the mixtures, or all layers, of which the others are ignored. k times -1 for
+            a token whose experts the router chooses. Values on an accelerator are not read, because
+            that waits for the device.
+        """
+        name = "the batch's 'routed_experts'"
+        if not self.moe_layers:
+            raise ValueError(
+                f"{name} are for a mixture of experts, and this model is dense; leave them out"
+            )
+        args, n_moe = self.model_args.moe_args, len(self.moe_layers)
+        shape, got = (*tokens.shape[:2], n_moe, args.top_k), tuple(routed_experts.shape)
+        if got not in (shape, (*shape[:2], self.n_layers, args.top_k)):
+            layers = "" if n_moe == self.n_layers else f", or {self.n_layers} layers of any kind"
+            raise ValueError(
+                f"{name} must be [rows, tokens, mixtures of experts, experts per token] = {shape}"
+                f"{layers}, got {got}; take them from a generator with the same model and tokens"
+            )
+        if routed_experts.dtype.is_floating_point or routed_experts.dtype is torch.bool:
+            raise ValueError(
+                f"{name} must be integers, got {routed_experts.dtype}; give torch.int16"
+            )
+        experts = on_host(routed_experts)
+        if experts.device.type != "cpu" or not experts.numel():
+            return
+        smallest, largest = (x.item() for x in experts.aminmax())
+        if not -1 <= smallest <= largest < args.num_experts:
+            raise ValueError(
+                f"{name} must be expert ids in [0, {args.num_experts}), or -1 where the router "
+                f"chooses, got {smallest} to {largest}; take them from a generator with the same model"
+            )
+        in_order = experts.sort(dim=-1).values
+        chosen = in_order[..., -1] >= 0
+        if ((in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0))[chosen].any():
+            raise ValueError(
+                f"{name} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
+                "got an expert twice or a part of them; mark tokens without known experts by -1"
+            )
+
+    def _routed_experts_of(self, layer_id: int, routed_experts: Tensor | None) -> Tensor | None:
+        """Return a layer's part [B, T, k] of `check_routed_experts`' tensor; None if it has none."""
+        if routed_experts is None or not self.is_moe_layer(layer_id):
+            return None
+        is_per_layer = routed_experts.shape[2] == self.n_layers
+        slot = layer_id if is_per_layer else self.moe_layers.index(layer_id)
+        return routed_experts[:, :, slot]
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """Return the RoPE table, after replacing it by a longer one if positions go beyond it.

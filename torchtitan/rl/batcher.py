@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
 # Values of padding; the other entries of a microbatch are 0 there.
-_PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1}
+_PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
 # Rows of a bucket are at least this share of its longest row: at most a quarter more slots than
 # tokens, for few more microbatches (10 for lengths from 100 to 1,000 tokens).
@@ -143,6 +143,8 @@ class Batcher:
         for name in (*_OTHER_LOGPROBS, *_OF_CRITIC):
             if has[name]:
                 values[name] = joined(name).masked_fill(~mask, 0)
+        if has["routed_experts"] and kept:
+            values["routed_experts"] = _joined_experts([samples[i] for i in kept])
         in_rows = list(range(len(kept)))  # indices into `kept`
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
@@ -258,11 +260,13 @@ class Batcher:
         values = values | {"positions": positions, "sequence_ids": of_tokens(number_in_row)}
         of_groups: dict[str, list[Tensor]] = {}
         for name, of_all in values.items():
-            dtype = torch.int64 if of_all.dtype == torch.int64 else torch.float32
-            padded = torch.full((first_of_group,), _PADDING.get(name, 0), dtype=dtype)
+            dtype = torch.float32 if of_all.is_floating_point() else of_all.dtype
+            padding, rest = _PADDING.get(name, 0), of_all.shape[1:]
+            padded = torch.full((first_of_group, *rest), padding, dtype=dtype)
             padded[slot_of_token] = of_all.to(dtype)
             parts = padded.split([math.prod(shape) for shape in shapes])
-            of_groups[name] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            pairs = zip(parts, shapes, strict=True)
+            of_groups[name] = [part.view(*shape, *rest) for part, shape in pairs]
         return tuple(
             tuple(
                 TrainingMicrobatch(
@@ -275,10 +279,21 @@ class Batcher:
         )
 
 
+def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:
+    """Return the routed experts of all samples' tokens, one sample after another."""
+    experts = [sample.routed_experts for sample in samples]
+    if len(shapes := {tuple(x.shape[1:]) for x in experts}) > 1:
+        raise ValueError(
+            "routed_experts of all samples of a batch must have the same layers and experts per token, "
+            f"got {sorted(shapes)}; take all samples from one model"
+        )
+    return torch.cat(experts)
+
+
 def _optional_fields(samples: Sequence[TrainingSample]) -> dict[str, bool]:
     """Return for each optional field whether the samples have it; raises ValueError if only some do."""
     has = {}
-    for name in ("weights", *_OTHER_LOGPROBS, *_OF_CRITIC):
+    for name in ("weights", "routed_experts", *_OTHER_LOGPROBS, *_OF_CRITIC):
         count = sum(getattr(sample, name) is not None for sample in samples)
         if count not in (0, len(samples)):
             raise ValueError(

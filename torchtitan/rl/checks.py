@@ -78,7 +78,7 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
             "write it like 'trainer.example.org'"
         )
     api_key(serve)
-    for key in ("rescore", "in_flight"):
+    for key in ("rescore", "in_flight", "replay_experts"):
         if getattr(job_config.rl.generator, key):
             yield f"rl.generator.{key} is for the loop of torchtitan.rl.train; turn it off"
     if job_config.rl.async_steps:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.engine import TrainingEngine
@@ -133,11 +134,13 @@ def continue_prompts(
     sampling: SamplingConfig,
     max_rows: int,
     next_version: Callable[[], int] = lambda: 0,
-) -> tuple[Tensor, list[list[int]]]:
+    records_experts: bool = False,
+) -> tuple[Tensor, list[list[int]], Tensor | None]:
     """Return the drawn tokens, fp64 [N, L, N_FIELDS], and for each row the versions that drew them.
 
-    A row has as many tokens as versions; the rest of its L entries are not used. Collective over the
-    decoder's group; each rank gets all rows.
+    A row has as many tokens as versions; the rest of its L entries are not used. The third value is
+    None, or with `records_experts` int16 [N, longest row - 1, layers, k]: see `Completion`.
+    Collective over the decoder's group; each rank gets all rows.
 
     prompt_of_row: for each of N rows, the index of the prompt that it continues; rows of one prompt
         are consecutive.
@@ -158,6 +161,8 @@ def continue_prompts(
         own_uniform = uniform[rows].to(decoder.runner.device)
         n_places = min(max_rows or per_rank, per_rank)
         own_rows = _Rows(decoder, own_uniform, is_wanted, sampling, n_places)
+        if records_experts:
+            own_rows.experts = [None] * len(rows)
         _continue_rows(own_rows, prompts, [prompt_of_row[row] for row in rows], next_version)
         versions, drawn = own_rows.versions, own_rows.drawn
         counts = torch.tensor(
@@ -169,17 +174,41 @@ def continue_prompts(
             shares = [torch.empty_like(share) for _ in range(n_ranks)]
             dist.all_gather(shares, share, group=group)
         packed = torch.cat(shares).cpu()[:n_rows]
+        experts = None
+        if records_experts:
+            longest = max(map(len, prompts)) + uniform.shape[1] - 1
+            experts = _experts_of_all(decoder, own_rows.experts, longest)[:n_rows]
     if group is not None:
         versions = [[next_version()] * n for n in packed[:, 0].long().tolist()]
-    return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions
+    return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions, experts
+
+
+def _experts_of_all(decoder: LocalDecoder, of_rows: list[Tensor], longest: int) -> Tensor:
+    """Return the experts of all ranks' rows [N, longest, layers, k] on the host. Collective.
+
+    of_rows: this rank's rows [tokens, layers, k]; under a pipeline with the layers of this rank's
+        stages only.
+    """
+    experts = torch.stack([F.pad(x, (0, 0, 0, 0, 0, longest - len(x)), value=-1) for x in of_rows])
+    if decoder.runner.schedule is not None:
+        of_stages = experts.int()  # no backend reduces int16
+        dist.all_reduce(of_stages, dist.ReduceOp.MAX, group=decoder.runner.schedule.group)
+        experts = of_stages.to(experts.dtype)
+    if decoder.group is not None:
+        own = experts.view(torch.uint8)
+        shares = [torch.empty_like(own) for _ in range(decoder.group.size())]
+        dist.all_gather(shares, own, group=decoder.group)
+        experts = torch.cat(shares).view(experts.dtype)
+    return experts.cpu()
 
 
 class _Rows:
     """The rows that a rank continues, in order: some wait, some have a place in the cache.
 
     For each place: `row_at` is its row, `is_open` is True until the row ends, `tokens` is the row's
-    latest token. For each row: `drawn` [N, L, N_FIELDS], and `versions` of the weights that drew its
-    tokens. is_wanted: False for rows that this rank continues only to take part in the forwards.
+    latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
+    tokens, and `experts` [tokens, layers, k] once it has ended, if they are recorded.
+    is_wanted: False for rows that this rank continues only to take part in the forwards.
     """
 
     def __init__(
@@ -194,6 +223,7 @@ class _Rows:
         self.sampling, (n_rows, n_new), device = sampling, uniform.shape, uniform.device
         self.drawn = torch.zeros(n_rows, n_new, N_FIELDS, dtype=torch.float64, device=device)
         self.versions: list[list[int]] = [[] for _ in range(n_rows)]
+        self.experts: list[Tensor | None] | None = None
         self._so_far: list[list[int]] = [[] for _ in range(n_rows)]  # token ids, to find stops
         self.row_at, self.is_open = list(range(n_places)), [False] * n_places
         self.tokens = torch.zeros(n_places, dtype=torch.int64, device=device)
@@ -217,9 +247,17 @@ class _Rows:
         return places
 
     def draw_at(
-        self, places: list[int], logits: Tensor | None, sources: list[int], version: int
+        self,
+        places: list[int],
+        logits: Tensor | None,
+        sources: list[int],
+        version: int,
+        forward: CachedForward,
     ) -> None:
-        """Draw a token for the rows at these places, from the rows `sources` of logits."""
+        """Draw a token for the rows at these places, from the rows `sources` of logits.
+
+        forward: its cache has the rows at these places.
+        """
         rows = [self.row_at[place] for place in places]
         steps = [len(self.versions[row]) for row in rows]
         device, sampling, schedule = self.tokens.device, self.sampling, self.decoder.runner.schedule
@@ -246,6 +284,9 @@ class _Rows:
             has_ended = len(self.versions[row]) == self.uniform.shape[1]
             has_ended |= sampling.may_stop and sampling.stops_at(self._so_far[row])
             self.is_open[place] = self.is_wanted[row] and not has_ended
+            if self.experts is not None and not self.is_open[place]:
+                stored = forward.experts.stored
+                self.experts[row] = stored[place, : forward.lengths[place]].clone()
 
     def drop_ended(self, forward: CachedForward) -> None:
         """Drop ended rows from the cache once half of the rows have ended and none waits.
@@ -287,7 +328,8 @@ def _continue_rows(
     longest = max(len(prompts[index]) for index in prompt_of_row)
     max_length = longest + rows.uniform.shape[1] - 1
     n_read = 0  # rows whose prompt was read
-    with kv_cache(decoder.runner.model_parts, max_length, decoder.run) as forward:
+    parts, records_experts = decoder.runner.model_parts, rows.experts is not None
+    with kv_cache(parts, max_length, decoder.run, records_experts) as forward:
         while rows.n_left():
             has_run = False
             if rows.may_enter():
@@ -312,7 +354,7 @@ def _continue_rows(
                 sources = [read.index(prompt_of_row[first + i]) for i in range(len(places))]
                 if just_read is not forward:
                     forward.put_rows(places, just_read, sources)
-                rows.draw_at(places, at_prompts, sources, version)
+                rows.draw_at(places, at_prompts, sources, version, forward)
                 if rows.n_begun == n_read:
                     just_read = at_prompts = None  # frees their memory
             else:
@@ -324,4 +366,4 @@ def _continue_rows(
                 version_of_step = next_version()
                 logits = forward(rows.tokens[:, None], last_only=True)
                 if places := rows.places(is_open=True):
-                    rows.draw_at(places, logits, places, version_of_step)
+                    rows.draw_at(places, logits, places, version_of_step, forward)

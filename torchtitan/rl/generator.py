@@ -35,6 +35,7 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     copy_weights,
 )
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
@@ -135,11 +136,14 @@ class Generator(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class _DecoderGenerator(Generator):
+class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
     max_rows: number of completions that a rank continues at once, which bounds its cache; 0 for all.
+    records_experts: completions tell which experts their tokens went to.
     """
+
+    records_experts = False
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
         if max_rows < 0:
@@ -191,7 +195,7 @@ class _DecoderGenerator(Generator):
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
             return []
-        drawn, versions_of_rows = continue_prompts(
+        drawn, versions_of_rows, experts = continue_prompts(
             self.decoder,
             prompts,
             prompt_of_row,
@@ -199,6 +203,7 @@ class _DecoderGenerator(Generator):
             sampling,
             self.max_rows,
             self._next_version,
+            self.records_experts,
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
@@ -206,7 +211,8 @@ class _DecoderGenerator(Generator):
                 "at the last optimizer steps, or at how its weights were copied"
             )
         completions = []
-        for row, versions in zip(drawn, versions_of_rows, strict=True):
+        for number, (row, versions) in enumerate(zip(drawn, versions_of_rows, strict=True)):
+            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
             tokens, logprobs, kept_masses = row[: len(versions)].T.tolist()
             token_ids = tuple(map(int, tokens))
             completions.append(
@@ -217,6 +223,7 @@ class _DecoderGenerator(Generator):
                     policy_version=min(versions),
                     token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
                     token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+                    routed_experts=None if experts is None else experts[number, :n_read].clone(),
                 )
             )
         return completions
@@ -232,7 +239,7 @@ class _DecoderGenerator(Generator):
         self._rng.set_state(state_dict["rng"])
 
 
-class LocalGenerator(_DecoderGenerator):
+class LocalGenerator(DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
 
     Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
@@ -264,7 +271,7 @@ class LocalGenerator(_DecoderGenerator):
             )
 
 
-class CopyGenerator(_DecoderGenerator):
+class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
     model: a decoder; weights have to be sent in the dtypes of its parameters.
@@ -397,13 +404,20 @@ class ForeignGenerator(Generator):
 
     folder: gets a subfolder per version; the engine reads files of weights from there.
     adapters: take `weight_sync.AdapterWeights` in place of whole weights.
+    records_experts: the engine returns the experts of each token.
     """
 
     def __init__(
-        self, dtype: torch.dtype | None, seed: int, folder: str = "", adapters: bool = False
+        self,
+        dtype: torch.dtype | None,
+        seed: int,
+        folder: str = "",
+        adapters: bool = False,
+        records_experts: bool = False,
     ):
         self.weight_dtype, self._folder = dtype, os.path.abspath(folder)
         self.weight_names = "adapters" if adapters else "hf"
+        self.records_experts = records_experts
         self._seed, self._n_calls = seed, 0
 
     def _seed_of_call(self, sampling: SamplingConfig) -> int:
@@ -422,15 +436,40 @@ class ForeignGenerator(Generator):
                 shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
 
     def _completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: SamplingConfig
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: SamplingConfig,
+        prompt: Sequence[int],
+        experts: np.ndarray | None,
     ) -> Completion:
+        """Return a completion. experts: [tokens of prompt and completion, L, k], as the engine gives them.
+
+        Raises RunError if experts are wanted and are not there for every token but the last.
+        """
+        routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
+        if self.records_experts:
+            if experts is None or experts.ndim != 3 or len(experts) < n_read:
+                raise RunError(
+                    f"rl.generator.replay_experts needs the experts of {n_read} tokens [tokens, layers, "
+                    f"experts per token], got {'none' if experts is None else list(experts.shape)}; "
+                    "use a vLLM with enable_return_routed_experts, and a mixture of experts"
+                )
+            routed_experts = torch.from_numpy(experts[:n_read].astype(np.int16))
         kept_mass = None
         if sampling.temperature == 0:
             # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
             kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
             logprobs = [0.0] * len(logprobs)
         reason = "stop" if sampling.stops_at(token_ids) else "length"
-        return Completion(tuple(token_ids), tuple(logprobs), reason, self.policy_version, kept_mass)
+        return Completion(
+            token_ids=tuple(token_ids),
+            token_logprobs=tuple(logprobs),
+            finish_reason=reason,
+            policy_version=self.policy_version,
+            token_kept_mass=kept_mass,
+            routed_experts=routed_experts,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_calls": self._n_calls}
@@ -481,7 +520,8 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     trainer_dtype = policy.compute_dtype_name
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
-        return LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
+        shared = LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
+        return recording(shared, rl.generator.replay_experts)
     return build_copy(policy)
 
 
@@ -509,6 +549,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
             folder=folder,
             adapter_rank=config.lora.rank if rl.generator.adapters else 0,
+            records_experts=rl.generator.replay_experts,
         )
     if rl.generator.backend == "openai":
         return __getattr__("OpenAIGenerator")(
@@ -523,7 +564,20 @@ def build_copy(policy: PolicyModel) -> Generator:
             timeout_seconds=rl.generator.timeout_seconds,
             vocab_size=policy.model_args.vocab_size,
             adapters=rl.generator.adapters,
+            records_experts=rl.generator.replay_experts,
         )
-    return CopyGenerator.of_model_of(
+    own = CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
     )
+    return recording(own, rl.generator.replay_experts)
+
+
+def recording(generator: DecoderGenerator, wanted: bool) -> DecoderGenerator:
+    """Have a generator record experts, if wanted. Raises ConfigError for a dense model."""
+    if wanted and not generator.decoder.runner.model_parts[0].moe_layers:
+        raise ConfigError(
+            "only a mixture of experts has experts to replay, and this model is dense; set "
+            "rl.generator.replay_experts, or verl's enable_rollout_routing_replay, to false"
+        )
+    generator.records_experts = wanted
+    return generator

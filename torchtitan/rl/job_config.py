@@ -174,6 +174,9 @@ class RLGenerator:
     # decoding, so that they are bitwise equal to those of the first forward-backward pass; only for
     # a generator in the trainer's own precision
     rescore: bool = False
+    # For mixtures of experts: record the experts that each token went to when it was generated, and
+    # have the trainer send it to the same experts, with its own router's scores
+    replay_experts: bool = False
 
 
 @dataclass

@@ -6,7 +6,7 @@ B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ class Learner(ABC):
     `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
     A token's score is the log-prob of its label (policy), or a value (critic).
     loss: the loss of `forward_backward`, unless a call passes another.
+    replays_experts: the model is the policy, so its routers take the experts of the batch's samples.
     """
+
+    replays_experts: ClassVar[bool] = True
 
     def __init__(self, engine: TrainingEngine, loss: Any):
         self.engine, self.loss = engine, loss
@@ -92,7 +95,7 @@ class Learner(ABC):
 
         try:
             step = self.engine.forward_backward_step(
-                input_dict=[mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)],
+                input_dict=self._engine_batches(batch),
                 loss_fn=loss_of,  # the batch's weights are shares of the whole step
                 head=self._output_layer(loss_fn),
                 metrics={
@@ -171,7 +174,7 @@ class Learner(ABC):
         Collective, and called before all other collectives, in which ranks would wait for a rank
         that raised.
         """
-        dp_size = self.engine.dp_size
+        dp_size, model = self.engine.dp_size, self.engine.model_parts[0]
 
         def check() -> tuple:
             for of_ranks in batch.microbatches:
@@ -184,6 +187,8 @@ class Learner(ABC):
                     vocab_size = self.engine.model_args.vocab_size
                     check_ids("the tokens of samples", microbatch.token_ids, vocab_size)
                     check_ids("labels", microbatch.labels, vocab_size)
+                    if self.replays_experts and microbatch.routed_experts is not None:
+                        model.check_routed_experts(microbatch.token_ids, microbatch.routed_experts)
                     if loss_fn is not None:
                         loss_fn.check(microbatch.engine_batch())
             return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
@@ -196,10 +201,17 @@ class Learner(ABC):
             )
             raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
+    def _engine_batches(self, batch: TrainingBatch) -> list[dict[str, Tensor]]:
+        """Return this rank's microbatches for the engine."""
+        batches = [mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)]
+        for engine_batch in batches if not self.replays_experts else ():
+            engine_batch.pop("routed_experts", None)
+        return batches
+
     def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last stage."""
         return self.engine.forward_step(
-            [microbatch.engine_batch() for microbatch in batch.of_rank(self.engine.dp_rank)],
+            self._engine_batches(batch),
             output_fn=lambda outputs, _: self._loss_inputs(outputs)[0],
             head=self._output_layer(),
         )

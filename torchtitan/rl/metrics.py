@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from statistics import fmean
 
@@ -105,7 +106,7 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
     """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode`. A run that continues from a checkpoint also
+    A line holds the step and the entries of `Episode` but `routed_experts`. A run that continues from a checkpoint also
     appends, so the file holds repeated steps twice.
     limit: episodes per step; -1 is all, 0 none.
     """
@@ -114,4 +115,5 @@ def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: in
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open_file(path, "a", encoding="utf-8") as file:
         for episode in episodes if limit < 0 else episodes[:limit]:
-            file.write(json.dumps({"step": step, **episode.to_dict()}) + "\n")
+            values = replace(episode, routed_experts=None).to_dict()
+            file.write(json.dumps({"step": step, **values}) + "\n")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.data.chat_template import SEAM
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
@@ -438,6 +439,7 @@ class _Dialogue:
             mask += [int(is_sampled)] * len(part.token_ids)
             version = part.policy_version if is_sampled else -1
             versions += (is_sampled and part.token_versions) or [version] * len(part.token_ids)
+        experts = [part.routed_experts for part in parts if isinstance(part, Completion)]
         said = [text for turn in turns for text in (turn.text, turn.reply) if text is not None]
         return Episode(
             group_id=self.place,
@@ -454,7 +456,19 @@ class _Dialogue:
             loss_mask=tuple(mask) if self.replies else None,
             turns=tuple(said) if several_turns else (),
             token_versions=tuple(versions) if len(set(versions) - {-1}) > 1 else None,
+            routed_experts=None if experts[0] is None else _joined_experts(experts),
         )
+
+
+def _joined_experts(of_turns: Sequence[Tensor]) -> Tensor:
+    """Return the experts of a dialogue's tokens, each as chosen when it was first read.
+
+    of_turns: of each turn, [all tokens so far but the last, L, k].
+    """
+    joined = of_turns[0]
+    for experts in of_turns[1:]:
+        joined = torch.cat([joined, experts[len(joined) :]])
+    return joined
 
 
 def _graded(

@@ -103,6 +103,9 @@ class Completion:
     policy_version: version of the oldest weights that drew a token.
     token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
     token_versions: version of the weights that drew each token; None if all are `policy_version`.
+    routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
+        tokens but the last, which the model never reads; see `Decoder.check_routed_experts`. None
+        if they were not recorded.
     """
 
     token_ids: tuple[int, ...]
@@ -111,6 +114,7 @@ class Completion:
     policy_version: int
     token_kept_mass: tuple[float, ...] | None = None
     token_versions: tuple[int, ...] | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Episode:
     group_id: equal for the completions of one prompt.
     scores: further measurements of the task, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
+    routed_experts: as in `Completion`, of all tokens but the last; -1 for tokens that were not read
+        when the tokens after them were drawn.
     """
 
     group_id: int
@@ -145,6 +151,7 @@ class Episode:
     loss_mask: tuple[int, ...] | None = None
     turns: tuple[str, ...] = ()
     token_versions: tuple[int, ...] | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
     def num_versions(self) -> int:
@@ -159,11 +166,15 @@ class Episode:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON and `from_dict`."""
-        return asdict(self)
+        experts = self.routed_experts
+        return asdict(self) | {"routed_experts": None if experts is None else experts.tolist()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Episode":
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        if values.get("routed_experts") is not None:
+            values["routed_experts"] = torch.tensor(values["routed_experts"], dtype=torch.int16)
+        return cls(**values)
 
 
 # ---- training ----
@@ -183,6 +194,7 @@ class TrainingSample:
         returns: the targets of these values. Both None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
+    routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
     group_id: equal for samples of one prompt.
     policy_version: version of the oldest weights that drew a token.
     """
@@ -197,12 +209,23 @@ class TrainingSample:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     weights: Tensor | None = None
+    routed_experts: Tensor | None = None
     group_id: int = 0
     policy_version: int = 0
 
     def __post_init__(self) -> None:
+        if self.routed_experts is not None:
+            shape, n_tokens = list(self.routed_experts.shape), len(self.token_ids)
+            if len(shape) != 3 or shape[0] != n_tokens:
+                raise ValueError(
+                    "routed_experts of a sample must be [input tokens, mixtures of experts, experts "
+                    f"per token], got {shape} for {n_tokens} input tokens; leave out the last token, "
+                    "whose experts nobody needs"
+                )
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name == "routed_experts":
+                continue
             if isinstance(value, Tensor) and value.shape != self.token_ids.shape:
                 raise ValueError(
                     f"{item.name} of a sample must have one entry per input token, "
@@ -239,6 +262,7 @@ class TrainingSample:
         *,
         loss_mask: Sequence[float] | None = None,
         ref_logprobs: Sequence[float] | None = None,
+        routed_experts: Tensor | None = None,
         group_id: int = 0,
         policy_version: int = 0,
     ) -> "TrainingSample":
@@ -270,6 +294,7 @@ class TrainingSample:
             logprobs=after_prompt(token_logprobs),
             advantages=after_prompt([advantage] * n_new),
             ref_logprobs=None if ref_logprobs is None else after_prompt(ref_logprobs),
+            routed_experts=routed_experts,
             group_id=group_id,
             policy_version=policy_version,
         )
@@ -289,6 +314,7 @@ class TrainingSample:
             episode.advantage,
             loss_mask=episode.loss_mask,
             ref_logprobs=episode.ref_logprobs,
+            routed_experts=episode.routed_experts,
             group_id=episode.group_id,
             policy_version=episode.policy_version,
         )
@@ -317,6 +343,7 @@ class TrainingMicrobatch:
     generator_logprobs, advantages, and the optional ref_logprobs, old_logprobs, old_values and
         returns: 0 for tokens not in the loss.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
+    routed_experts: int16 [B, T, L, k], or None; -1 in padding, and where the routers choose.
     slots: where the samples are; empty if the microbatch is all padding.
     """
 
@@ -332,6 +359,7 @@ class TrainingMicrobatch:
     old_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    routed_experts: Tensor | None = None
     slots: tuple[Slot, ...] = ()
 
     def engine_batch(self) -> dict[str, Tensor]:

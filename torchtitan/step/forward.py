@@ -135,6 +135,7 @@ def forward(
     batches, is_single = read_batches(
         engine.packing, microbatches, labels, needs_labels=has_head, are_tokens=has_head
     )
+    check_routed_experts(runner, batches)
     # A call with a single batch has one on every rank, and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
@@ -174,6 +175,7 @@ def forward_backward(
         needs_labels=loss_fn is None or head is not None,
         are_tokens=head is not None or needs_logits,
     )
+    check_routed_experts(runner, batches)
     if global_valid_tokens is None:
         if loss_fn is None:
             raise ValueError(
@@ -268,6 +270,7 @@ def prepare(engine: Engine, batch: Batch, labels: Tensor | None, head: Head | No
     (checked,), _ = read_batches(
         engine.packing, batch, labels, needs_labels=has_head, are_tokens=has_head
     )
+    check_routed_experts(engine.runner, [checked])
     return engine.runner.prepare(checked, head)
 
 
@@ -349,6 +352,15 @@ def check_head(runner: "Runner", head: Head | None, needs_logits: bool = False) 
             "a model with a value head gives values [B, T, 1], and the default loss needs logits; "
             "give a loss_fn(values, labels, batch)"
         )
+
+
+def check_routed_experts(runner: "Runner", batches: Sequence[TokenBatch]) -> None:
+    """Raise ValueError if the model takes `routed_experts`, and a batch's do not fit it."""
+    check = getattr(runner.model_parts[0], "check_routed_experts", None)
+    for batch in batches if check is not None else ():
+        routed_experts = batch.entries.get("routed_experts")
+        if routed_experts is not None:
+            check(batch.tokens, routed_experts)
 
 
 def check_own_forward(runner: "Runner", method: str) -> None:

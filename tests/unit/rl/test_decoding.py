@@ -26,7 +26,7 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
-    drawn, versions = continue_prompts(
+    drawn, versions, _ = continue_prompts(
         LocalDecoder.of_model(model), prompts, rows, uniform, sampling, max_rows
     )
     columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
@@ -141,7 +141,7 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once()
     }.items():
         shapes = []
         decoder = RecordingDecoder(runner, shapes=shapes)
-        _, versions = continue_prompts(
+        _, versions, _ = continue_prompts(
             decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
         )
         assert ([len(row) for row in versions], shapes) == (lengths, expected)

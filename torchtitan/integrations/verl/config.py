@@ -241,10 +241,11 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"engine.dtype, the type of matrix products, must be 'bfloat16' or 'float32', got "
             f"{config.dtype!r}; choose 'bfloat16'"
         )
-    if config.router_replay.mode != "disabled":
+    if config.router_replay.mode not in ("disabled", "R3"):
         yield (
-            f"torchtitan's engine has no routing replay, got engine.router_replay.mode = "
-            f"{config.router_replay.mode!r}; set it to 'disabled'"
+            "torchtitan's engine replays the experts of the rollout and records none itself, got "
+            f"engine.router_replay.mode = {config.router_replay.mode!r}; set it to 'R3', and "
+            "rollout.enable_rollout_routing_replay=true, or to 'disabled'"
         )
     sizes = {  # their product is the number of processes
         name: getattr(config, name)

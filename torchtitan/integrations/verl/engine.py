@@ -158,6 +158,8 @@ class VerlEngine(BaseEngine):
         "metrics": lists}; all are empty on ranks without the last pipeline stage.
         """
         samples.check(data, forward_only)
+        replays = self.engine_config.router_replay.mode == "R3"
+        samples.check_experts(data, replays)
         # Entries that the engine has to set for verl's splitting into microbatches and its losses.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():
@@ -187,7 +189,7 @@ class VerlEngine(BaseEngine):
             results.append(result)
             return loss
 
-        rows = [samples.pack(microbatch, i) for i, microbatch in enumerate(microbatches)]
+        rows = [samples.pack(microbatch, i, replays) for i, microbatch in enumerate(microbatches)]
         if forward_only:
             for index, outputs in enumerate(self._forward(data, rows) or []):
                 loss_of(outputs, index)

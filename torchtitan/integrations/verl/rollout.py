@@ -52,6 +52,7 @@ class Server:
             max_rows=config.max_num_seqs,
             seed=(config.seed or 0) + replica_rank,
             eos_ids=_eos_ids(folder),
+            records_experts=config.enable_rollout_routing_replay,
         )
 
     async def generate(
@@ -81,12 +82,14 @@ class Server:
         max_tokens = min(wanted or self.config.response_length, self.max_len - len(prompt))
         steps = self.global_steps
         completion = await self.sampler.draw(prompt, max_tokens, settings)
-        tokens, log_probs = (), ()
+        tokens, log_probs, experts = (), (), None
         if completion is not None:
             tokens, log_probs = completion.token_ids, completion.token_logprobs
+            experts = completion.routed_experts
         return TokenOutput(
             token_ids=list(tokens),
             log_probs=list(log_probs) if wants_logprobs else None,
+            routed_experts=None if experts is None else experts.numpy(),
             stop_reason="aborted" if completion is None else "completed",
             extra_fields={"global_steps": steps},
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan.config import JobConfig
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl.generator import LocalGenerator
+from torchtitan.rl.generator import LocalGenerator, recording
 from torchtitan.rl.types import Completion, SamplingConfig
 
 # Waiting requests are drawn once no further request has come for this long.
@@ -54,6 +54,7 @@ class Sampler:
     max_rows: the most completions drawn at once, which bounds the cache; further completions of a
         batch begin as earlier ones end.
     eos_ids: tokens that end a completion, and are part of it.
+    records_experts: completions tell which experts their tokens went to; ValueError for a dense model.
 
     A request that comes while a batch is drawn waits for the batch's end. Call all methods on one
     event loop; the model computes in another thread.
@@ -68,6 +69,7 @@ class Sampler:
         max_rows: int = 256,
         seed: int = 0,
         eos_ids: Iterable[int] = (),
+        records_experts: bool = False,
     ):
         config = JobConfig()
         config.training.dtype = config.training.mixed_precision_param = dtype
@@ -75,7 +77,8 @@ class Sampler:
         config.parallelism.always_fsdp = False
         config.activation_checkpoint.mode = "none"
         self.engine = TrainingEngine.from_hf(folder, config, forward_only=True)
-        self.generator = LocalGenerator(self.engine, seed=seed, max_rows=max_rows)
+        generator = LocalGenerator(self.engine, seed=seed, max_rows=max_rows)
+        self.generator = recording(generator, records_experts)
         self.eos_ids = tuple(eos_ids)
         self._waiting: list[_Request] = []
         self._model_is_free = asyncio.Lock()

@@ -21,7 +21,6 @@ TEMPERATURE = "temperature"
 _REFUSED = {
     "distillation_use_topk": "distillation from a teacher's top-k",
     "distillation_only": "distillation without log-probabilities",
-    "enable_routing_replay": "routing replay",
 }
 # Available for scoring; verl never sets it in training.
 _REFUSED_IN_TRAINING = {"calculate_sum_pi_squared": "sum of squared probabilities in training"}
@@ -62,10 +61,36 @@ def check(data: TensorDict, forward_only: bool) -> None:
         )
 
 
-def pack(microbatch: TensorDict, index: int) -> Batch:
+def check_experts(data: TensorDict, replays: bool) -> None:
+    """Raise ValueError if experts are to be replayed and the batch has none, or if its caller wants
+    them replayed and the engine's config does not."""
+    if replays and "routed_experts" not in data.keys():
+        raise ValueError(
+            "engine.router_replay.mode = 'R3' needs routed_experts in each batch, got "
+            f"{sorted(data.keys())}; set rollout.enable_rollout_routing_replay=true"
+        )
+    if setting(data, "enable_routing_replay", replays) and not replays:
+        raise ValueError(
+            "the batch asks for routing replay, got engine.router_replay.mode = 'disabled'; set it to "
+            "'R3'"
+        )
+
+
+def _experts(recorded: Tensor) -> Tensor:
+    """Return experts [N, L, k] with -1 for tokens that the rollout did not record.
+
+    verl fills their entries with zeros, so the same expert stands there k times. If k is 1, they
+    count as expert 0: they come after all tokens in the loss.
+    """
+    repeats = (recorded.sort(dim=-1).values.diff(dim=-1) == 0).any(dim=-1, keepdim=True)
+    return recorded.masked_fill(repeats, -1)
+
+
+def pack(microbatch: TensorDict, index: int, replays: bool = False) -> Batch:
     """Return one row of all samples, with labels [1, N]; a sample's last token has no label.
 
-    index: the microbatch's number, kept as an entry of the row.
+    index: the microbatch's number, kept as an entry of the row. replays: the row has the experts of
+        the batch's `routed_experts`, jagged [S, j, L, k].
     """
     input_ids = microbatch["input_ids"]
     tokens, offsets = input_ids.values(), input_ids.offsets()
@@ -80,6 +105,8 @@ def pack(microbatch: TensorDict, index: int) -> Batch:
         "labels": labels[None],
         "index": index,
     }
+    if replays:
+        row["routed_experts"] = _experts(microbatch["routed_experts"].values())[None]
     temperature = setting(microbatch, TEMPERATURE, 1.0)
     if isinstance(temperature, Tensor):  # a value per sample
         row[TEMPERATURE] = (

@@ -248,11 +248,13 @@ class TokenChoiceTopKRouter(nn.Module):
         self._debug_force_load_balance = _debug_force_load_balance
 
     def forward(
-        self, x: Tensor, expert_bias: Tensor | None = None
+        self, x: Tensor, expert_bias: Tensor | None = None, replayed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
 
         x: [T, D]. expert_bias: [E], added to the scores only for choosing experts.
+        replayed: experts [T, k] to take in place of the best; -1 for tokens without. Their scores,
+            and so the router's gradient, are those of this router.
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
@@ -269,6 +271,8 @@ class TokenChoiceTopKRouter(nn.Module):
                 excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
                 choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
             selected = choice.topk(self.top_k, dim=1, sorted=False).indices
+        if replayed is not None:
+            selected = torch.where(replayed < 0, selected, replayed.to(selected.dtype))
         top_scores = scores.gather(1, selected)
         if self.route_norm:
             top_scores = top_scores / (top_scores.sum(dim=1, keepdim=True) + 1e-20)
@@ -380,11 +384,13 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", None if coeff is None else zeros.clone())
         self.register_buffer("tokens_per_expert", zeros, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, D]. Returns [B, S, D]."""
+    def forward(self, x: Tensor, replayed: Tensor | None = None) -> Tensor:
+        """x: [B, S, D]. Returns [B, S, D]. replayed: [B, S, k], see `TokenChoiceTopKRouter`."""
         shape, dim = x.shape, x.shape[-1]
         x = x.reshape(-1, dim)
-        top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias)
+        if replayed is not None:
+            replayed = replayed.reshape(-1, self.router.top_k)
+        top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
         # Count training tokens only, not validation. Count before the experts: recomputing a
         # checkpointed block may stop early after this point, so every token counts exactly twice.
         if self.training and torch.is_grad_enabled():

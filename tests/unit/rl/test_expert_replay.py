@@ -1,0 +1,357 @@
+"""Experts from the generator to the trainer: recorded, packed, replayed, or refused."""
+
+import base64
+import dataclasses
+import io
+import json
+import pickle
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import build_engine, random_experts
+from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
+from tests.unit.rl.test_generator import FakeVLLM
+from tests.unit.rl.toy import gradients, toy_config
+from torchtitan.config import ConfigManager
+from torchtitan.integrations.openai import _array
+from torchtitan.integrations.vllm import VLLMGenerator
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.protocols.train_spec import (
+    _extra_train_specs,
+    get_train_spec,
+    register_train_spec,
+)
+from torchtitan.rl.batcher import Batcher
+from torchtitan.rl.controller import Controller
+from torchtitan.rl.decoding import LocalDecoder, continue_prompts
+from torchtitan.rl.generator import ForeignGenerator, LocalGenerator, recording
+from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.policy import PolicyTrainer
+from torchtitan.rl.rollout import _joined_experts
+from torchtitan.rl.types import Episode, SamplingConfig, TrainingSample
+from torchtitan.tools.errors import ConfigError, RunError
+
+SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
+SIZES |= {"moe_inter_dim": 16}
+MODELS = {
+    "qwen3": (
+        Qwen3Model,
+        Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True),
+    ),
+    # Its first layer is dense.
+    "deepseek_v3": (
+        DeepSeekV3Model,
+        DeepSeekV3ModelArgs(
+            **SIZES,
+            inter_dim=48,
+            n_dense_layers=1,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+        ),
+    ),
+}
+
+
+def build_model(family: str):
+    model_cls, args = MODELS[family]
+    moe_args = dataclasses.replace(args.moe_args, num_experts=8, top_k=3)
+    torch.manual_seed(0)
+    model = model_cls(dataclasses.replace(args, moe_args=moe_args))
+    with torch.no_grad():
+        model.init_weights()
+        for layer in model.layers.values():
+            if layer.moe_enabled:  # scores far apart, so that rounding changes no choice
+                layer.moe.router.gate.weight.normal_()
+    return model.eval()
+
+
+@torch.no_grad()
+def experts_of_whole_forward(model, tokens: list[int]) -> torch.Tensor:
+    """[T, L, k], by hooks on the routers."""
+    chosen = []
+    routers = [layer.moe.router for layer in model.layers.values() if layer.moe_enabled]
+    hooks = [r.register_forward_hook(lambda _m, _i, out: chosen.append(out[1])) for r in routers]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1)
+
+
+@pytest.mark.parametrize("max_rows", [0, 2])
+@pytest.mark.parametrize("family", MODELS)
+def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_rows):
+    """Rows that share a prompt's forward, end early, wait for a place, and are dropped."""
+    model = build_model(family)
+    prompt_of_row = [i for i in range(len(PROMPTS)) for _ in range(3)]
+    uniform = uniform_numbers(len(prompt_of_row), 10)
+    sampling = SamplingConfig(max_tokens=10, stop_token_ids=tuple(range(0, V, 7)))
+    drawn, versions, experts = continue_prompts(
+        LocalDecoder.of_model(model),
+        PROMPTS,
+        prompt_of_row,
+        uniform,
+        sampling,
+        max_rows,
+        records_experts=True,
+    )
+    lengths = {len(own) for own in versions}
+    assert len(lengths) > 2  # rows that ended at different times
+    for row, prompt in enumerate(prompt_of_row):
+        new = drawn[row, : len(versions[row]), 0].long().tolist()
+        text = [*PROMPTS[prompt], *new][:-1]  # the last token is never read
+        expected = experts_of_whole_forward(model, text)
+        assert torch.equal(
+            experts[row, : len(text)].long().sort(-1).values, expected.sort(-1).values
+        )
+        assert (experts[row, len(text) :] == -1).all()
+
+
+def trainer_of(folder, *flags: str) -> PolicyTrainer:
+    engine = build_engine("qwen3 MoE", ["--model.attn_type=flex", *flags], str(folder))
+    return PolicyTrainer(ConfigManager(JobConfig).parse_args([]), engine=engine)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    documents = "--model.attn_mask_type=position_block_causal"
+    trainer = trainer_of(tmp_path_factory.mktemp("run"), documents)
+    yield trainer
+    trainer.close()
+
+
+def samples_of(trainer, n: int = 5) -> list[TrainingSample]:
+    """Samples of different lengths, each with experts that no router would choose."""
+    experts = random_experts(trainer.engine.model_parts[0], 0)
+    samples = []
+    for i in range(n):
+        tokens = torch.randint(0, 2000, (6 + 2 * i,), generator=torch.manual_seed(i)).tolist()
+        samples.append(
+            TrainingSample.of_sequence(
+                tokens[:3],
+                tokens[3:],
+                [-7.0] * len(tokens[3:]),
+                1.0 - i,
+                routed_experts=experts[i, : len(tokens) - 1],
+            )
+        )
+    return samples
+
+
+def test_packed_samples_give_the_log_probs_and_gradients_of_single_rows(trainer):
+    samples = samples_of(trainer)
+    results = {}
+    for packing in (False, True):
+        batch = Batcher(seq_len=32, rows=2, packing=packing, pad_multiple=4).batch(samples)
+        assert batch.microbatches[0][0].routed_experts.dtype == torch.int16
+        trainer.zero_grad()
+        output = trainer.forward_backward(batch, return_logprobs=True)
+        results[packing] = output.logprobs, gradients(trainer)
+    trainer.zero_grad()
+    # fp32, sums in another order.
+    torch.testing.assert_close(*results.values(), rtol=1e-4, atol=1e-5)
+    without = [dataclasses.replace(sample, routed_experts=None) for sample in samples]
+    chosen_again = trainer.forward(Batcher(seq_len=32, rows=2).batch(without))
+    # Random experts with small weights: log-probs move little, but far more than by rounding.
+    assert (chosen_again[4] - results[True][0][4]).abs().max() > 5e-4
+
+
+def test_replay_of_the_own_choice_changes_nothing(trainer):
+    generator = recording(LocalGenerator(trainer.engine), True)
+    prompts = [[5, 6, 7], [8, 9]]
+    completions = generator.generate(prompts, SamplingConfig(max_tokens=6, seed=1))
+    scores = []
+    for replays in (True, False):
+        samples = [
+            TrainingSample.of_sequence(
+                prompt,
+                c.token_ids,
+                c.token_logprobs,
+                1.0,
+                routed_experts=c.routed_experts if replays else None,
+            )
+            for prompt, c in zip(prompts, completions, strict=True)
+        ]
+        scores.append(trainer.forward(Batcher(seq_len=16, rows=2).batch(samples)))
+    # The order of a token's experts may differ, and so may the order of its sum.
+    torch.testing.assert_close(*scores, rtol=0, atol=2e-6)
+    assert (scores[0][0][2:] - torch.tensor(completions[0].token_logprobs)).abs().max() <= 5e-6
+
+
+WRONG = {
+    "layers": (lambda x: x[:, :1], r"experts per token\] = \(5, 16, 4, 2\), got \(5, 16, 1, 2\)"),
+    "experts per token": (lambda x: x[..., :1], r"got \(5, 16, 4, 1\)"),
+    "an id too large": (lambda x: x.masked_fill(x == 0, 8), r"ids in \[0, 8\), .* got -1 to 8"),
+    "an id too small": (lambda x: x - 1, "got -2 to 6"),
+    "half of a token's": (lambda x: x.index_fill(2, torch.tensor(1), -1), "2 different experts"),
+    "an expert twice": (lambda x: x[..., :1].expand_as(x), "got an expert twice"),
+    "floats": (lambda x: x.float(), "must be integers, got torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
+    change, words = WRONG[name]
+    samples = [
+        dataclasses.replace(sample, routed_experts=change(sample.routed_experts))
+        for sample in samples_of(trainer)
+    ]
+    batch = Batcher(seq_len=16, rows=5, pad_multiple=16).batch(samples)
+    with pytest.raises(ValueError, match=words) as error:
+        trainer.forward_backward(batch)
+    assert str(error.value).count(". ") == 0
+    (rank,) = batch.microbatches[0]
+    inputs = {"input": rank.token_ids, "positions": rank.positions}
+    with pytest.raises(ValueError, match=words):
+        trainer.engine.forward_step(inputs | {"routed_experts": rank.routed_experts})
+
+
+def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
+    sample = samples_of(trainer)[0]
+    with pytest.raises(ValueError, match=r"got \[4, 4, 2\] for 5 input tokens; leave out the last"):
+        dataclasses.replace(sample, routed_experts=sample.routed_experts[:4])
+    some = [sample, dataclasses.replace(sample, routed_experts=None)]
+    with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
+        Batcher(seq_len=16).batch(some)
+    other = dataclasses.replace(sample, routed_experts=sample.routed_experts[:, :1])
+    with pytest.raises(ValueError, match=r"same layers .* got \[\(1, 2\), \(4, 2\)\]"):
+        Batcher(seq_len=16).batch([sample, other])
+    dense = build_engine("qwen3", [], str(tmp_path))
+    with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
+        recording(LocalGenerator(dense), True)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    experts = torch.zeros(1, 4, 4, 2, dtype=torch.int16)
+    with pytest.raises(ValueError, match="this model is dense; leave them out"):
+        dense.forward_step({"input": tokens, "routed_experts": experts})
+    dense.close()
+
+
+def test_dialogue_keeps_the_experts_with_which_each_token_was_first_read():
+    first, second = torch.zeros(5, 2, 3), torch.ones(9, 2, 3)
+    joined = _joined_experts([first, second])
+    assert joined[:, 0, 0].tolist() == [0.0] * 5 + [1.0] * 4
+
+
+def test_episode_with_experts_goes_through_json():
+    experts = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
+    episode = Episode(0, "p", (1, 2), "a", "t", (3, 4), (-1.0, -2.0), 1, routed_experts=experts)
+    again = Episode.from_dict(json.loads(json.dumps(episode.to_dict())))
+    assert again == episode
+    assert again.routed_experts.dtype == torch.int16
+    assert torch.equal(again.routed_experts, experts)
+    sample = TrainingSample.of_episode(dataclasses.replace(again, advantage=1.0))
+    assert torch.equal(sample.routed_experts, experts)
+
+
+class AnotherEngine(ForeignGenerator):
+    _draw = update_weights = None
+
+
+def test_experts_of_another_engine_are_cut_to_the_tokens_that_it_read():
+    generator = AnotherEngine(None, 0, records_experts=True)
+    generator.policy_version = 0
+    experts = np.arange(2 * 6, dtype=np.uint8).reshape(6, 1, 2)
+
+    def complete(experts):
+        return generator._completion((7, 8), (-1.0, -1.0), SamplingConfig(), [1, 2, 3, 4], experts)
+
+    assert complete(experts).routed_experts.tolist() == experts[:5].tolist()
+    for wrong in (None, experts[:4], experts[:, 0]):
+        with pytest.raises(RunError, match="needs the experts of 5 tokens .* vLLM"):
+            complete(wrong)
+
+
+def test_vllm_is_asked_for_experts_and_each_completion_gets_its_own(monkeypatch):
+    fake = FakeVLLM()
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    generator = VLLMGenerator("assets", records_experts=True)
+    assert fake.options["enable_return_routed_experts"] is True
+    generator.policy_version, generate = 0, fake.generate
+
+    def with_experts(prompts, params, use_tqdm):
+        requests = generate(prompts, params, use_tqdm)
+        for number, request in enumerate(requests):
+            n_tokens = len(prompts[number]["prompt_token_ids"]) + 3
+            experts = np.full((n_tokens, 2, 4), number, np.int16)
+            (output,) = request.outputs  # the fake's requests share it
+            request.outputs = [SimpleNamespace(**vars(output), routed_experts=experts)]
+        return requests
+
+    generator._llm.generate = with_experts
+    found = generator.generate([[1, 2], [3]], SamplingConfig(max_tokens=3))
+    assert [c.routed_experts.shape for c in found] == [(4, 2, 4), (3, 2, 4)]
+    assert [int(c.routed_experts[0, 0, 0]) for c in found] == [0, 1]
+    VLLMGenerator("assets")
+    assert "enable_return_routed_experts" not in fake.options
+
+
+def test_experts_in_an_answer_are_read_without_pickles(tmp_path):
+    file = io.BytesIO()
+    experts = np.arange(8, dtype=np.int16).reshape(2, 2, 2)
+    np.save(file, experts)
+    assert np.array_equal(_array(base64.b64encode(file.getvalue()).decode()), experts)
+
+    class Bomb:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").touch, ())
+
+    objects = io.BytesIO()
+    np.save(objects, np.array([Bomb()], dtype=object), allow_pickle=True)
+    for hostile in (objects.getvalue(), pickle.dumps(Bomb()), b"x", b"\x93NUMPY\x01\x00"):
+        assert _array(base64.b64encode(hostile).decode()) is None
+    assert _array(None) is None and _array(17) is None
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """The name of a mixture of experts with the toy tasks' vocabulary."""
+    _, args = MODELS["qwen3"]
+    args = dataclasses.replace(args, vocab_size=32, max_seq_len=24)
+    spec = dataclasses.replace(
+        get_train_spec("qwen3"), model_args={"debugmodel": args}, build_tokenizer_fn=None
+    )
+    name = "mixture_of_toys"
+    register_train_spec(name, spec)
+    yield name
+    del _extra_train_specs[name]
+
+
+@pytest.mark.parametrize("more", [[], ["--rl.async_steps=1", "--rl.advantage.name=gae"]], ids=str)
+def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path):
+    config = toy_config(
+        tmp_path,
+        f"--model.name={mixture}",
+        "--training.steps=2",
+        "--rl.generator.dtype=bfloat16",
+        "--rl.generator.replay_experts",
+        "--rl.loss.kl_coef=0.1",
+        *more,
+    )
+    controller = Controller(config)
+    controller.setup()
+    batches, run = [], controller.trainer.forward_backward
+    controller.trainer.forward_backward = lambda batch: batches.append(batch) or run(batch)
+    first = controller.train_step()
+    assert abs(first["loss/kl_ref"]) < 1e-9  # the reference replays, too
+    controller.train_step()
+    for batch in batches:
+        (microbatch,) = (rank for of_ranks in batch.microbatches[:1] for rank in of_ranks)
+        experts = microbatch.routed_experts
+        assert experts.shape[2:] == (3, 1)
+        is_token = microbatch.positions >= 0
+        assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
+    lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["routed_experts"] is None
+    controller.close()
+
+
+def test_loop_of_a_dense_model_refuses_to_replay(tmp_path):
+    with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
+        Controller(toy_config(tmp_path, "--rl.generator.replay_experts"))
