@@ -1,0 +1,56 @@
+"""What is lowered: models with few layers and the sizes of real ones, and what each may launch."""
+
+from dataclasses import dataclass, field
+
+from tests.cuda_rehearsal.cases import CP, EP, FLEX, OP, TP, VARLEN
+
+SDPA = "--model.attn_type=sdpa --model.attn_mask_type=causal"
+FLOAT8 = "--model.converters=quantize.linear.float8 --quantize.linear.float8.filter_fqns=output"
+
+
+@dataclass(frozen=True)
+class Case:
+    """seq_lens: of the steps, one after the other; each has other documents. n_layers: as many as
+    show each kind of layer. flavor: of the family that the name begins with."""
+
+    flavor: str
+    flags: str
+    n_layers: int = 2
+    ranks: int = 1
+    rows: int = 1
+    seq_lens: tuple[int, ...] = (4096,) * 3
+
+
+CASES = {
+    "llama3 small flex": Case("lowered", FLEX, rows=2, seq_lens=(1024,) * 4),
+    "llama3 1B flex": Case("1B", FLEX, rows=2, seq_lens=(4096,) * 8),
+    "llama3 1B flex lengths": Case("1B", FLEX, seq_lens=(4096, 3072, 2048, 1000, 4000)),
+    "llama3 1B varlen": Case("1B", VARLEN, rows=2, seq_lens=(4096,) * 8),
+    "llama3 1B sdpa": Case("1B", SDPA),
+    "llama3 8B flex op": Case("8B", f"{FLEX} {OP}"),
+    "llama3 8B float8": Case("8B", f"{SDPA} {FLOAT8}"),
+    "llama3 8B tp flex": Case("8B", f"{FLEX} {TP}2", ranks=2),
+    "llama3 8B cp varlen": Case("8B", f"{VARLEN} {CP}2", ranks=2),
+    "qwen3 0.6B flex": Case("0.6B", FLEX, rows=2, seq_lens=(4096,) * 8),
+    "qwen3 0.6B varlen": Case("0.6B", VARLEN),
+    "qwen3 30B-A3B flex": Case("30B-A3B", FLEX),
+    "qwen3 30B-A3B ep varlen": Case("30B-A3B", f"{VARLEN} {EP}2", ranks=2),
+    "deepseek_v3 16B flex": Case("16B", FLEX),
+    "deepseek_v3 16B sdpa": Case("16B", SDPA),
+    "gpt_oss 20b flex": Case("20b", FLEX),
+}
+QUICK = {"llama3 small flex"}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of `step.Lowered`."""
+
+    graphs: list[str]
+    recompiled: int = 0
+    breaks: int = 0
+    problems: list[str] = field(default_factory=list)
+    spills: dict[str, int] = field(default_factory=dict)
+
+
+EXPECTED: dict[str, Expected] = {}
