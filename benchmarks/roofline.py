@@ -38,10 +38,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 BANDWIDTH = 2.8e12  # bytes/s, of 3.35e12
 MATMUL_RATE = 650e12  # FLOP/s in bf16, of 989e12
-FLEX_RATE = 300e12  # FLOP/s, of the pairs that are needed
+# FLOP/s of flex attention by head size, counting the pairs that are needed: each needs one
+# exponential, however many features it has.
+FLEX_RATE = {64: 300e12, 128: 400e12}
 LAUNCH = 2.5e-6  # seconds
 PEAK = 989e12
-MODELS = {"1B": ("llama3", "1B"), "0.6B": ("qwen3", "0.6B")}
+MODELS = {"1B": ("llama3", "1B"), "0.6B": ("qwen3", "0.6B"), "30B-A3B": ("qwen3", "30B-A3B")}
 SEQ_LEN, MEAN_DOCUMENT = 16384, 1024
 N_WARM_UP = 2
 
@@ -101,6 +103,8 @@ class Recorder:
         if name.partition(".")[0] in ("aten::mm", "aten::addmm", "aten::addmm_"):
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]
             flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        elif name.startswith("aten::_grouped_mm"):
+            flops = 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
         self._add(_purpose(flops), n_bytes, flops)
 
     def kernel(self, name: str, args: tuple) -> None:
@@ -147,7 +151,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def step_costs(model: str, rows: int, n_layers: int, target, overrides: list[str]) -> tuple:
-    """Return (costs by purpose, parameters of products) of a step with `n_layers` layers."""
+    """Return (costs by purpose, (heads, sizes of query and value)) of a step."""
     family, flavor = MODELS[model]
     args = get_train_spec(family).model_args[flavor]
     recorder = Recorder()
@@ -179,23 +183,26 @@ def step_costs(model: str, rows: int, n_layers: int, target, overrides: list[str
                 input_dict={"input": tokens}, labels=tokens, global_valid_tokens=tokens.numel()
             )
             engine.optim_step()
-        heads = engine.model_args.n_heads * engine.model_args.head_dims[0]
-    return recorder.costs, heads
+        sizes = engine.model_args.n_heads, engine.model_args.head_dims
+    return recorder.costs, sizes
 
 
 def predict(model: str, rows: int, target, overrides: list[str]) -> dict:
     """Return the step's costs by purpose, and its time and MFU."""
     family, flavor = MODELS[model]
     n_layers = get_train_spec(family).model_args[flavor].n_layers
-    (two, heads), (three, _) = (step_costs(model, rows, n, target, overrides) for n in (2, 3))
+    (two, (n_heads, head_dims)), (three, _) = (
+        step_costs(model, rows, n, target, overrides) for n in (2, 3)
+    )
     costs = {
         purpose: two[purpose] + (three[purpose] + two[purpose] * -1) * (n_layers - 2)
         for purpose in sorted({*two, *three})
     }
     # A token sees MEAN_DOCUMENT keys on average: documents' lengths are drawn geometrically.
     pairs = rows * SEQ_LEN * MEAN_DOCUMENT
-    needed = 12 * heads * pairs * n_layers  # forward 4, backward 8, per pair and feature
-    costs["flex attention"].seconds = needed * 14 / 12 / FLEX_RATE  # backward computes scores again
+    # forward 2 and backward 4 per pair and feature of query or value
+    needed = 6 * n_heads * head_dims * pairs * n_layers
+    costs["flex attention"].seconds = needed * 7 / 6 / FLEX_RATE[head_dims // 2]
     total = sum(costs.values(), Cost())
     flops = total.flops + needed
     return {
@@ -225,7 +232,7 @@ def show(result: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1B", "0.6B"])
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--override", nargs="+", default=[], help="of the config, without --")
     parser.add_argument("--json", help="also write the results to this file")
@@ -235,7 +242,8 @@ def main() -> None:
     target = patch_compiler(compiles=False)
     print(
         f"assumed: {BANDWIDTH / 1e12} TB/s, matmuls {MATMUL_RATE / 1e12:.0f} TFLOP/s, flex "
-        f"{FLEX_RATE / 1e12:.0f} TFLOP/s, {1e6 * LAUNCH} us a launch; peak {PEAK / 1e12:.0f} TFLOP/s"
+        f"{' and '.join(f'{rate / 1e12:.0f}' for rate in FLEX_RATE.values())} TFLOP/s with heads of "
+        f"{' and '.join(map(str, FLEX_RATE))}, {1e6 * LAUNCH} us a launch; peak {PEAK / 1e12:.0f} TFLOP/s"
     )
     overrides = [f"--{override}" for override in args.override]
     results = [predict(model, args.rows, target, overrides) for model in args.models]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda_lowering.cases import CASES
-from tests.cuda_lowering.target import SHARED_MEMORY, Target
+from tests.cuda_lowering.target import Target
 from tests.cuda_rehearsal import jobs
 from torchtitan.protocols.train_spec import get_train_spec
 

@@ -25,6 +25,7 @@ from tests.cuda_rehearsal import device
 
 TRITON = "3.7.1"  # torch 2.13's CUDA builds have this version; inductor's code fits no other
 SHARED_MEMORY = 227 * 1024  # bytes that a block of threads can have on an H100
+_allocates_on = "cuda"
 
 
 def why_not() -> str | None:
@@ -194,8 +195,10 @@ def _patch_device(torch: types.ModuleType) -> None:
     torch.cuda._maybe_exchange_device = lambda _: 0
     device_interface.CudaInterface.get_raw_stream = staticmethod(lambda _: 0)
     device_interface.get_cuda_stream = lambda _: 0
-    allocate_on("cuda")
     guards = torch._C._dynamo.guards
+    guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device=_allocates_on
+    )
     guards._reinterpret_tensor = lambda x, size, stride, offset=0: torch.as_strided(
         x, size, stride, x.storage_offset() + offset
     )
@@ -203,12 +206,9 @@ def _patch_device(torch: types.ModuleType) -> None:
 
 
 def allocate_on(device: str) -> None:
-    """Compiled code makes its results there."""
-    import torch
-
-    torch._C._dynamo.guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
-        size, stride, dtype=dtype, device=device
-    )
+    """Compiled code makes its results there from now on."""
+    global _allocates_on
+    _allocates_on = device
 
 
 def let_interpreter_compute() -> None:
@@ -217,4 +217,5 @@ def let_interpreter_compute() -> None:
     from torch._inductor.runtime import triton_helpers
 
     for name in ("rsqrt", "sqrt", "exp", "exp2", "log", "log2", "sin", "cos"):
-        setattr(triton_helpers.libdevice, name, getattr(tl.math, name))
+        # Looked up at each call, as the interpreter puts its own functions there meanwhile.
+        setattr(triton_helpers.libdevice, name, lambda x, name=name: getattr(tl.math, name)(x))
