@@ -11,7 +11,7 @@ FLOAT8 = "--model.converters=quantize.linear.float8 --quantize.linear.float8.fil
 @dataclass(frozen=True)
 class Case:
     """seq_lens: of the steps, one after the other; each has other documents. n_layers: as many as
-    show each kind of layer. flavor: of the family that the name begins with."""
+    show each kind of layer. flavor: of the family that the name begins with. compile: flags."""
 
     flavor: str
     flags: str
@@ -19,12 +19,16 @@ class Case:
     ranks: int = 1
     rows: int = 1
     seq_lens: tuple[int, ...] = (4096,) * 3
+    compile: str = "--compile.enable"
 
 
 CASES = {
     "llama3 small flex": Case("lowered", FLEX, rows=2, seq_lens=(1024,) * 4),
+    "llama3 small lengths": Case("lowered", FLEX, seq_lens=(1024, 768, 512, 896, 1000)),
+    # Flex attention is compiled and tuned by itself; so it is under selective checkpointing.
+    "llama3 small tuned": Case("lowered", FLEX, compile=""),
+    "llama3 small tuned op": Case("lowered", f"{FLEX} {OP}", compile=""),
     "llama3 1B flex": Case("1B", FLEX, rows=2, seq_lens=(4096,) * 8),
-    "llama3 1B flex lengths": Case("1B", FLEX, seq_lens=(4096, 3072, 2048, 1000, 4000)),
     "llama3 1B varlen": Case("1B", VARLEN, rows=2, seq_lens=(4096,) * 8),
     "llama3 1B sdpa": Case("1B", SDPA),
     "llama3 8B flex op": Case("8B", f"{FLEX} {OP}"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -9,7 +10,10 @@ from torch import Tensor
 from tests.cuda_lowering.cases import CASES
 from tests.cuda_lowering.target import Target
 from tests.cuda_rehearsal import jobs
+from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.protocols.train_spec import get_train_spec
+
+_TUNED_FLEX = FlexAttentionWrapper._compiled_flex_attn  # before the rehearsal replaces it
 
 MEAN_DOCUMENT = 256
 
@@ -53,7 +57,11 @@ def lower(name: str, target: Target) -> Lowered:
         flags.append("--activation_checkpoint.mode=none")
     sizes = f"--training.seq_len={max(case.seq_lens)}", f"--training.local_batch_size={case.rows}"
     get_train_spec(family).model_args[case.flavor].n_layers = case.n_layers
-    with jobs.engine_of(case.ranks, *flags, *sizes, "--compile.enable") as (engine, rehearsal):
+    flags = *flags, *sizes, *case.compile.split()
+    with (
+        mock.patch.object(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_TUNED_FLEX)),
+        jobs.engine_of(case.ranks, *flags) as (engine, rehearsal),
+    ):
         n_graphs = 0
         for step, tokens in enumerate(batches(case.rows, case.seq_lens)):
             rehearsal.forget()

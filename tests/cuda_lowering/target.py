@@ -89,7 +89,7 @@ def patch_compiler(compiles: bool = True) -> Target:
     """For the whole process. compiles: make binaries, too."""
     import torch
     import triton.runtime
-    from torch._inductor import async_compile, codecache, config, graph
+    from torch._inductor import async_compile, codecache, config, graph, select_algorithm
     from torch._inductor.runtime import triton_helpers
 
     target = Target()
@@ -109,7 +109,12 @@ def patch_compiler(compiles: bool = True) -> Target:
         target.kernels.append(kernel)
         return kernel
 
+    def time_choices(_selector: Any, choices: list, *_args: Any, **_kwargs: Any) -> dict:
+        return {choice: _time(choice) for choice in choices}
+
     async_compile.AsyncCompile.triton = make
+    select_algorithm.AlgorithmSelectorCache.make_precompile_fn = lambda *_args, **_kwargs: list
+    select_algorithm.AlgorithmSelectorCache.benchmark = time_choices
     graph.GraphLowering.save_output_code = staticmethod(
         lambda code: target.graphs.append(launches(code, codecache.V.graph.is_backward))
     )
@@ -143,6 +148,17 @@ def _assemble(launcher: Any, config: Any) -> Binary:
         binary.error = f"{binary.shared} bytes of shared memory; a block can have {SHARED_MEMORY}"
     binary.registers, binary.stack = _usage(compiled.asm["cubin"])
     return binary
+
+
+def _time(choice: Any) -> float:
+    """Stands for the time that autotuning measures: a kernel that spills is slower."""
+    from torch._inductor.codecache import PyCodeCache
+
+    request = choice.bmreq
+    module = PyCodeCache.load_by_key_path(request.module_cache_key, request.module_path)
+    launcher = getattr(module, request.kernel_name)
+    (binary,) = (_assemble(launcher, config) for config in launcher.configs)
+    return float("inf") if binary.error else 1.0 + binary.stack
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def default_head(
     for models whose output takes no head, for training.loss_chunk = 0, and for a small vocabulary
     with training.loss_chunk = -1.
     """
-    chunk_tokens, compile_config = job_config.training.loss_chunk, job_config.compile
+    chunk_tokens = job_config.training.loss_chunk
     last = model_parts[-1]
     output = getattr(last, "output", None)
     # Private (torch 2.13): torch.compile stores the function here, which tells a compiled
@@ -74,7 +74,7 @@ def default_head(
         return None
     if chunk_tokens == -1 and output.weight.shape[0] < _LARGE_VOCABULARY:
         return None
-    backend = compile_config.backend if compile_config.applies_to("loss") else None
+    backend = job_config.compile.backend_of("loss")
     return SummedCrossEntropy(None if chunk_tokens == -1 else chunk_tokens, backend)
 
 

@@ -49,7 +49,8 @@ class TokenLogProbs:
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
     entropy: also compute the entropy, which takes about a tenth longer.
-    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, 4,096 elsewhere.
+    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
+        or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile. Then
         logits are read twice and written once; otherwise each step passes over them in fp32.
 
@@ -260,7 +261,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         own_labels = labels.flatten() - first
         of_chunks = []
-        for rows in _chunks(x, head.chunk_tokens):
+        for rows in _chunks(x, head):
             labels_and_entropy = own_labels[rows], head.entropy
             if head.compile_backend is None:
                 logits = _logits(x, weight, bias, head.temperature, rows)
@@ -287,7 +288,7 @@ class _LogProbs(torch.autograd.Function):
         of_tokens = [None if t is None else t.flatten() for t in (*of_tokens, *grads)]
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(x.device.type, enabled=False):
-            for rows in _chunks(x, ctx.head.chunk_tokens):
+            for rows in _chunks(x, ctx.head):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
@@ -333,7 +334,7 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         losses = []
-        for rows in _chunks(x, head.chunk_tokens):
+        for rows in _chunks(x, head):
             own_labels, is_ignored = labels[rows] - first, labels[rows] == IGNORE_INDEX
             if head.compile_backend is None:
                 logits = _logits(x, weight, bias, 1.0, rows)
@@ -405,10 +406,12 @@ class _Gradients:
         return sums
 
 
-def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
+def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy) -> list[slice]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
-    # for [4096, V], would spend much of their time on these sums if chunks were small.
-    size = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
+    # for [4096, V] in fp32, would spend much of their time on these sums if chunks were small. Compiled
+    # code stores logits in 16 bits only.
+    default = 4096 if head.compile_backend is None else 8192
+    size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
