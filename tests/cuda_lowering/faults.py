@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 
 from tests.cuda_lowering.cases import EXPECTED
-from tests.cuda_lowering.step import Lowered, lower
+from tests.cuda_lowering.step import lower
 from tests.cuda_lowering.target import Target
 from tests.cuda_rehearsal.faults import NotCaught, replaced
 from torchtitan.tools.compiler import load_flex_attention
 
-FAULTS: dict[str, Callable[[str, Target], Lowered | None]] = {}
+FAULTS: dict[str, Callable[[str, Target], dict[str, str]]] = {}
 SMALL = "llama3 small flex"
 ATTENTION = "torchtitan.models.decoder:Attention.forward"
 FEED_FORWARD = "torchtitan.models.decoder:FeedForward.forward"
@@ -24,15 +24,16 @@ def fault(case: str, where: str | None = None) -> Callable:
     """As in the rehearsal: what is decorated stands in for `where`, or is a context manager."""
 
     def register(make: Callable) -> Callable:
-        def check(_name: str, target: Target) -> Lowered | None:
+        def check(_name: str, target: Target) -> dict[str, str]:
             with make() if where is None else replaced(where, make):
                 try:
                     lowered = lower(case, target)
-                except Exception:
-                    return None
-            if not unexpected(case, asdict(lowered)):
+                except Exception as error:
+                    text = str(error).strip() or type(error).__name__
+                    return {"caught": f"{type(error).__name__}: {text[:300]}"}
+            if not (found := unexpected(case, asdict(lowered))):
                 raise NotCaught(f"{case!r} was lowered as if there were no fault")
-            return lowered
+            return {"caught": str(found)}
 
         FAULTS[make.__name__.replace("_", " ")] = check
         return make

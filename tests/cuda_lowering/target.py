@@ -122,10 +122,23 @@ def patch_compiler(compiles: bool = True) -> Target:
 
 
 def launches(code: str, is_backward: bool = False) -> str:
-    """Return what the code of a graph launches: "forward: 7 mm, 7 triton"."""
+    """Return what the code of a graph launches: "forward: 7 mm, 7 triton".
+
+    Products whose result is not in bf16 are named with its dtype.
+    """
     body = code.rpartition("def call(self")[2] or code.rpartition("def call(")[2]
-    found = Counter(re.findall(r"(?:extern_kernels|torch\.ops\.\w+|aten)\.(\w+)[.\w]*\(", body))
-    found["triton"] = len(re.findall(r"\.run\(", body))
+    found: Counter[str] = Counter()
+    dtypes: dict[str, str] = {}  # of buffers
+    for line in body.splitlines():
+        if made := re.match(r"\s*(buf\d+) = empty_strided_cuda\(.*torch\.(\w+)\)", line):
+            dtypes[made[1]] = made[2]
+        elif made := re.match(r"\s*(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b", line):
+            dtypes[made[1]] = dtypes.get(made[2], "bfloat16")
+        for name in re.findall(r"(?:extern_kernels|torch\.ops\.\w+|aten)\.(\w+)[.\w]*\(", line):
+            out = re.search(r"out=(?:reinterpret_tensor\()?(buf\d+)", line)
+            dtype = dtypes.get(out[1], "bfloat16") if out else "bfloat16"
+            found[name if dtype == "bfloat16" else f"{name} in {dtype}"] += 1
+        found["triton"] += len(re.findall(r"\.run\(", line))
     names = [f"{count} {name}" for name, count in sorted(found.items()) if count]
     return f"{'backward' if is_backward else 'forward'}: {', '.join(names)}"
 
