@@ -188,7 +188,16 @@ def _backward_tiles(queries: int, keys: int) -> dict[str, int]:
 # Of flex attention on an H100 in 16 bits, by the sizes of query and value heads: with torch 2.13's own
 # choices a thread needs more registers than it can have (`tests/cuda_lowering`).
 _H100_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
-    {(128, 128): _backward_tiles(32, 128), (192, 128): _backward_tiles(64, 64)}
+    {
+        (64, 64): {
+            "fwd_BLOCK_M": 128,
+            "fwd_BLOCK_N": 64,
+            "fwd_num_stages": 3,
+            "fwd_num_warps": 4,
+        },
+        (128, 128): _backward_tiles(32, 128),
+        (192, 128): _backward_tiles(64, 64),
+    }
 )
 
 
