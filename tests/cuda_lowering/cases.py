@@ -65,6 +65,21 @@ _DENSE = [
     "backward: 14 mm, 10 triton",
 ]
 EXPECTED: dict[str, Expected] = {
+    "llama3 1B sdpa": Expected(
+        [
+            f"forward: 1 _scaled_dot_product_cudnn_attention, 7 mm, 6 triton, {_ROPE}",
+            *_LOSS,
+            "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, 8 triton",
+        ]
+    ),
+    "qwen3 30B-A3B flex": Expected(
+        [
+            "forward: 3 _grouped_mm, 4 mm, 1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, "
+            "1 sort, 1 topk, 20 triton",
+            *_LOSS,
+            "backward: 6 _grouped_mm, 8 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
+        ]
+    ),
     "llama3 small flex": Expected(
         # a sum over the tokens of gradients of a norm's weight
         _DENSE,
