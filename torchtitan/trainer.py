@@ -106,7 +106,8 @@ class Trainer(TrainingEngine):
             dataset.log_chats()
             # A client's own loss is left alone.
             if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
-                self.source_losses = SourceLosses(dataset.source_names, self.device)
+                backend = self.job_config.compile.backend_of("loss")
+                self.source_losses = SourceLosses(dataset.source_names, self.device, backend)
         elif training.epochs is not None:
             raise ConfigError(
                 f"training.epochs = {training.epochs} needs a dataset whose documents are counted, and "
@@ -245,7 +246,7 @@ class Trainer(TrainingEngine):
         is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
         by_source: dict[str, Any] = {}
         if self.source_losses is not None and not is_overridden_by_client:
-            by_source = {"head": SourceLosses.head, "loss_fn": self.source_losses}
+            by_source = {"head": self.source_losses.head, "loss_fn": self.source_losses}
         losses = []
         for i, batch in enumerate(read.batches):
             assert batch.labels is not None

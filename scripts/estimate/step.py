@@ -329,26 +329,10 @@ def _rehearsal() -> Iterator[Any]:
 
     patch_kernels()
     with (
-        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(F, "rms_norm", _fused_rms_norm),
         Rehearsal() as rehearsal,
     ):
         yield rehearsal
-
-
-def _fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel that sdpa takes on a GPU; a torch without kernels for it writes out the scores."""
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return attend(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
 
 
 _composed_rms_norm = F.rms_norm

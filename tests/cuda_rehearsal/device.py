@@ -275,7 +275,9 @@ def patch_cuda(memory_gib: int = 141) -> None:
     card = types.SimpleNamespace(
         name="NVIDIA H200", total_memory=memory_gib * 2**30, major=9, minor=0,
         multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, L2_cache_size=50 * 2**20,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472, gcnArchName="",
     )  # fmt: skip
     for name, value in {
         "is_available": lambda: True,

@@ -28,7 +28,7 @@ def fault(case: str, target: str | None = None) -> Callable:
 
     def register(make: Callable) -> Callable:
         def check(_name: str) -> dict:
-            with make() if target is None else _replaced(target, make):
+            with make() if target is None else replaced(target, make):
                 try:
                     notes = (SCENARIOS.get(case) or rehearse)(case)
                 except Exception as error:
@@ -46,7 +46,7 @@ def fault(case: str, target: str | None = None) -> Callable:
 
 
 @contextlib.contextmanager
-def _replaced(target: str, make: Callable) -> Iterator[None]:
+def replaced(target: str, make: Callable) -> Iterator[None]:
     module, _, path = target.partition(":")
     *outer, name = path.split(".")
     owner = functools.reduce(getattr, outer, __import__(module, fromlist=["_"]))

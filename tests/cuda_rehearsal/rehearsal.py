@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
@@ -345,7 +346,10 @@ def place() -> tuple[str, Any]:
 
 
 def patch_kernels() -> None:
-    """Uncompiled: flex attention as the operator that compiled code calls, varlen as it is."""
+    """Uncompiled: flex attention as the operator that compiled code calls, varlen as it is.
+
+    sdpa is the kernel that an H100 chooses; a torch without CUDA's kernels would write out the scores.
+    """
     from torch.nn.attention.flex_attention import flex_attention
     from torch.nn.attention.varlen import varlen_attn
 
@@ -357,3 +361,20 @@ def patch_kernels() -> None:
 
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex)
     VarlenAttentionWrapper._compiled_varlen_attn = staticmethod(varlen_attn)
+    F.scaled_dot_product_attention = _attention_of_h100
+
+
+_attention_of_host = F.scaled_dot_product_attention
+
+
+def _attention_of_h100(q, k, v, *, attn_mask=None, scale=None, is_causal=False, enable_gqa=False):
+    options = {"attn_mask": attn_mask, "scale": scale, "is_causal": is_causal}
+    if not q.is_cuda:
+        return _attention_of_host(q, k, v, enable_gqa=enable_gqa, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+    if q.dtype.itemsize == 2:
+        attend = aten._scaled_dot_product_cudnn_attention
+        return attend(q, k, v, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
+    attend = aten._scaled_dot_product_efficient_attention
+    return attend(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]

@@ -4,6 +4,8 @@ Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, 
 are good to a few 1e-6.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from tests.torch_alone import run_with_torch_alone
 from torchtitan.batch import documents as documents_module
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
+from torchtitan.models import attention
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
     ScaledDotProductAttentionWrapper,
@@ -21,6 +24,7 @@ from torchtitan.models.attention import (
     VarlenMetadata,
     attend,
     build_inner_attention,
+    choose_kernel_options,
     create_attention_mask,
     create_varlen_metadata_for_document,
     get_causal_mask_mod,
@@ -569,3 +573,21 @@ def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_
     grads, expected_grads = (torch.autograd.grad(o, (q, k, v), weights) for o in (out, expected))
     # The 512 products are summed in another order.
     torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capability, dtype, is_set", [
+    ((9, 0), torch.bfloat16, True), ((9, 0), torch.float32, False), ((8, 0), torch.bfloat16, False),
+])  # fmt: skip
+def test_flex_in_a_compiled_block_takes_the_options_of_its_card(
+    capability, dtype, is_set, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    model = torch.nn.ModuleList([FlexAttentionWrapper()])
+    choose_kernel_options(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    flex = mock.Mock()
+    monkeypatch.setattr(attention, "load_flex_attention", lambda: flex)
+    model[0](*(torch.empty(1, 2, 8, 128, dtype=dtype, device="meta") for _ in "qkv"))
+    options = flex.flex_attention.call_args.kwargs.get("kernel_options")
+    assert (options is not None and options["bwd_num_warps"] == 8) == is_set

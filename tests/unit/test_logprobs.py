@@ -106,6 +106,23 @@ def values_of_vocabulary_parts(n_ranks):
     return results
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "head",
+    [SummedCrossEntropy, TokenLogProbs, partial(TokenLogProbs, temperature=0.7, entropy=True)],
+)
+def test_compiled_chunks_compute_the_same(head, dtype):
+    h, weight, bias, labels = make_inputs(dtype)
+    results = []
+    for backend in (None, "aot_eager"):
+        outputs = head(chunk_tokens=5, compile_backend=backend)(h, weight, bias, labels=labels)
+        loss = outputs if isinstance(outputs, torch.Tensor) else some_loss(outputs)
+        results.append([loss, *torch.autograd.grad(loss, (h, weight, bias))])
+    # The eager loss rounds its gradients once more.
+    tolerances = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(results[1], results[0], **tolerances)
+
+
 def test_ranks_that_share_the_vocabulary_compute_what_one_does():
     whole = values_of_vocabulary_parts(1)
     ranks = run_ranks(values_of_vocabulary_parts, 2, 2)

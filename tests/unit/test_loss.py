@@ -135,12 +135,15 @@ def test_compiled_loss_equals_the_eager_one():
 
 
 def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large():
-    def head(vocab_size=256, chunk=-1, loss_fn=cross_entropy_loss, **part):
+    def head(vocab_size=256, chunk=-1, loss_fn=cross_entropy_loss, backend=None, **part):
         with torch.device("meta"):
             model = Transformer(TransformerModelArgs(dim=32, n_layers=1, vocab_size=vocab_size))
         for name, module in part.items():
             setattr(model, name, module)
-        return default_head(loss_fn, [model], chunk)
+        config = JobConfig()
+        config.training.loss_chunk = chunk
+        config.compile.enable, config.compile.backend = backend is not None, backend or ""
+        return default_head(loss_fn, [model], config)
 
     assert head() is None and head(vocab_size=32767) is None
     assert head(vocab_size=32768) == SummedCrossEntropy(None)
@@ -150,6 +153,7 @@ def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large
     assert head(chunk=100, loss_fn=mse_loss) is None
     compiled = torch.compile(cross_entropy_loss, backend="eager")
     assert head(chunk=100, loss_fn=compiled) == SummedCrossEntropy(100)
+    assert head(chunk=100, backend="inductor") == SummedCrossEntropy(100, "inductor")
     # Pipeline stages without the output, and outputs that take no head.
     assert head(chunk=100, output=None) is None
     assert head(chunk=100, output=torch.nn.Linear(32, 256)) is None

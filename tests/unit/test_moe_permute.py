@@ -1,8 +1,12 @@
 """Regrouping tokens by expert."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.distributed.token_groups import take_rows
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.moe import utils
 from torchtitan.models.moe.kernels import (
@@ -92,6 +96,47 @@ def test_padded_experts_equal_unpadded_ones_with_gradients():
         out.sin().sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*results)
+
+
+class OperatorsOnRows(TorchDispatchMode):
+    """Counts the operators that return a matrix of `width` columns."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.counts = width, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
+            self.counts[func.name()] += 1
+        return out
+
+
+def test_rows_are_gathered_in_forward_and_backward_and_never_added_by_index(monkeypatch):
+    monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)
+    torch.manual_seed(0)
+    moe = moe_module.MoE(moe_module.MoEArgs(num_experts=4, top_k=2, num_shared_experts=0), 32, 48)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(1, 9, 32, requires_grad=True)
+    with OperatorsOnRows(32) as operators:
+        moe(x).square().sum().backward()
+    # To the experts' order, to padded slots, and both back; the same in backward.
+    assert operators.counts["aten::index_select"] == 8
+    for name in ("index_add", "index_add_", "index_copy", "index_put", "_index_put_impl_", "cat"):
+        assert not operators.counts[f"aten::{name}"], name
+
+
+def test_row_without_a_place_gets_zeros_and_no_gradient():
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    rows = torch.tensor([2, -1, 0, 2])
+    places = torch.tensor([[2, -1], [-1, -1], [0, 3]])
+    out = take_rows(x, rows, places, rows_have_gaps=True, places_have_gaps=True)
+    assert out.tolist() == [[4, 5], [0, 0], [0, 1], [4, 5]]
+    (grad,) = torch.autograd.grad(out, x, torch.ones(4, 2))
+    assert grad.tolist() == [[1, 1], [0, 0], [2, 2]]
+    nothing = take_rows(x[:0], torch.tensor([-1, -1]), places[:0], rows_have_gaps=True)
+    assert nothing.tolist() == [[0, 0], [0, 0]]
 
 
 def test_other_alignments_are_refused():

@@ -257,8 +257,9 @@ class Parallelism:
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: int = -1
     # Free a layer's gathered weights between forward and backward: always, never, or default, which
-    # is always except under pipeline parallelism. A number, such as the ranks of a node, keeps the
-    # weights sharded over that many ranks instead, and backward gathers them among these
+    # is always except under pipeline parallelism, and on one rank without CPU offload. A number, such
+    # as the ranks of a node, keeps the weights sharded over that many ranks instead, and backward
+    # gathers them among these
     fsdp_reshard_after_forward: int | str = "default"
     # NCCL allocates FSDP's communication buffers and registers them for zero-copy transfers. Their
     # memory serves nothing else. No effect if the backend has no allocator
@@ -381,6 +382,10 @@ class Compile:
     def applies_to(self, component: str) -> bool:
         """Return whether this component, "model" or "loss", is compiled."""
         return self.enable and component in self.components
+
+    def backend_of(self, component: str) -> str | None:
+        """Return the backend with which this component is compiled; None if it is not."""
+        return self.backend if self.applies_to(component) else None
 
 
 @dataclass

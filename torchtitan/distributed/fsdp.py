@@ -95,7 +95,8 @@ def apply_fsdp(
     param_dtype, reduce_dtype: parameters are gathered in the first, gradients reduced in the second.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
-        parallelism, where every microbatch would gather again, and "always" otherwise. A number n
+        parallelism, where every microbatch would gather again, and on a mesh of one rank without
+        cpu_offload, where gathering casts and copies them; otherwise "always". A number n
         keeps them spread over n successive ranks of the shard axis, such as the ranks of a node,
         and backward gathers them from there; experts are then freed as with "always", because
         each rank has its own.
@@ -116,7 +117,8 @@ def apply_fsdp(
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
 
-    reshard = _reshard_after_forward(reshard_after_forward_policy, pp_enabled, dp_mesh)
+    keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
+    reshard = _reshard_after_forward(reshard_after_forward_policy, keeps, dp_mesh)
     shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
     # Backward begins with the last unit, so freeing it after forward would only cost a gather.
     reshard_last = reshard_after_forward_policy == "always"
@@ -205,8 +207,11 @@ def _prefetch_in_order(
         following[0].set_modules_to_backward_prefetch(unit)
 
 
-def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """Return `fully_shard`'s argument: True, False, or the number of ranks to reshard to."""
+def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) -> bool | int:
+    """Return `fully_shard`'s argument: True, False, or the number of ranks to reshard to.
+
+    keeps: "default" is "never".
+    """
     num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
     if isinstance(policy, int) or policy.isdecimal():
         kept_on = int(policy)
@@ -218,7 +223,7 @@ def _reshard_after_forward(policy: str | int, pp_enabled: bool, dp_mesh: DeviceM
             )
         return True if kept_on == num_ranks else kept_on
     if policy == "default":
-        return not pp_enabled
+        return not keeps
     if policy not in ("always", "never"):
         raise ValueError(
             f"parallelism.fsdp_reshard_after_forward must be default, always, never or a number "
@@ -256,7 +261,9 @@ def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., An
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
-        unit.set_gradient_divide_factor(1.0)
+        # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
+        if any(group.mesh_info.mesh.size() > 1 for group in _param_groups(unit)):
+            unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective applies the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 

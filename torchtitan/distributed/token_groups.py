@@ -5,7 +5,7 @@ R source ranks, E experts on this rank. The input is ordered by [rank][expert], 
 """
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ def permute_tokens(
     """Reorder x [N, D] from [rank][expert] to [expert][rank], with padding to aligned slots.
 
     counts: [R * E] int.
-    Returns (shape of x with one more row of zeros, from which padding is copied; reordered x [M, D];
-    the input row of each of its M rows; slot sizes [E] int32). M depends only on N, so the host
+    Returns (shape of x with one more row; reordered x [M, D], with zeros as padding; the input row of
+    each of its M rows, -1 for padding; slot sizes [E] int32). M depends only on N, so the host
     doesn't wait for the device. Rows after the last slot belong to no expert.
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
@@ -47,20 +47,70 @@ def permute_tokens(
     indices, m_sizes, _ = generate_permute_indices(
         counts, experts_per_rank, num_ranks, padded_len, alignment
     )
-    x = torch.cat([x, x.new_zeros(1, x.shape[-1])])
-    return x.shape, x.index_select(0, _rows(indices, x.shape)), indices, m_sizes
+    places = inverse_rows(indices, x.shape[0]).unsqueeze(1)
+    reordered = take_rows(x, indices, places, rows_have_gaps=True)
+    return torch.Size((x.shape[0] + 1, *x.shape[1:])), reordered, indices, m_sizes
 
 
 def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
-    """Undo `permute_tokens`: [M, D] -> [N, D], without padding."""
-    # Padding, which may have any values, is written to the last row, which is dropped. D may differ
-    # from the input's.
-    unpermuted = out.new_empty(input_shape[0], out.shape[-1])
-    return unpermuted.index_copy(0, _rows(indices, input_shape), out)[:-1]
+    """Undo `permute_tokens`: [M, D] -> [N, D], without padding, which may have any values.
+
+    D may differ from the input's.
+    """
+    rows = inverse_rows(indices, input_shape[0] - 1)
+    return take_rows(out, rows, indices.unsqueeze(1), places_have_gaps=True)
 
 
-def _rows(indices: Tensor, input_shape: torch.Size) -> Tensor:
-    return torch.where(indices < 0, input_shape[0] - 1, indices).long()
+def inverse_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """Return where each of `num_rows` rows is in `rows` [M], which has it once: [num_rows], -1 for none.
+
+    rows: -1 in gaps.
+    """
+    inverse = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=rows.device)
+    target = torch.where(rows < 0, num_rows, rows).long()
+    return inverse.scatter(0, target, torch.arange(rows.shape[0], device=rows.device))[:-1]
+
+
+def take_rows(
+    x: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    *,
+    rows_have_gaps: bool = False,
+    places_have_gaps: bool = False,
+) -> Tensor:
+    """Return x[rows]: [N, D] -> [M, D], with zeros where the row is -1.
+
+    places: [N, c], the rows of the result that are copies of each row of x; -1 for none. The gradient
+        of x is gathered from there and summed in fp32. That of torch's indexing is added row by row
+        to zeros: with atomic instructions on accelerators, in the dtype of x and in any order.
+    rows_have_gaps, places_have_gaps: they may contain -1.
+    """
+    return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, rows_gaps: bool, places_gaps: bool
+    ) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.places_gaps = places_gaps
+        return _take(x, rows, rows_gaps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (places,) = ctx.saved_tensors
+        copies = _take(grad, places.flatten(), ctx.places_gaps).unflatten(0, places.shape)
+        return copies.squeeze(1) if places.shape[1] == 1 else copies.sum(1), None, None, None, None
+
+
+def _take(x: Tensor, rows: Tensor, have_gaps: bool) -> Tensor:
+    if not have_gaps:
+        return x.index_select(0, rows)
+    if x.shape[0] == 0:
+        return x.new_zeros(rows.shape[0], *x.shape[1:])
+    return x.index_select(0, rows.clamp(min=0)).masked_fill((rows < 0).unsqueeze(1), 0)
 
 
 def generate_permute_indices(

@@ -14,13 +14,14 @@ from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 class SourceLosses:
     """A loss function of a step that also adds up the loss of each source since the last log.
 
-    The loss is the summed cross entropy of `TokenLogProbs`, which the step has to take as its head. The
+    The loss is the summed cross entropy of `TokenLogProbs`; the step has to take `head`. The
     batch needs "sources" [B, T], the number of each token's source.
     """
 
-    head = TokenLogProbs()
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], device: torch.device, compile_backend: str | None = None
+    ) -> None:
+        self.head = TokenLogProbs(compile_backend=compile_backend)
         self._names = names
         # [2, number of sources]: sums of losses and numbers of labels, on this rank.
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)

@@ -197,8 +197,7 @@ class Validator(BaseValidator):
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)
-        chunk_tokens = self.job_config.training.loss_chunk
-        head = default_head(self.loss_fn, runner.model_parts, chunk_tokens)
+        head = default_head(self.loss_fn, runner.model_parts, self.job_config)
         microbatches = [runner.prepare(batch, head) for batch in batches]
         losses = runner.run(
             microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred

@@ -53,15 +53,16 @@ build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
 
 
 def default_head(
-    loss_fn: LossFunction, model_parts: Sequence[nn.Module], chunk_tokens: int
+    loss_fn: LossFunction, model_parts: Sequence[nn.Module], job_config: JobConfig
 ) -> SummedCrossEntropy | None:
     """Return a head that computes `loss_fn` inside the output projection, or None.
 
-    loss_fn: the engine's, which a client may have replaced. chunk_tokens: `training.loss_chunk`.
+    loss_fn: the engine's, which a client may have replaced.
     Returns None for another loss than `cross_entropy_loss`, on pipeline ranks without the output,
-    for models whose output takes no head, for chunk_tokens = 0, and for a small vocabulary with
-    chunk_tokens = -1.
+    for models whose output takes no head, for training.loss_chunk = 0, and for a small vocabulary
+    with training.loss_chunk = -1.
     """
+    chunk_tokens = job_config.training.loss_chunk
     last = model_parts[-1]
     output = getattr(last, "output", None)
     # Private (torch 2.13): torch.compile stores the function here, which tells a compiled
@@ -73,7 +74,8 @@ def default_head(
         return None
     if chunk_tokens == -1 and output.weight.shape[0] < _LARGE_VOCABULARY:
         return None
-    return SummedCrossEntropy(None if chunk_tokens == -1 else chunk_tokens)
+    backend = job_config.compile.backend_of("loss")
+    return SummedCrossEntropy(None if chunk_tokens == -1 else chunk_tokens, backend)
 
 
 def build_mse_loss(job_config: JobConfig, **kwargs: Any) -> LossFunction:

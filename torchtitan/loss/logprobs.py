@@ -13,7 +13,8 @@ B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this 
 chunk, N tokens in all chunks.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -48,7 +49,10 @@ class TokenLogProbs:
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
     entropy: also compute the entropy, which takes about a tenth longer.
-    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, 4,096 elsewhere.
+    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
+        or 8,192 if compiled.
+    compile_backend: compile all but the matrix products with this backend of torch.compile. Then
+        logits are read twice and written once; otherwise each step passes over them in fp32.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not checked, because reading them waits
@@ -58,6 +62,7 @@ class TokenLogProbs:
     temperature: float | str | Tensor = 1.0
     entropy: bool = False
     chunk_tokens: int | None = None
+    compile_backend: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, str | Tensor):
@@ -127,10 +132,12 @@ class TokenLogProbs:
 class SummedCrossEntropy:
     """A head: sums the cross entropy of all labels but IGNORE_INDEX, to an fp32 scalar.
 
-    chunk_tokens: as in `TokenLogProbs`. Raises ValueError if it is not positive.
+    chunk_tokens, compile_backend: as in `TokenLogProbs`. Raises ValueError if chunk_tokens is not
+    positive.
     """
 
     chunk_tokens: int | None = None
+    compile_backend: str | None = None
 
     def __post_init__(self) -> None:
         _check_chunk("SummedCrossEntropy", self.chunk_tokens)
@@ -146,9 +153,8 @@ class SummedCrossEntropy:
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
         x, weight, bias, first = _operands(h, weight, bias, labels, group)
-        size = self.chunk_tokens
         with torch.autocast(h.device.type, enabled=False):
-            return _SummedLoss.apply(x, weight, bias, labels.flatten(), size, first, group)
+            return _SummedLoss.apply(x, weight, bias, labels.flatten(), self, first, group)
 
 
 def token_logprobs(
@@ -254,12 +260,18 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor | None]:
         own_labels = labels.flatten() - first
-        of_chunks = [
-            _statistics(
-                _logits(x, weight, bias, head.temperature, rows), own_labels[rows], head.entropy
-            )
-            for rows in _chunks(x, head.chunk_tokens)
-        ]
+        of_chunks = []
+        for rows in _chunks(x, head):
+            labels_and_entropy = own_labels[rows], head.entropy
+            if head.compile_backend is None:
+                logits = _logits(x, weight, bias, head.temperature, rows)
+                of_chunks.append(_statistics(logits, *labels_and_entropy))
+            else:
+                run = _compiled(_chunk_statistics, head.compile_backend)
+                logits = x[rows] if weight is None else linear(x[rows], weight, bias)
+                temperature = _of_rows(head.temperature, rows)
+                of_chunks.append(run(logits, temperature, *labels_and_entropy))
+            del logits  # before the next chunk's exist
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
         top, total, logprobs, entropy = _over_ranks(statistics, labels, group)
@@ -276,22 +288,28 @@ class _LogProbs(torch.autograd.Function):
         of_tokens = [None if t is None else t.flatten() for t in (*of_tokens, *grads)]
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(x.device.type, enabled=False):
-            for rows in _chunks(x, ctx.head.chunk_tokens):
+            for rows in _chunks(x, ctx.head):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
-                temperature = ctx.head.temperature
-                if isinstance(temperature, Tensor):
-                    temperature = temperature[rows, 0]
-                grad_logits = _gradient_of_logits(
-                    _logits(x, weight, bias, ctx.head.temperature, rows),
+                temperature = _of_rows(ctx.head.temperature, rows)
+                divisor = temperature[:, 0] if isinstance(temperature, Tensor) else temperature
+                of_rows = (
                     labels,
                     ctx.first,
                     log_normalizer,
                     entropy,
-                    None if grad is None else grad / temperature,
-                    None if grad_entropy is None else grad_entropy / temperature,
+                    None if grad is None else grad / divisor,
+                    None if grad_entropy is None else grad_entropy / divisor,
                 )
+                if (backend := ctx.head.compile_backend) is None:
+                    logits = _logits(x, weight, bias, ctx.head.temperature, rows)
+                    grad_logits = _gradient_of_logits(logits, *of_rows)
+                else:
+                    logits = x[rows] if weight is None else linear(x[rows], weight, bias)
+                    run = _compiled(_chunk_gradient_of_logits, backend)
+                    grad_logits = run(logits, temperature, *of_rows)
+                del logits
                 gradients.add(rows, grad_logits)
                 del grad_logits  # before the next chunk's exist
         return *gradients.sums(), None, None, None, None
@@ -310,26 +328,33 @@ class _SummedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        chunk_tokens: int | None,
+        head: SummedCrossEntropy,
         first: int,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         losses = []
-        for rows in _chunks(x, chunk_tokens):
-            logits = _logits(x, weight, bias, 1.0, rows)
-            own_labels = labels[rows] - first
-            statistics = _statistics(logits, own_labels, wants_entropy=False)
+        for rows in _chunks(x, head):
+            own_labels, is_ignored = labels[rows] - first, labels[rows] == IGNORE_INDEX
+            if head.compile_backend is None:
+                logits = _logits(x, weight, bias, 1.0, rows)
+                statistics = _statistics(logits, own_labels, wants_entropy=False)
+            else:
+                logits = linear(x[rows], weight, bias)
+                run = _compiled(_chunk_statistics, head.compile_backend)
+                statistics = run(logits, 1.0, own_labels, False)
+            highest = statistics[:, 0]
             top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
             losses.append(-logprobs.sum())
             if any(gradients.wanted):
-                # The gradient of logit j is p_j - [j is the label]; `logits` are exp(z - maximum).
-                scale = (statistics[:, 0] - top).exp() / total
-                is_ignored = labels[rows] == IGNORE_INDEX
-                grad_logits = logits.mul_(scale.masked_fill(is_ignored, 0)[:, None])
-                index, is_elsewhere = _own_index(own_labels, logits.shape[1])
-                minus_one = -(~(is_elsewhere | is_ignored)).to(logits.dtype)
-                gradients.add(rows, grad_logits.scatter_add_(1, index, minus_one[:, None]))
+                scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
+                of_tokens = scale, own_labels, is_ignored
+                if head.compile_backend is None:
+                    grad_logits = _gradient_of_loss(logits, *of_tokens)
+                else:
+                    run = _compiled(_chunk_gradient_of_loss, head.compile_backend)
+                    grad_logits = run(logits, highest, *of_tokens)
+                gradients.add(rows, grad_logits)
                 del grad_logits
             del logits  # before the next chunk's exist
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
@@ -381,10 +406,12 @@ class _Gradients:
         return sums
 
 
-def _chunks(x: Tensor, chunk_tokens: int | None) -> list[slice]:
+def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy) -> list[slice]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
-    # for [4096, V], would spend much of their time on these sums if chunks were small.
-    size = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
+    # for [4096, V] in fp32, would spend much of their time on these sums if chunks were small. Compiled
+    # code stores logits in 16 bits only.
+    default = 4096 if head.compile_backend is None else 8192
+    size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
@@ -400,9 +427,17 @@ def _logits(
     logits = x if weight is None else linear(x, weight, bias)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype, copy=weight is None)
-    if isinstance(temperature, Tensor):
-        return logits.div_(temperature[rows])
-    return logits if temperature == 1 else logits.div_(temperature)
+    return _divide(logits, _of_rows(temperature, rows))
+
+
+def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _divide(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Overwrites the logits."""
+    is_one = not isinstance(temperature, Tensor) and temperature == 1
+    return logits if is_one else logits.div_(temperature)
 
 
 def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tensor:
@@ -474,8 +509,58 @@ def _gradient_of_logits(
         probs = log_probs.exp()
         result = log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         result = result.sub_(grad[:, None]).mul_(probs)
-    index, is_elsewhere = _own_index(labels - first, logits.shape[1])
-    return result.scatter_add_(1, index, grad.masked_fill(is_elsewhere, 0)[:, None])
+    return _add_at_labels(result, labels - first, grad)
+
+
+def _gradient_of_loss(
+    exps: Tensor, scale: Tensor, own_labels: Tensor, is_ignored: Tensor
+) -> Tensor:
+    """Return p_j - [j is the label], in the memory of `exps` [n, v], which are p_j / scale.
+
+    scale: [n], 0 for labels that are ignored.
+    """
+    minus_one = -(~is_ignored).to(exps.dtype)
+    return _add_at_labels(exps.mul_(scale[:, None]), own_labels, minus_one)
+
+
+def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor:
+    """Add values [n] to result [n, v] in the columns of the labels, in place."""
+    index, is_elsewhere = _own_index(own_labels, result.shape[1])
+    values = values.masked_fill(is_elsewhere, 0)[:, None]
+    if torch.compiler.is_compiling():  # a scatter is a kernel of its own, after all of result
+        columns = torch.arange(result.shape[1], device=result.device)
+        return result + torch.where(columns == index, values, 0)
+    return result.scatter_add_(1, index, values)
+
+
+# ---- the same of a chunk's logits in any dtype, to be compiled: nothing but the result is stored ----
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _in_fp32(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    copy = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return _divide(copy, temperature)
+
+
+def _chunk_statistics(
+    logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
+) -> Tensor:
+    return _statistics(_in_fp32(logits, temperature), own_labels, wants_entropy)
+
+
+def _chunk_gradient_of_loss(logits: Tensor, highest: Tensor, *of_tokens: Tensor) -> Tensor:
+    exps = _in_fp32(logits, 1.0).sub_(highest[:, None]).exp_()
+    return _gradient_of_loss(exps, *of_tokens).to(logits.dtype)
+
+
+def _chunk_gradient_of_logits(
+    logits: Tensor, temperature: float | Tensor, *of_tokens: Any
+) -> Tensor:
+    return _gradient_of_logits(_in_fp32(logits, temperature), *of_tokens).to(logits.dtype)
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:

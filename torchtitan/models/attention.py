@@ -13,7 +13,8 @@ Importing torch's modules of flex and varlen loads the compiler, so `tools.compi
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 import torch
@@ -172,6 +173,34 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 # ---- kernels ----
 
 
+def _backward_tiles(queries: int, keys: int) -> dict[str, int]:
+    """Options of flex attention's backward, for tiles of queries x keys and their transposed."""
+    return {
+        "bwd_BLOCK_M1": queries,
+        "bwd_BLOCK_N1": keys,
+        "bwd_BLOCK_M2": keys,
+        "bwd_BLOCK_N2": queries,
+        "bwd_num_stages": 2,
+        "bwd_num_warps": 8,
+    }
+
+
+# Of flex attention on an H100 in 16 bits, by the sizes of query and value heads: with torch 2.13's own
+# choices a thread needs more registers than it can have (`tests/cuda_lowering`).
+_H100_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
+    {
+        (64, 64): {
+            "fwd_BLOCK_M": 128,
+            "fwd_BLOCK_N": 64,
+            "fwd_num_stages": 3,
+            "fwd_num_warps": 4,
+        },
+        (128, 128): _backward_tiles(32, 128),
+        (192, 128): _backward_tiles(64, 64),
+    }
+)
+
+
 class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
@@ -225,6 +254,8 @@ class FlexAttentionWrapper(nn.Module):
     attn_type: ClassVar[str] = "flex"
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
+    # Used inside compiled blocks, where no kernel is tuned: (size of query, of value) -> options.
+    kernel_options: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType({})
 
     def forward(
         self,
@@ -260,8 +291,18 @@ class FlexAttentionWrapper(nn.Module):
             "enable_gqa": enable_gqa,
         }
         if torch.compiler.is_compiling():  # the surrounding graph is being compiled already
+            if q.dtype.itemsize == 2:
+                options["kernel_options"] = self.kernel_options.get((q.shape[-1], v.shape[-1]))
             return load_flex_attention().flex_attention(q, k, v, **options)
         return FlexAttentionWrapper._compiled_flex_attn(q, k, v, **options)
+
+
+def choose_kernel_options(model: nn.Module) -> None:
+    """Have flex attention inside compiled blocks use kernels that fit this process' accelerator."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        for module in model.modules():
+            if isinstance(module, FlexAttentionWrapper):
+                module.kernel_options = _H100_KERNEL_OPTIONS
 
 
 class VarlenAttentionWrapper(nn.Module):

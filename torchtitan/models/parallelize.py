@@ -25,6 +25,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.attention import choose_kernel_options
 from torchtitan.numerics.products import compile_options
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_varlen
@@ -124,6 +125,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
     if get_device_type() == "cpu" and compile_config.backend == "inductor":
         options["options"] = compile_options()
+    choose_kernel_options(model)
     for name, block in model.layers.named_children():
         if isinstance(block, torch._dynamo.OptimizedModule):
             continue

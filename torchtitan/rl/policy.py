@@ -55,7 +55,12 @@ class PolicyTrainer(Learner):
     def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
         # Generators divide logits by this temperature before they draw.
         entropy = loss_fn is not None and loss_fn.needs_entropy
-        return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
+        config = self.job_config
+        return TokenLogProbs(
+            temperature=config.rl.sampling.temperature,
+            entropy=entropy,
+            compile_backend=config.compile.backend_of("loss"),
+        )
 
     def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
         return outputs

@@ -210,7 +210,7 @@ def forward_backward(
     has_functions = not (loss_fn is None and head is None) or runner.schedule is not None
     model_head = head
     if is_default:  # None if the engine's loss is computed from logits
-        model_head = default_head(engine.loss_fn, runner.model_parts, config.training.loss_chunk)
+        model_head = default_head(engine.loss_fn, runner.model_parts, config)
 
     def loss_of(outputs: Any, microbatch: Microbatch) -> Tensor:
         if joins_rows:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from torchtitan.distributed.dtensor import is_dtensor, local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.distributed.token_groups import inverse_rows, take_rows
 from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
@@ -386,8 +387,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, replayed: Tensor | None = None) -> Tensor:
         """x: [B, S, D]. Returns [B, S, D]. replayed: [B, S, k], see `TokenChoiceTopKRouter`."""
-        shape, dim = x.shape, x.shape[-1]
-        x = x.reshape(-1, dim)
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
         if replayed is not None:
             replayed = replayed.reshape(-1, self.router.top_k)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
@@ -401,7 +402,9 @@ class MoE(nn.Module):
         scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
         if (announce_counts := getattr(self.experts, "announce_counts", None)) is not None:
             announce_counts(num_tokens_per_expert)
-        routed = x.index_select(0, pairs // self.router.top_k)
+        top_k, share = self.router.top_k, pairs.shape[0] != selected.numel()
+        places = inverse_rows(pairs, selected.numel())
+        routed = take_rows(x, pairs // top_k, places.view(-1, top_k), places_have_gaps=share)
         if self.score_before_experts:
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
         # Queued before the experts, because the host may wait for the counts there: this keeps the
@@ -409,8 +412,8 @@ class MoE(nn.Module):
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routed = self.experts(routed, num_tokens_per_expert)
 
-        out = routed.new_zeros(selected.numel(), dim).index_copy(0, pairs, routed)
-        out = out.unflatten(0, (-1, self.router.top_k))  # [T, k, D]
+        out = take_rows(routed, places, pairs.unsqueeze(1), rows_have_gaps=share)
+        out = out.unflatten(0, (-1, top_k))  # [T, k, D]
         if not self.score_before_experts:
             out = out.float() * top_scores.unsqueeze(-1)
         out = out.sum(dim=1).to(x.dtype)

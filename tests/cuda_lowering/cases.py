@@ -1,0 +1,88 @@
+"""What is lowered: models with few layers and the sizes of real ones, and what each may launch."""
+
+from dataclasses import dataclass, field
+
+from tests.cuda_rehearsal.cases import CP, EP, FLEX, OP, TP, VARLEN
+
+SDPA = "--model.attn_type=sdpa --model.attn_mask_type=causal"
+FLOAT8 = "--model.converters=quantize.linear.float8 --quantize.linear.float8.filter_fqns=output"
+
+
+@dataclass(frozen=True)
+class Case:
+    """seq_lens: of the steps, one after the other; each has other documents. n_layers: as many as
+    show each kind of layer. flavor: of the family that the name begins with. compile: flags."""
+
+    flavor: str
+    flags: str
+    n_layers: int = 2
+    ranks: int = 1
+    rows: int = 1
+    seq_lens: tuple[int, ...] = (4096,) * 3
+    compile: str = "--compile.enable"
+
+
+CASES = {
+    "llama3 small flex": Case("lowered", FLEX, rows=2, seq_lens=(1024,) * 4),
+    "llama3 small lengths": Case("lowered", FLEX, seq_lens=(1024, 768, 512, 896, 1000)),
+    # Flex attention is compiled and tuned by itself; so it is under selective checkpointing.
+    "llama3 small tuned": Case("lowered", FLEX, compile=""),
+    "llama3 small tuned op": Case("lowered", f"{FLEX} {OP}", compile=""),
+    "llama3 1B flex": Case("1B", FLEX, rows=2, seq_lens=(4096,) * 8),
+    "llama3 1B varlen": Case("1B", VARLEN, rows=2, seq_lens=(4096,) * 8),
+    "llama3 1B sdpa": Case("1B", SDPA),
+    "llama3 8B flex op": Case("8B", f"{FLEX} {OP}"),
+    "llama3 8B float8": Case("8B", f"{SDPA} {FLOAT8}"),
+    "llama3 8B tp flex": Case("8B", f"{FLEX} {TP}2", ranks=2),
+    "llama3 8B cp varlen": Case("8B", f"{VARLEN} {CP}2", ranks=2),
+    "qwen3 0.6B flex": Case("0.6B", FLEX, rows=2, seq_lens=(4096,) * 8),
+    "qwen3 0.6B varlen": Case("0.6B", VARLEN),
+    "qwen3 30B-A3B flex": Case("30B-A3B", FLEX),
+    "qwen3 30B-A3B ep varlen": Case("30B-A3B", f"{VARLEN} {EP}2", ranks=2),
+    "deepseek_v3 16B flex": Case("16B", FLEX),
+    "deepseek_v3 16B sdpa": Case("16B", SDPA),
+    "gpt_oss 20b flex": Case("20b", FLEX),
+}
+QUICK = {"llama3 small flex"}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of `step.Lowered`."""
+
+    graphs: list[str]
+    recompiled: int = 0
+    breaks: int = 0
+    problems: list[str] = field(default_factory=list)
+    spills: dict[str, int] = field(default_factory=dict)
+
+
+_ROPE = "1 unsqueeze, 1 view_as_real"  # of the table of complex numbers: views
+_LOSS = ["forward: 3 triton", "forward: 1 triton"]  # two of them are per token
+_DENSE = [
+    f"forward: 7 mm, 7 triton, {_ROPE}",
+    *_LOSS,
+    "backward: 14 mm, 10 triton",
+]
+EXPECTED: dict[str, Expected] = {
+    "llama3 1B sdpa": Expected(
+        [
+            f"forward: 1 _scaled_dot_product_cudnn_attention, 7 mm, 6 triton, {_ROPE}",
+            *_LOSS,
+            "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, 8 triton",
+        ]
+    ),
+    "qwen3 30B-A3B flex": Expected(
+        [
+            "forward: 3 _grouped_mm, 4 mm, 1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, "
+            "1 sort, 1 topk, 20 triton",
+            *_LOSS,
+            "backward: 6 _grouped_mm, 8 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
+        ]
+    ),
+    "llama3 small flex": Expected(
+        # a sum over the tokens of gradients of a norm's weight
+        _DENSE,
+        spills={"triton_red_fused__to_copy__unsafe_view_add_mul_sum_view_6": 8},
+    ),
+}

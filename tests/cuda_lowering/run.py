@@ -1,0 +1,76 @@
+"""Lower training steps for an H100, without one.
+
+python -m tests.cuda_lowering.run                    # all cases
+python -m tests.cuda_lowering.run "llama3 1B flex"   # this case, with each kernel
+"""
+
+# ruff: noqa: E402 (the device has to be there before torch)
+
+import argparse
+import dataclasses
+import json
+import time
+import traceback
+from collections.abc import Callable
+
+from tests.cuda_rehearsal.device import load_device, patch_cuda
+
+load_device()
+
+from tests.cuda_lowering.cases import CASES
+from tests.cuda_lowering.step import add_small_model, lower
+from tests.cuda_lowering.target import patch_compiler
+from tests.cuda_rehearsal.rehearsal import patch_kernels
+
+patch_cuda()
+patch_kernels()
+add_small_model()
+TARGET = patch_compiler()
+
+
+def main() -> None:
+    from tests.cuda_lowering.faults import FAULTS
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="default: all cases")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
+    args = parser.parse_args()
+    failed = 0
+    for name in args.names or CASES:
+        record = run(name, FAULTS.get(name, lower))
+        failed += record["error"] is not None
+        print(json.dumps(record) if args.json else in_words(record), flush=True)
+        if not args.json:
+            print_kernels()
+    raise SystemExit(failed)
+
+
+def run(name: str, function: Callable) -> dict:
+    """Return name, cpu_seconds, error (a text, or None) and the fields of `step.Lowered`.
+
+    Of a fault in place of these fields: caught, how it was noticed.
+    """
+    started = time.process_time()
+    record, error = {}, None
+    try:
+        result = function(name, TARGET)
+        record = result if isinstance(result, dict) else dataclasses.asdict(result)
+    except Exception:
+        error = traceback.format_exc(limit=-8, chain=False)
+    seconds = round(time.process_time() - started, 1)
+    return {"name": name, "cpu_seconds": seconds, "error": error} | record
+
+
+def in_words(record: dict) -> str:
+    return "\n".join(f"{key:14} {value}" for key, value in record.items())
+
+
+def print_kernels() -> None:
+    for kernel in TARGET.kernels:
+        print(f"  {kernel.name}: {kernel.calls} calls")
+        for binary in kernel.binaries:
+            print(f"      {binary}")
+
+
+if __name__ == "__main__":
+    main()
