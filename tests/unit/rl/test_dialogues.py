@@ -254,14 +254,14 @@ def test_vllm_is_asked_for_each_turn_with_the_whole_episode_so_far(tmp_path, mon
     generator.policy_version = 0
     task, asked = GuessTask(value_max=99), []
     generate = fake.generate
-    generator._llm.generate = lambda prompts, params, use_tqdm: (
+    generator._llm.generate = lambda prompts, params, **options: (
         asked.append(
             [
                 (p["prompt_token_ids"], one.n, one.seed)
                 for p, one in zip(prompts, params, strict=True)
             ]
         )
-        or generate(prompts, params, use_tqdm)
+        or generate(prompts, params, **options)
     )
     flags = ["--rl.sampling.stop_token_ids=9", "--rl.eval_samples=4"]
     episodes = draw(task, generator, tmp_path, *flags)

@@ -274,8 +274,8 @@ def test_vllm_is_asked_for_experts_and_each_completion_gets_its_own(monkeypatch)
     assert fake.options["enable_return_routed_experts"] is True
     generator.policy_version, generate = 0, fake.generate
 
-    def with_experts(prompts, params, use_tqdm):
-        requests = generate(prompts, params, use_tqdm)
+    def with_experts(prompts, params, **options):
+        requests = generate(prompts, params, **options)
         for number, request in enumerate(requests):
             n_tokens = len(prompts[number]["prompt_token_ids"]) + 3
             experts = np.full((n_tokens, 2, 4), number, np.int16)

@@ -294,7 +294,7 @@ class FakeVLLM(types.ModuleType):
         if self.fault is not None:
             raise self.fault
 
-    def generate(self, prompts, params, use_tqdm):
+    def generate(self, prompts, params, use_tqdm, lora_request):
         self.requests = list(zip(prompts, params, strict=True))
         tokens = [7, 8, 9]
         chances = [{t: types.SimpleNamespace(logprob=-0.1 * t)} for t in tokens]
