@@ -185,6 +185,7 @@ class TrainingSample:
         aggregation mode.
     group_id: equal for samples of one prompt.
     policy_version: version of the oldest weights that drew a token.
+    model: number of the adapters that it trains, if several models share a batch.
     """
 
     token_ids: Tensor
@@ -199,6 +200,7 @@ class TrainingSample:
     weights: Tensor | None = None
     group_id: int = 0
     policy_version: int = 0
+    model: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -318,6 +320,8 @@ class TrainingMicrobatch:
         returns: 0 for tokens not in the loss.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
     slots: where the samples are; empty if the microbatch is all padding.
+    models: of each row, the model of its samples, in ascending order; rows of padding are the last
+        model's.
     """
 
     token_ids: Tensor
@@ -333,11 +337,13 @@ class TrainingMicrobatch:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     slots: tuple[Slot, ...] = ()
+    models: list[int] = field(default_factory=list)
 
-    def engine_batch(self) -> dict[str, Tensor]:
+    def engine_batch(self) -> dict[str, Any]:
         """Return the batch for `TrainingEngine`: `input`, `positions`, and the loss's entries."""
         entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
-        return {"input" if name == "token_ids" else name: value for name, value in entries}
+        batch: dict[str, Any] = {"models": self.models} if self.models else {}
+        return batch | {"input" if name == "token_ids" else name: value for name, value in entries}
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""

@@ -19,15 +19,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import num_ranks
+from torchtitan.integrations.tinker.states import TrainingState
+from torchtitan.integrations.tinker.together import Call, LossesOfModels
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     CustomLoss,
@@ -54,6 +58,7 @@ from torchtitan.rl.snapshots import (
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 
 _P = ParamSpec("_P")
@@ -118,20 +123,6 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
     return submit
 
 
-@dataclass
-class TrainingState:
-    """The part of a policy that training changes, and the state of its step.
-
-    weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
-    """
-
-    weights: dict[str, Tensor]
-    optimizers: list[Any]
-    gradients: dict[str, Tensor | None]
-    step: tuple[float | None, int] = (None, 0)
-    failure: Exception | None = None
-
-
 class LocalTrainingClient:
     """A policy in this process.
 
@@ -157,6 +148,13 @@ class LocalTrainingClient:
         self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = _Thread(engine.device)
+        self._together: AdaptersTogether | None = None
+        if self.checkpointer.has_adapters:
+            reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
+            if reasons:
+                logger.info("models take turns, and share no pass over the base: %s", reasons[0])
+            else:
+                self._together = AdaptersTogether(engine.model_parts, engine.loss_group)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
@@ -302,6 +300,87 @@ class LocalTrainingClient:
         (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
         self._failure, state.failure = state.failure, self._failure
 
+    @property
+    def shares_passes(self) -> bool:
+        """True if `forward_backward_together` can be called."""
+        return self._together is not None
+
+    @_on_thread
+    def forward_backward_together(
+        self, calls: Sequence[Call], *, forward_only: bool = False
+    ) -> list[ForwardBackwardOutput | Exception]:
+        """Return what `forward_backward`, or `forward`, of each model gives, from one pass over the base.
+
+        Each result is as if its call was the only one: an exception is of the call at its place.
+        calls: of models that wait, whose gradients this adds to. A model may have several calls.
+        """
+        results: list[Any] = [None] * len(calls)
+        losses: list[PolicyLoss] = []
+        samples: list[list[TrainingSample]] = []
+        good = []  # indices of the calls whose data can be used
+        for number, call in enumerate(calls):
+            try:
+                loss, data = _loss(call.loss_fn, call.config), call.data
+                if forward_only:
+                    own = self._samples([_targets_of(datum) for datum in data])
+                else:
+                    own = self._samples(data, loss)
+            except ValueError as error:
+                results[number] = error
+                continue
+            samples.append([replace(sample, model=len(good)) for sample in own])
+            losses.append(loss)
+            good.append(number)
+        if good:
+            found = self._pass([calls[n].state for n in good], samples, losses, forward_only)
+            for number, result in zip(good, found, strict=True):
+                results[number] = result
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, Exception) and not forward_only:
+                call.state.failure = call.state.failure or result
+        return results
+
+    def _pass(
+        self,
+        states: Sequence[TrainingState],
+        samples: Sequence[list[TrainingSample]],
+        losses: Sequence[PolicyLoss],
+        forward_only: bool,
+    ) -> list[ForwardBackwardOutput | Exception]:
+        """Run one pass over the base for the samples of each state."""
+        together, trainer, runner = self._together, self._trainer, self._trainer.engine.runner
+        assert together is not None
+        batch = self._batcher.batch([sample for own in samples for sample in own])
+        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; each model divides its own
+        loss = LossesOfModels(losses)
+        runner.around = lambda mb: together.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        metrics: dict[str, float] = {}
+        try:
+            with together.adapters([s.weights for s in states], not forward_only) as gradients:
+                if forward_only:
+                    logprobs = trainer.forward(batch)
+                else:
+                    output = trainer.forward_backward(batch, loss, return_logprobs=True)
+                    logprobs, metrics = output.logprobs, output.metrics
+        finally:
+            runner.around = None
+            trainer.zero_grad()  # the gradients are the states'
+        results: list[ForwardBackwardOutput | Exception] = []
+        of_all = iter(logprobs)
+        for i, (state, own) in enumerate(zip(states, samples, strict=True)):
+            of_own = [next(of_all) for _ in own]
+            try:
+                if forward_only:
+                    _check_finite(of_own)
+                    results.append(_output(of_own, {}))
+                    continue
+                num_tokens = int(sum(sample.loss_mask.sum() for sample in own))
+                results.append(_finite_output(of_own, *loss.of_model(i, metrics, num_tokens)))
+                state.add_gradients(gradients[i])
+            except (ValueError, FloatingPointError) as error:
+                results.append(error)
+        return results
+
     @_on_thread
     def fail_step(self, error: Exception) -> None:
         """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
@@ -355,24 +434,10 @@ class LocalTrainingClient:
             raise
 
     def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
-        for number, datum in enumerate(data):
-            for name in ("logprobs", "advantages"):
-                if loss.has_generator and name not in datum.loss_fn_inputs:
-                    raise ValueError(
-                        f"a policy loss needs {name} in loss_fn_inputs, got "
-                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
-                        "target"
-                    )
-        batch = self._batch([_sample(datum) for datum in data])
+        batch = self._batcher.batch(self._samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
-        _check_finite(output.logprobs)
-        if not math.isfinite(output.loss):
-            raise ValueError(
-                f"the loss is {output.loss}: logprobs of the data are too far from the policy's, or "
-                "advantages or weights too large; leave such tokens out with mask"
-            )
-        return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
+        return _finite_output(output.logprobs, output.loss, output.metrics)
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
@@ -392,29 +457,43 @@ class LocalTrainingClient:
                 f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
                 "correct the function"
             )
-        surrogate = [
-            _sample(_targets_of(datum, weights=-gradient))
-            for datum, gradient in zip(data, gradients, strict=True)
-        ]
-        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        surrogate = self._samples(
+            [
+                _targets_of(datum, weights=-gradient)
+                for datum, gradient in zip(data, gradients, strict=True)
+            ]
+        )
+        self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())
         metrics = {"loss:sum": loss.item(), **metrics}
         return _output([values.detach() for values in logprobs], metrics)
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """The log-probs [n] of each datum's targets, including masked ones."""
-        logprobs = self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+        samples = self._samples([_targets_of(datum) for datum in data])
+        logprobs = self._trainer.forward(self._batcher.batch(samples))
         _check_finite(logprobs)
         return logprobs
 
-    def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
-        batch = self._batcher.batch(samples)
-        if batch.oversize:
-            number = batch.oversize[0]
-            raise ValueError(
-                f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
-                f"{len(samples[number])} in number {number}; raise training.seq_len, or shorten it"
-            )
-        return batch
+    def _samples(self, data: Sequence[Datum], loss: PolicyLoss | None = None) -> list[TrainingSample]:
+        """Raises ValueError for data that the model, or the loss, cannot use."""
+        samples = []
+        for number, datum in enumerate(data):
+            for name in ("logprobs", "advantages") if loss is not None and loss.has_generator else ():
+                if name not in datum.loss_fn_inputs:
+                    raise ValueError(
+                        f"a policy loss needs {name} in loss_fn_inputs, got "
+                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
+                        "target"
+                    )
+            samples.append(sample := _sample(datum))
+            if len(sample) > self._batcher.seq_len:
+                raise ValueError(
+                    f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
+                    f"{len(sample)} in number {number}; raise training.seq_len, or shorten it"
+                )
+            check_ids("the tokens of samples", sample.token_ids, self.vocab_size)
+            check_ids("labels", sample.labels, self.vocab_size)
+        return samples
 
     def _load(self, path: str | None, model_only: bool) -> bool:
         self._failure = None
@@ -623,6 +702,18 @@ def _check_finite(logprobs: list[Tensor]) -> None:
                 f"the policy gives log-probs that are not finite in Datum {number}; look at the "
                 "last optimizer steps, or load a saved state"
             )
+
+
+def _finite_output(
+    logprobs: list[Tensor], loss: float, metrics: dict[str, float]
+) -> ForwardBackwardOutput:
+    _check_finite(logprobs)
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss}: logprobs of the data are too far from the policy's, or "
+            "advantages or weights too large; leave such tokens out with mask"
+        )
+    return _output(logprobs, {"loss:sum": loss, **metrics})
 
 
 def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
