@@ -125,7 +125,9 @@ def reasons_for_turns(
         if parameter.requires_grad
     )
     whole = next((name for name in trained if name not in adapted), None)
-    experts = any(isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules())
+    experts = any(
+        isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
+    )
     schedule = job_config.parallelism.pipeline_parallel_schedule
     has_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.uses_fsdp
     reasons = {

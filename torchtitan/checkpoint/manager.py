@@ -250,9 +250,9 @@ class CheckpointManager:
             else self._adapters.merged(dtype)
         )
 
-    def save_peft(self, path: str, base_model: str | None = None) -> None:
+    def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
         """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters("save_peft").save(path, self.require_adapter(), base_model)
+        self.adapters("save_peft").save(path, self.require_adapter(), base_model, rank)
 
     def load_peft(self, path: str) -> None:
         """See `AdapterFiles.load`. Raises ValueError for a model without adapters or HF's names."""

@@ -240,7 +240,8 @@ class Batcher:
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
         slots: list[list[list[Slot]]] = [[[] for _ in range(self.dp_size)] for _ in groups]
         models_of_rows = [
-            [[max(models, default=0)] * n_rows for _ in range(self.dp_size)] for _, n_rows, _ in groups
+            [[max(models, default=0)] * n_rows for _ in range(self.dp_size)]
+            for _, n_rows, _ in groups
         ]
         first_slot, number_in_row = [0] * len(lengths), [0] * len(lengths)
         first_of_group = 0

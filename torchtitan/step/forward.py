@@ -643,7 +643,9 @@ class Runner:
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 run = self.schedule.step if backward else self.schedule.eval
-                run(**inputs, context_mbs=[functools.partial(self._around, x) for x in microbatches])
+                run(
+                    **inputs, context_mbs=[functools.partial(self._around, x) for x in microbatches]
+                )
             self.watch.counts_collectives = True
         if not self.has_last_stage:
             return None

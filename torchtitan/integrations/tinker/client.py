@@ -29,8 +29,8 @@ from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.ranks import num_ranks
-from torchtitan.integrations.tinker.states import TrainingState
+from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
+from torchtitan.integrations.tinker.states import Limits, TrainingState
 from torchtitan.integrations.tinker.together import Call, LossesOfModels
 from torchtitan.integrations.tinker.types import (
     AdamParams,
@@ -52,8 +52,8 @@ from torchtitan.rl.snapshots import (
     Snapshots,
     WeightsKey,
     changing_weights,
-    exchange,
     host_copy,
+    swap,
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
@@ -148,13 +148,18 @@ class LocalTrainingClient:
         self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = _Thread(engine.device)
-        self._together: AdaptersTogether | None = None
+        self._trained = list(
+            changing_weights(engine)
+        )  # kept, because collecting them takes as long
+        # Weights, gradients, and AdamW's two moments.
+        own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
+        self.limits = Limits.of(job_config.rl.serve, max(all_ranks(own_bytes)), engine.device)
+        self.shares_passes = False
         if self.checkpointer.has_adapters:
             reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
-            if reasons:
-                logger.info("models take turns, and share no pass over the base: %s", reasons[0])
-            else:
-                self._together = AdaptersTogether(engine.model_parts, engine.loss_group)
+            self.shares_passes = not reasons
+            for reason in reasons[:1]:
+                logger.info("models take turns, and share no pass over the base: %s", reason)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
@@ -221,12 +226,33 @@ class LocalTrainingClient:
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
     @_on_thread
-    def save_state(self, name: str) -> SaveWeightsResponse:
+    def save_state(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
         Adapters are also saved there in PEFT's format, in the folder `peft`.
+        rank: what `start_adapters` got; None is `lora.rank`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
+        path = self._state_path(name)
+        self._trainer.save_checkpoint(path)
+        checkpointer = self.checkpointer
+        if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
+            checkpointer.save_peft(os.path.join(path, "peft"), rank=rank)
+        return SaveWeightsResponse(path)
+
+    @_on_thread
+    def save_external(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
+        """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
+        files of a model without adapters.
+        """
+        path = self._state_path(name)
+        if self.checkpointer.has_adapters:
+            self.checkpointer.save_peft(path, rank=rank)
+        else:
+            self._trainer.engine.save_hf(path)
+        return SaveWeightsResponse(path)
+
+    def _state_path(self, name: str) -> str:
         path = os.path.join(self.states_folder, name)
         folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
         if target == folder or os.path.commonpath([folder, target]) != folder:
@@ -234,11 +260,7 @@ class LocalTrainingClient:
                 f"save_state takes the name of a folder in {self.states_folder}, got {name!r}, which "
                 "is outside of it; give a name without '..' or a leading path"
             )
-        self._trainer.save_checkpoint(path)
-        checkpointer = self.checkpointer
-        if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
-            checkpointer.save_peft(os.path.join(path, "peft"))
-        return SaveWeightsResponse(path)
+        return path
 
     @_on_thread
     def load_state(self, path: str) -> None:
@@ -290,96 +312,15 @@ class LocalTrainingClient:
         """
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
-            exchange(engine, state.weights)
+            swap(self._trained, state.weights)
         engine.weights_version += 1
         for number, optimizer in enumerate(engine.optimizers):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
-        for name, weight in changing_weights(engine):
+        for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
         before = trainer._denominator, trainer._num_accumulated
         (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
         self._failure, state.failure = state.failure, self._failure
-
-    @property
-    def shares_passes(self) -> bool:
-        """True if `forward_backward_together` can be called."""
-        return self._together is not None
-
-    @_on_thread
-    def forward_backward_together(
-        self, calls: Sequence[Call], *, forward_only: bool = False
-    ) -> list[ForwardBackwardOutput | Exception]:
-        """Return what `forward_backward`, or `forward`, of each model gives, from one pass over the base.
-
-        Each result is as if its call was the only one: an exception is of the call at its place.
-        calls: of models that wait, whose gradients this adds to. A model may have several calls.
-        """
-        results: list[Any] = [None] * len(calls)
-        losses: list[PolicyLoss] = []
-        samples: list[list[TrainingSample]] = []
-        good = []  # indices of the calls whose data can be used
-        for number, call in enumerate(calls):
-            try:
-                loss, data = _loss(call.loss_fn, call.config), call.data
-                if forward_only:
-                    own = self._samples([_targets_of(datum) for datum in data])
-                else:
-                    own = self._samples(data, loss)
-            except ValueError as error:
-                results[number] = error
-                continue
-            samples.append([replace(sample, model=len(good)) for sample in own])
-            losses.append(loss)
-            good.append(number)
-        if good:
-            found = self._pass([calls[n].state for n in good], samples, losses, forward_only)
-            for number, result in zip(good, found, strict=True):
-                results[number] = result
-        for call, result in zip(calls, results, strict=True):
-            if isinstance(result, Exception) and not forward_only:
-                call.state.failure = call.state.failure or result
-        return results
-
-    def _pass(
-        self,
-        states: Sequence[TrainingState],
-        samples: Sequence[list[TrainingSample]],
-        losses: Sequence[PolicyLoss],
-        forward_only: bool,
-    ) -> list[ForwardBackwardOutput | Exception]:
-        """Run one pass over the base for the samples of each state."""
-        together, trainer, runner = self._together, self._trainer, self._trainer.engine.runner
-        assert together is not None
-        batch = self._batcher.batch([sample for own in samples for sample in own])
-        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; each model divides its own
-        loss = LossesOfModels(losses)
-        runner.around = lambda mb: together.rows(mb.batch.get("models") or [0] * len(mb.inputs))
-        metrics: dict[str, float] = {}
-        try:
-            with together.adapters([s.weights for s in states], not forward_only) as gradients:
-                if forward_only:
-                    logprobs = trainer.forward(batch)
-                else:
-                    output = trainer.forward_backward(batch, loss, return_logprobs=True)
-                    logprobs, metrics = output.logprobs, output.metrics
-        finally:
-            runner.around = None
-            trainer.zero_grad()  # the gradients are the states'
-        results: list[ForwardBackwardOutput | Exception] = []
-        of_all = iter(logprobs)
-        for i, (state, own) in enumerate(zip(states, samples, strict=True)):
-            of_own = [next(of_all) for _ in own]
-            try:
-                if forward_only:
-                    _check_finite(of_own)
-                    results.append(_output(of_own, {}))
-                    continue
-                num_tokens = int(sum(sample.loss_mask.sum() for sample in own))
-                results.append(_finite_output(of_own, *loss.of_model(i, metrics, num_tokens)))
-                state.add_gradients(gradients[i])
-            except (ValueError, FloatingPointError) as error:
-                results.append(error)
-        return results
 
     @_on_thread
     def fail_step(self, error: Exception) -> None:
@@ -434,7 +375,7 @@ class LocalTrainingClient:
             raise
 
     def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
-        batch = self._batcher.batch(self._samples(data, loss))
+        batch = self._batcher.batch(self.samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
         return _finite_output(output.logprobs, output.loss, output.metrics)
@@ -457,7 +398,7 @@ class LocalTrainingClient:
                 f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
                 "correct the function"
             )
-        surrogate = self._samples(
+        surrogate = self.samples(
             [
                 _targets_of(datum, weights=-gradient)
                 for datum, gradient in zip(data, gradients, strict=True)
@@ -469,16 +410,20 @@ class LocalTrainingClient:
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """The log-probs [n] of each datum's targets, including masked ones."""
-        samples = self._samples([_targets_of(datum) for datum in data])
+        samples = self.samples([_targets_of(datum) for datum in data])
         logprobs = self._trainer.forward(self._batcher.batch(samples))
         _check_finite(logprobs)
         return logprobs
 
-    def _samples(self, data: Sequence[Datum], loss: PolicyLoss | None = None) -> list[TrainingSample]:
+    def samples(
+        self, data: Sequence[Datum], loss: PolicyLoss | None = None
+    ) -> list[TrainingSample]:
         """Raises ValueError for data that the model, or the loss, cannot use."""
         samples = []
         for number, datum in enumerate(data):
-            for name in ("logprobs", "advantages") if loss is not None and loss.has_generator else ():
+            for name in (
+                ("logprobs", "advantages") if loss is not None and loss.has_generator else ()
+            ):
                 if name not in datum.loss_fn_inputs:
                     raise ValueError(
                         f"a policy loss needs {name} in loss_fn_inputs, got "
@@ -506,6 +451,95 @@ class LocalTrainingClient:
         self._pushed = None
         with self._snapshots.changing():
             yield
+
+
+_Prepared = tuple[PolicyLoss, list[TrainingSample]]
+
+
+class SharedPasses:
+    """Calls of several models with adapters in one pass over their base, on the client's thread.
+
+    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
+    """
+
+    def __init__(self, client: LocalTrainingClient):
+        engine = client._trainer.engine
+        self._client, self._thread = client, client._thread
+        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
+
+    @_on_thread
+    def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
+        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
+
+        calls: all are forward-only, or none is. A model may have several.
+        """
+        results: list[Any] = [self._prepared(call) for call in calls]
+        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
+        if good:
+            run = self._forward if calls[0].request.forward_only else self._forward_backward
+            found = run([calls[n].state for n in good], [results[n] for n in good])
+            for number, result in zip(good, found, strict=True):
+                results[number] = result
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, Exception) and not call.request.forward_only:
+                call.state.failure = call.state.failure or result
+        return results
+
+    def _prepared(self, call: Call) -> _Prepared | Exception:
+        """Return the loss and the samples of a call, or why its data cannot be used."""
+        request = call.request
+        try:
+            if request.problem is not None:
+                raise ValueError(request.problem)
+            loss, data = _loss(request.loss_fn, request.loss_fn_config), request.data
+            if not request.forward_only:
+                return loss, self._client.samples(data, loss)
+            return loss, self._client.samples([_targets_of(datum) for datum in data])
+        except ValueError as error:
+            return error
+
+    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
+        with self._adapters_of(states, prepared, trains=False) as (batch, _):
+            logprobs = iter(self._client._trainer.forward(batch))
+        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
+        return [_error_or(lambda x=x: _output(_check_finite(x), {})) for x in own]
+
+    def _forward_backward(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
+    ) -> list[Any]:
+        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
+        try:
+            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
+                output = trainer.forward_backward(batch, loss, return_logprobs=True)
+        finally:
+            trainer.zero_grad()  # forget the call: its gradients are the states'
+        logprobs = iter(output.logprobs)
+        results = []
+        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
+            own = [next(logprobs) for _ in samples]
+            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
+            results.append(_error_or(lambda o=own, n=numbers: _finite_output(o, *n)))
+            if not isinstance(results[-1], Exception):
+                state.add_gradients(gradients[i])
+        return results
+
+    @contextlib.contextmanager
+    def _adapters_of(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
+    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
+        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
+        that gets the models' gradients at the end."""
+        adapters, runner = self._adapters, self._client._trainer.engine.runner
+        batch = self._client._batcher.batch(
+            [replace(x, model=i) for i, (_, samples) in enumerate(prepared) for x in samples]
+        )
+        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
+        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        try:
+            with adapters.adapters([state.weights for state in states], trains) as gradients:
+                yield batch, gradients
+        finally:
+            runner.around = None
 
 
 class LocalSamplingClient:
@@ -695,13 +729,21 @@ def _sample(datum: Datum) -> TrainingSample:
     )
 
 
-def _check_finite(logprobs: list[Tensor]) -> None:
+def _check_finite(logprobs: list[Tensor]) -> list[Tensor]:
     for number, values in enumerate(logprobs):
         if not values.isfinite().all():
             raise FloatingPointError(
                 f"the policy gives log-probs that are not finite in Datum {number}; look at the "
                 "last optimizer steps, or load a saved state"
             )
+    return logprobs
+
+
+def _error_or(call: Callable[[], _T]) -> _T | Exception:
+    try:
+        return call()
+    except (ValueError, FloatingPointError) as error:
+        return error
 
 
 def _finite_output(

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchtitan.integrations.tinker.states import TrainingState
-from torchtitan.integrations.tinker.types import Datum
+from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.losses import LossOutput, PolicyLoss, finalize_metrics
 
 
 class Call(NamedTuple):
-    """A call of `forward_backward`, for a model whose state is not in the policy."""
+    """A request of a model whose state is not in the policy."""
 
     state: TrainingState
-    data: Sequence[Datum]
-    loss_fn: str
-    config: dict[str, float]
+    request: ForwardBackwardRequest
 
 
 _SUM = "sum"  # the metric that is a model's whole loss; no loss has a metric of this name
