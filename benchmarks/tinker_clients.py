@@ -11,6 +11,7 @@ relative difference of the losses in both kinds of rounds, and the memory that a
 """
 
 import argparse
+import http.client
 import multiprocessing
 import random
 import resource
@@ -81,10 +82,25 @@ def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection)
 
 
 def client_of(url: str, rank: int, seed: int):
-    """Return a client with a model of its own."""
+    """Return a client with a model and a connection of its own, as the published client has."""
     from tests.unit.rl.test_serve_lora import Client
 
-    client = Client(url)
+    class Connected(Client):
+        connection = None
+
+        def send(self, method, path, body=b"", headers=None):
+            for is_new in (False, True):  # the server closes idle connections
+                if is_new or self.connection is None:
+                    self.connection = http.client.HTTPConnection(self.address)
+                try:
+                    self.connection.request(method, path, body, headers or {})
+                    response = self.connection.getresponse()
+                    return response.status, response.read()
+                except ConnectionError:
+                    if is_new:
+                        raise
+
+    client = Connected(url)
     client.session = client.ask("create_session", tags=[], sdk_version="0")["session_id"]
     client.start_model(rank=rank, seed=seed)
     return client
@@ -95,7 +111,7 @@ def steps(client, data: list, n: int) -> list[float]:
     losses = []
     for _ in range(n):
         losses.append(client.forward_backward(data)["metrics"]["loss:sum"])
-        client.optim_step()
+        client.optim_step(lr=1e-3)
     return losses
 
 

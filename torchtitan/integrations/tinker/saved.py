@@ -133,9 +133,8 @@ class SavedFiles:
     def _list(self, _: Any, model: str) -> Answer:
         found = []
         for kind, kind_of_client in _KINDS.items():
-            folder = os.path.join(
-                self._folder, folder_of(f"tinker://{model}/{kind}/any"), os.pardir
-            )
+            any_state = folder_of(f"tinker://{model}/{kind}/any")
+            folder = os.path.dirname(os.path.join(self._folder, any_state))
             for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
                 parts = [
                     os.path.join(inside, file)
