@@ -92,6 +92,16 @@ def test_wrong_request_and_dropped_model_leave_the_other_models_as_they_are(poli
     assert updated["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
 
 
+def test_pass_of_others_keeps_the_gradients_of_a_model_that_is_in_none(policy):
+    policy.start_model(adapters_of(0), "alone")
+    for name in ("alone", "0"):
+        policy.forward_backward([(name, request(0, 0))])
+        if name == "0":
+            policy.forward_backward([(str(model), request(model, 0)) for model in (1, 2)])
+    found, expected = policy.optim_step([(name, params_of(0)) for name in ("0", "alone")])
+    assert found == expected
+
+
 def test_model_with_weights_that_are_not_finite_has_its_error_alone(policy):
     items = [(str(model), request(model, 0)) for model in range(3)]
     expected = metrics_of(policy.forward_backward(items))

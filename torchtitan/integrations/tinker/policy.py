@@ -108,8 +108,7 @@ class Policy:
         """Carry out requests of models; all are forward-only, or none is."""
         if len(items) == 1 or self._passes is None:
             return [self._alone(*item) for item in items]
-        if self._model in [model for model, _ in items]:
-            self._use("")
+        self._use("")  # a pass drops the gradients that are in the policy
         results = [
             attempt(lambda m=model: self._check_waits(m), self._config) for model, _ in items
         ]
