@@ -368,9 +368,8 @@ class Service:
         )
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
-        command = self._joint_command(
-            "optim_step", self._model(values), adam_params(values), joins="optim_step"
-        )
+        params = adam_params(values)
+        command = self._joint_command("optim_step", self._model(values), params, joins="optim_step")
         return self._results.submit(
             self._seq_id(values), command, lambda found: Answer({"metrics": found[0]})
         )
