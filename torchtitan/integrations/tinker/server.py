@@ -48,7 +48,9 @@ class Server:
             service = Service(self._config, self._client, self._commands.put)
             key = api_key(config)
             access = Access(
-                ("localhost", socket.gethostname().lower(), *config.names), key, service.is_signed
+                ("localhost", socket.gethostname().lower(), *config.names),
+                key,
+                service.files.is_signed,
             )
             limit = config.max_request_mib * 2**20
             http = HttpServer(config.host, config.port, limit, access, service.answer)

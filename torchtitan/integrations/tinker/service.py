@@ -73,6 +73,21 @@ class _Sessions:
             del self._seen_at[session_id]
 
 
+def _client_config(limit: int) -> Answer:
+    """Return settings for clients. limit: bytes of a request."""
+    return Answer(
+        {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
+            "sample_use_retrieve_futures": True,
+            "sample_join_sampling_session": True,
+            # Samples wait for the policy while it trains.
+            "sample_enable_stuck_detection": False,
+        }
+    )
+
+
 class Service:
     """Answers requests, from any thread. put: queues a command for the policy."""
 
@@ -91,23 +106,24 @@ class Service:
         self._sessions = _Sessions()
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self._model_id = ""  # of the training run that owns the policy
-        self._files = SavedFiles(client.states_folder)
+        self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
             self._results,
             put,
             self._sessions.note,
-            self._files.loadable,
+            self.files.loadable,
             client.tokenizer,
             client.vocab_size,
             self._max_len,
         )
+        limit = job_config.rl.serve.max_request_mib * 2**20
         post, get = "POST", "GET"
         self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
             (method, re.compile("/api/v1/" + path), handler)
             for method, path, handler in (
                 (get, "healthz", lambda *_: Answer({"status": "ok"})),
                 (get, "get_server_capabilities", self._capabilities),
-                (post, "client/config", self._client_config),
+                (post, "client/config", lambda _: _client_config(limit)),
                 (post, "client/dynamic_config", lambda *_: Answer({})),
                 (post, "telemetry", lambda *_: Answer({"status": "accepted"})),
                 (post, "create_session", self._create_session),
@@ -128,7 +144,7 @@ class Service:
                 (post, "asample", self._sampling.sample),
                 (post, "retrieve_future", self._results.retrieve),
                 (post, "retrieve_futures", self._sampling.retrieve_many),
-                *self._files.routes,
+                *self.files.routes,
             )
         ]
 
@@ -142,11 +158,6 @@ class Service:
                 return handler(read_json(body), *match.groups())
         raise Refused(f"{method} {path} is not supported by this server", 404)
 
-    @property
-    def is_signed(self) -> Callable[[str], bool]:
-        """See `SavedFiles.is_signed`."""
-        return self._files.is_signed
-
     def close(self) -> None:
         """Answer all waiting requests with an error."""
         self._results.close(Refused("the server was shut down before this was done", 503))
@@ -156,20 +167,6 @@ class Service:
     def _capabilities(self, _: Any) -> Answer:
         model = {"model_name": self._name, "max_context_length": self._max_len}
         return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
-
-    def _client_config(self, _: Any) -> Answer:
-        limit = self._config.rl.serve.max_request_mib * 2**20
-        return Answer(
-            {
-                "pjwt_auth_enabled": False,
-                "parallel_fwdbwd_chunks": False,  # one policy, one call at a time
-                "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
-                "sample_use_retrieve_futures": True,
-                "sample_join_sampling_session": True,
-                # Samples wait for the policy while it trains.
-                "sample_enable_stuck_detection": False,
-            }
-        )
 
     def _create_session(self, values: dict[str, Any]) -> Answer:
         model, trained = self._config.model, "all weights"
@@ -321,7 +318,7 @@ class Service:
         return Answer(info | self._lora_info(rank) | {"model_name": base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
-        self._files.folder(take(values, "tinker_path", str))
+        self.files.folder(take(values, "tinker_path", str))
         return Answer({"base_model": self._base_model} | self._lora_info())
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
@@ -329,7 +326,7 @@ class Service:
         with self._lock:
             known, metadata = model_id in self._runs, self._runs.get(model_id)
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
-        if not known and not self._files.exists(saved):
+        if not known and not self.files.exists(saved):
             raise Refused(f"model {model_id} is unknown and has no saved states", 404)
         return Answer(
             {
@@ -382,7 +379,7 @@ class Service:
         path = f"tinker://{model_id}/{kind}/{take(values, 'path', str)}"
         folder, seq_id = folder_of(path), self._seq_id(values)
         is_new = self._results.known(seq_id) is None
-        if is_new and self._files.exists(folder) and not take(values, "overwrite", bool, False):
+        if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
         command = self._command(
             "save_external" if kind == EXTERNAL else "save", model_id, path=folder
@@ -402,7 +399,7 @@ class Service:
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        arguments = {"path": self._files.loadable(path), "with_optimizer": optimizer}
+        arguments = {"path": self.files.loadable(path), "with_optimizer": optimizer}
         result = {"type": "load_weights", "path": path}
         if values.get("session_id") is not None:
             arguments |= {"is_new": True} if self._lora is not None else {}
