@@ -11,6 +11,7 @@ relative difference of the losses in both kinds of rounds, and the memory that a
 """
 
 import argparse
+import dataclasses
 import http.client
 import multiprocessing
 import random
@@ -32,25 +33,22 @@ SIZES = {
 VOCAB = 256
 
 
-def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection) -> None:
-    """Serve until a message is None; answer the others with (CPU-seconds, bytes) of this process."""
-    import dataclasses
-
+def config_of(size: str, options: argparse.Namespace, folder: str):
+    """Return the config of a server with one small model."""
     import torch
 
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
     from torchtitan.rl.job_config import JobConfig
-    from torchtitan.rl.serve import Server
 
     torch.set_num_threads(1)
     spec = get_train_spec("llama3")
     args = dataclasses.replace(spec.model_args["debugmodel"], vocab_size=VOCAB, **SIZES[size])
     spec = dataclasses.replace(spec, model_args={"small": args}, build_tokenizer_fn=None)
-    register_train_spec("small", spec)
-    config = ConfigManager(JobConfig).parse_args(
+    register_train_spec(f"small {size}", spec)
+    return ConfigManager(JobConfig).parse_args(
         [
-            "--model.name=small",
+            f"--model.name=small {size}",
             "--model.flavor=small",
             f"--job.dump_folder={folder}",
             f"--training.seq_len={options.tokens}",
@@ -65,7 +63,13 @@ def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection)
             f"--rl.serve.max_models={2 * options.clients + 2}",
         ]
     )
-    server = Server(config)
+
+
+def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection) -> None:
+    """Serve until a message is None; answer the others with (CPU-seconds, bytes) of this process."""
+    from torchtitan.rl.serve import Server
+
+    server = Server(config_of(size, options, folder))
 
     def answer() -> None:
         while pipe.recv():
@@ -169,15 +173,61 @@ def measure(size: str, options: argparse.Namespace) -> None:
         memory.append(used()[1])
         pipe.send(None)
         process.join()
-    both = {kind: statistics.median(of_kind[1:]) for kind, of_kind in seconds.items()}
+    per_client = (memory[1] - memory[0]) / (2 * options.clients)
+    report(f"{size} over HTTP", seconds, losses)
+    print(f"    {per_client / 2**20:.2f} MiB of the server's memory a client, at most")
+
+
+def measure_policy(size: str, options: argparse.Namespace) -> None:
+    """As `measure`, of the policy's commands alone: no HTTP, and nothing to read or to write."""
+    from torchtitan.integrations.tinker.client import LocalTrainingClient
+    from torchtitan.integrations.tinker.policy import Policy
+    from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
+    from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
+
+    losses: dict[str, list] = {"at once": [], "alone": []}
+    seconds: dict[str, list[float]] = {"at once": [], "alone": []}
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(size, options, folder)
+        with LocalTrainingClient(config) as client:
+            policy = Policy(client, config)
+            requests = []
+            for n in range(options.clients):
+                data = [Datum(ModelInput(tuple(x)), inputs) for x, inputs in data_of(n, options)]
+                requests.append(ForwardBackwardRequest("", 0, data, "cross_entropy", {}, False))
+                for kind in losses:
+                    adapters = {
+                        "seed": n,
+                        "rank": 1 + n % options.rank,
+                        "layers": ["self_attn", "mlp"],
+                    }
+                    policy.start_model(adapters, f"{kind} {n}")
+            for _ in range((options.rounds + 1) * options.steps):
+                for kind in losses:
+                    items = [(f"{kind} {n}", request) for n, request in enumerate(requests)]
+                    updates = [(name, AdamParams(learning_rate=1e-3)) for name, _ in items]
+                    before, found = time.process_time(), []
+                    for i in range(1 if kind == "at once" else len(items)):
+                        own = slice(None) if kind == "at once" else slice(i, i + 1)
+                        found += policy.forward_backward(items[own])
+                        policy.optim_step(updates[own])
+                    seconds[kind].append((time.process_time() - before) / len(items))
+                    losses[kind].append([output.metrics["loss:sum"] for output in found])
+            policy.close()
+    report(f"{size}, the policy", seconds, losses)
+
+
+def report(name: str, seconds: dict[str, list[float]], losses: dict[str, list]) -> None:
+    """Print the medians of all rounds but the first, and what the losses differ by."""
+    at_once, alone = (statistics.median(seconds[kind][1:]) for kind in ("at once", "alone"))
     ratios = [a / b for a, b in zip(seconds["alone"][1:], seconds["at once"][1:], strict=True)]
     pairs = zip(_flat(losses["at once"]), _flat(losses["alone"]), strict=True)
     difference = max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)
     print(
-        f"{size}: {1000 * both['at once']:.1f} ms of CPU a step at once, "
-        f"{1000 * both['alone']:.1f} one after the other: {both['alone'] / both['at once']:.2f} times "
-        f"(rounds {min(ratios):.2f} to {max(ratios):.2f}); losses differ by {difference:.1e}; "
-        f"{(memory[1] - memory[0]) / (2 * options.clients) / 2**20:.2f} MiB a client at most"
+        f"{name}: {1000 * at_once:.1f} ms of CPU a step at once, {1000 * alone:.1f} one after the "
+        f"other: {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}); "
+        f"losses differ by {difference:.1e}",
+        flush=True,
     )
 
 
@@ -191,12 +241,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rank", type=int, default=8, help="of the largest adapters")
-    parser.add_argument("--datums", type=int, default=2, help="sequences of a client's step")
+    parser.add_argument("--datums", type=int, default=1, help="sequences of a client's step")
     parser.add_argument("--tokens", type=int, default=24, help="of a sequence")
     parser.add_argument("--steps", type=int, default=5, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=4, help="of each kind, after one to warm up")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
-    for size in SIZES:
+    for size in options.sizes:
+        measure_policy(size, options)
         measure(size, options)
 
 
