@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rank", type=int, default=8, help="of the largest adapters")
     parser.add_argument("--datums", type=int, default=1, help="sequences of a client's step")
-    parser.add_argument("--tokens", type=int, default=24, help="of a sequence")
+    parser.add_argument("--tokens", type=int, default=16, help="of a sequence")
     parser.add_argument("--steps", type=int, default=5, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=4, help="of each kind, after one to warm up")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))

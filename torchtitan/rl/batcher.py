@@ -81,9 +81,13 @@ class Batcher:
             count_empty=loss.count_empty,
         )
 
-    def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
+    def batch(
+        self, samples: Sequence[TrainingSample], models: Sequence[int] | None = None
+    ) -> TrainingBatch:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
+        models: of each sample, the number of the model that learns from it. Rows have samples of one
+            model, and the rows of a model are next to each other.
         A token is left out of the loss and its denominator if its log-prob by the generator, the
         reference or the old policy is not finite. Samples with weights keep them. Without samples
         every rank gets one microbatch of padding.
@@ -154,7 +158,7 @@ class Batcher:
             microbatches=self._deal(
                 [lengths[place] for place in in_rows],
                 [kept[place] for place in in_rows],
-                [samples[kept[place]].model for place in in_rows],
+                [models[kept[place]] if models else 0 for place in in_rows],
                 values,
             ),
             num_global_valid_tokens=int(mask.sum()),

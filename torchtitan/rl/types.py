@@ -185,7 +185,6 @@ class TrainingSample:
         aggregation mode.
     group_id: equal for samples of one prompt.
     policy_version: version of the oldest weights that drew a token.
-    model: number of the adapters that it trains, if several models share a batch.
     """
 
     token_ids: Tensor
@@ -200,7 +199,6 @@ class TrainingSample:
     weights: Tensor | None = None
     group_id: int = 0
     policy_version: int = 0
-    model: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -320,8 +318,8 @@ class TrainingMicrobatch:
         returns: 0 for tokens not in the loss.
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
     slots: where the samples are; empty if the microbatch is all padding.
-    models: of each row, the model of its samples, in ascending order; rows of padding are the last
-        model's.
+    models: of each row, the number of the model that has the row's samples, in ascending order; rows
+        of padding are the last model's. Empty if one model has all samples.
     """
 
     token_ids: Tensor

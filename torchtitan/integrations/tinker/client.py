@@ -530,9 +530,9 @@ class SharedPasses:
         """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
         that gets the models' gradients at the end."""
         adapters, runner = self._adapters, self._client._trainer.engine.runner
-        batch = self._client._batcher.batch(
-            [replace(x, model=i) for i, (_, samples) in enumerate(prepared) for x in samples]
-        )
+        samples = [sample for _, own in prepared for sample in own]
+        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
+        batch = self._client._batcher.batch(samples, models)
         batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
         runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
         try:
