@@ -216,10 +216,11 @@ class AdaptersTogether:
         values = like.new_empty(n_values)
         stacks = self._views(values, len(weights))
         for matrix, stack in zip(self._matrices, stacks, strict=True):
-            own = torch.stack([of_model[matrix.name] for of_model in weights])
+            own = [of_model[matrix.name] for of_model in weights]
             if matrix.shards:
-                stack.zero_()
-            stack[(slice(None), *matrix.own)] = own
+                stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
+            else:
+                torch.stack(own, out=stack)
         for group in self._matrices[0].shards:
             dist.all_reduce(values, group=group)  # a value of one rank, and zeros of the others
         sums = torch.zeros_like(values) if trains else values
@@ -260,10 +261,12 @@ class AdaptersTogether:
             dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-        stacks = self._views(sums, n_models)
+        of_models = [
+            (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
+            for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)
+        ]
         for model in range(n_models):
-            own = [stack[(model, *m.own)] for m, stack in zip(self._matrices, stacks, strict=True)]
             yield {
-                m.name: with_local(m.parameter, grad) if is_dtensor(m.parameter) else grad
-                for m, grad in zip(self._matrices, own, strict=True)
+                m.name: with_local(m.parameter, of[model]) if is_dtensor(m.parameter) else of[model]
+                for m, of in zip(self._matrices, of_models, strict=True)
             }

@@ -167,7 +167,10 @@ def _archive(paths: list[str]) -> Answer:
     def write(out: BinaryIO) -> None:
         with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
             for path in paths:
-                archive.add(path, os.path.basename(path))
+                entry = tarfile.TarInfo(os.path.basename(path))  # without the owner's name
+                entry.size, entry.mtime = os.path.getsize(path), os.path.getmtime(path)
+                with open(path, "rb") as source:
+                    archive.addfile(entry, source)
 
     blocks = sum(1 + -(-os.path.getsize(path) // tarfile.BLOCKSIZE) for path in paths)
     size = (blocks + 2) * tarfile.BLOCKSIZE  # two empty blocks are the end
