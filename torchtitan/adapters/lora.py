@@ -70,6 +70,7 @@ def add_adapter(
         module.register_parameter(_parameter_name(weight_name, which), nn.Parameter(empty))
     if not hasattr(module, "lora"):
         module.lora, module.lora_is_on = Adapters({}, dropout), True
+        module.lora_stacked = None  # adapters of several models in its place; see `together`
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place
@@ -89,6 +90,8 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
         return output
     scales, dropout = module.lora
     x = inputs[0] if not dropout else F.dropout(inputs[0], dropout, module.training)
+    if module.lora_stacked is not None:
+        return module.lora_stacked.add(output, x, scales["weight"])
     low_rank, b = linear(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
     if is_slow_product(x):
         return output + linear(scales["weight"] * low_rank, b)

@@ -50,12 +50,16 @@ _NAMES_SHOWN = 3
 
 
 class PeftOptions(NamedTuple):
-    """The parts of a config beside names and ranks. base_model: name or folder of the base."""
+    """The parts of a config beside names and ranks.
+
+    base_model: name or folder of the base. rank: beyond which all adapters are zero; None: unknown.
+    """
 
     base_model: str | None
     dropout: float
     use_rslora: bool
     has_value_head: bool
+    rank: int | None = None
 
 
 class _Layer(NamedTuple):
@@ -87,6 +91,7 @@ def save_peft(
     layers: dict[str, _Layer] = {}
     for one, hf_layers in names_of.items():
         a, b = (whole_tensor(entries[name]) for name in (one.a, one.b))
+        a, b = a[..., : options.rank, :], b[..., : options.rank]
         # Only the rows of B are rows of the weight, which an adapter may reorder.
         b_parts = adapter.to_hf({one.weight: b}).values()
         a_parts = a.unbind() if a.ndim == 3 else [a]

@@ -51,16 +51,24 @@ class AdapterFiles:
         self._base_record: dict[str, str] | None = None
 
     @torch.no_grad()
-    def save(self, path: str, adapter: BaseStateDictAdapter, base_model: str | None = None) -> None:
+    def save(
+        self,
+        path: str,
+        adapter: BaseStateDictAdapter,
+        base_model: str | None = None,
+        rank: int | None = None,
+    ) -> None:
         """Write the adapters to the folder `path` in PEFT's format. Collective.
 
         base_model: the name or folder of the base; None is the one that was loaded.
+        rank: beyond which all adapters are zero (`redraw_adapters`) and nothing is written; None
+            writes all.
         """
         model, options = self._model, self._require_options("save_peft")
         model.refresh()
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
-        peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head)
+        peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head, rank)
         save_peft(path, model.model, model.whole(), model.trained, adapter, peft)
 
     @torch.no_grad()

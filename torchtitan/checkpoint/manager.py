@@ -242,9 +242,9 @@ class CheckpointManager:
         with self._saver.one_error(what, path, self.folder):
             save_to_hf(states, adapter, path, dtype, self.tokenizer)
 
-    def save_peft(self, path: str, base_model: str | None = None) -> None:
+    def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
         """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters.save(path, self.require_adapter(), base_model)
+        self.adapters.save(path, self.require_adapter(), base_model, rank)
 
     def load_peft(self, path: str) -> None:
         """See `AdapterFiles.load`. Raises ValueError for a model without adapters or HF's names."""

@@ -81,9 +81,13 @@ class Batcher:
             count_empty=loss.count_empty,
         )
 
-    def batch(self, samples: Sequence[TrainingSample]) -> TrainingBatch:
+    def batch(
+        self, samples: Sequence[TrainingSample], models: Sequence[int] | None = None
+    ) -> TrainingBatch:
         """Return the microbatches of one step, or of one call of it if `deferred`.
 
+        models: of each sample, the number of the model that learns from it. Rows have samples of one
+            model, and the rows of a model are next to each other.
         A token is left out of the loss and its denominator if its log-prob by the generator, the
         reference or the old policy is not finite. Samples with weights keep them. Without samples
         every rank gets one microbatch of padding.
@@ -154,7 +158,10 @@ class Batcher:
             values = {name: of_all[tokens_in_rows] for name, of_all in values.items()}
         return TrainingBatch(
             microbatches=self._deal(
-                [lengths[place] for place in in_rows], [kept[place] for place in in_rows], values
+                [lengths[place] for place in in_rows],
+                [kept[place] for place in in_rows],
+                [models[kept[place]] if models else 0 for place in in_rows],
+                values,
             ),
             num_global_valid_tokens=int(mask.sum()),
             num_measured_tokens=int(values["loss_mask"].sum()),
@@ -167,16 +174,17 @@ class Batcher:
             num_dropped_tokens=num_dropped,
         )
 
-    def _rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each row, by their index in `lengths`."""
+    def _rows_of(self, lengths: Sequence[int], models: Sequence[int]) -> list[list[int]]:
+        """Return the samples of each row, by their index in `lengths`. A row has samples of one model."""
         if not self.packing:
             return [[place] for place in range(len(lengths))]
         # Long samples first, each into the first row with room. `sorted` is stable.
         rows: list[list[int]] = []
         room: list[int] = []
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            length = lengths[place]
-            row = next((i for i, free in enumerate(room) if free >= length), len(rows))
+            length, model = lengths[place], models[place]
+            fitting = (i for i, free in enumerate(room) if free >= length)
+            row = next((i for i in fitting if models[rows[i][0]] == model), len(rows))
             if row == len(rows):
                 rows.append([])
                 room.append(self.seq_len)
@@ -222,22 +230,31 @@ class Batcher:
         return self.rows if self.max_tokens is None else max(1, self.max_tokens // n_slots)
 
     def _deal(
-        self, lengths: Sequence[int], indices: Sequence[int], values: dict[str, Tensor]
+        self,
+        lengths: Sequence[int],
+        indices: Sequence[int],
+        models: Sequence[int],
+        values: dict[str, Tensor],
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Deal rows to microbatches and ranks in turn, so that their work differs by one row at most.
 
-        indices: of the samples, in the order of `lengths`. values: by name, of all tokens of the
-            samples, one sample after another.
+        indices, models: of the samples, in the order of `lengths`. values: by name, of all tokens of
+            the samples, one sample after another.
         """
-        rows = self._rows_of(lengths)
+        rows = self._rows_of(lengths, models)
         groups = self._groups_of([sum(lengths[place] for place in row) for row in rows])
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
         slots: list[list[list[Slot]]] = [[[] for _ in range(self.dp_size)] for _ in groups]
+        models_of_rows = [
+            [[max(models, default=0)] * n_rows for _ in range(self.dp_size)]
+            for _, n_rows, _ in groups
+        ]
         first_slot, number_in_row = [0] * len(lengths), [0] * len(lengths)
         first_of_group = 0
         for group, (of_group, n_rows, n_slots) in enumerate(groups):
-            for number, row in enumerate(of_group):
+            for number, row in enumerate(sorted(of_group, key=lambda row: models[rows[row][0]])):
                 rank, row_of_cell, start = number % self.dp_size, number // self.dp_size, 0
+                models_of_rows[group][rank][row_of_cell] = models[rows[row][0]]
                 for i, place in enumerate(rows[row]):
                     slots[group][rank].append(
                         Slot(indices[place], row_of_cell, start, lengths[place])
@@ -272,6 +289,7 @@ class Batcher:
                 TrainingMicrobatch(
                     **{name: parts[group][rank] for name, parts in of_groups.items()},
                     slots=tuple(slots[group][rank]),
+                    models=models_of_rows[group][rank] if any(models) else [],
                 )
                 for rank in range(self.dp_size)
             )

@@ -161,6 +161,11 @@ _SMALLEST_COUNTS = {
     "sampling.max_tokens": 1,
     "task.max_turns": 1,
     "serve.max_request_mib": 1,
+    "serve.max_datums_per_pass": 1,
+    "serve.max_models": 1,
+    "serve.max_device_mib": 0,
+    "serve.max_host_mib": 0,
+    "serve.max_file_mib": 0,
 }
 _NOT_NEGATIVE = (
     "loss.clip_eps",

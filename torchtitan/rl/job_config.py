@@ -211,6 +211,15 @@ class RLServe:
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
     max_request_mib: int = 64  # Size limit of a request, in MiB
+    # Datums of several clients with adapters that share one pass over the base; a client with more in
+    # one request has a pass of its own
+    max_datums_per_pass: int = 512
+    max_models: int = 64  # Clients' models with adapters that train at a time
+    # Where adapters, gradients and optimizer states of idle models are, on each rank: those used last
+    # on an accelerator, the next ones in host memory, the others in files below job.dump_folder
+    max_device_mib: int = 1024
+    max_host_mib: int = 4096
+    max_file_mib: int = 16384
 
 
 @dataclass

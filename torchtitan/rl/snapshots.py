@@ -6,7 +6,7 @@ biases that balance experts), and swapped back.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +35,19 @@ def changing_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
     return (pair for pair in own_weights(engine) if pair[1].requires_grad or not has_adapters)
 
 
-@torch.no_grad()
 def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
     """Swap the weights that training changes with those in `weights`, in place."""
-    for name, weight in changing_weights(engine):
-        own, other = local_tensor(weight), local_tensor(weights[name])
-        kept = own.clone()
-        own.copy_(other)
-        other.copy_(kept)
+    swap(changing_weights(engine), weights)
+
+
+@torch.no_grad()
+def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
+    """Swap live weights with those of the same name, in place."""
+    pairs = [(local_tensor(weight), local_tensor(weights[name])) for name, weight in live]
+    own, others = [own for own, _ in pairs], [other for _, other in pairs]
+    kept = [x.clone() for x in own]
+    torch._foreach_copy_(own, others)
+    torch._foreach_copy_(others, kept)
 
 
 def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:

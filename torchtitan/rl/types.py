@@ -345,6 +345,8 @@ class TrainingMicrobatch:
     sequence_ids: number of the sequence within the row, from 0; -1 in padding.
     routed_experts: int16 [B, T, L, k], or None; -1 in padding, and where the routers choose.
     slots: where the samples are; empty if the microbatch is all padding.
+    models: of each row, the number of the model that has the row's samples, in ascending order; rows
+        of padding are the last model's. Empty if one model has all samples.
     """
 
     token_ids: Tensor
@@ -361,11 +363,13 @@ class TrainingMicrobatch:
     returns: Tensor | None = None
     routed_experts: Tensor | None = None
     slots: tuple[Slot, ...] = ()
+    models: list[int] = field(default_factory=list)
 
-    def engine_batch(self) -> dict[str, Tensor]:
+    def engine_batch(self) -> dict[str, Any]:
         """Return the batch for `TrainingEngine`: `input`, `positions`, and the loss's entries."""
         entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
-        return {"input" if name == "token_ids" else name: value for name, value in entries}
+        batch: dict[str, Any] = {"models": self.models} if self.models else {}
+        return batch | {"input" if name == "token_ids" else name: value for name, value in entries}
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""

@@ -477,6 +477,7 @@ class Runner:
     watch: has a failure in a caller's function raise on all ranks.
     dp_group: the ranks that read different batches; None if all ranks read the same.
     filler: makes the batch that these ranks run to keep step with each other.
+    around: makes a further context of each microbatch's forward, and of its backward; None for none.
     more_follow: further calls come before the optimizer step; see `more_microbatches_follow`.
     """
 
@@ -496,6 +497,7 @@ class Runner:
     watch: Watch = dataclasses.field(default_factory=Watch)
     dp_group: dist.ProcessGroup | None = None
     filler: Callable[[], TokenBatch] | None = None
+    around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
     more_follow: bool = dataclasses.field(default=False, init=False)
 
     # ---- before the model ----
@@ -619,13 +621,13 @@ class Runner:
 
     def _forward(self, microbatch: Microbatch, on_output: OnOutput) -> Any:
         (model,) = self.model_parts
-        with self.train_context(), self.amp:
+        with self._around(microbatch), self.train_context(), self.amp:
             logits = model(microbatch.inputs, **microbatch.kwargs)
             return None if microbatch.is_filler else on_output(logits, microbatch)
 
     def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
         (model,) = self.model_parts
-        with self._uncounted(microbatch), self._deferring(microbatch), self.train_context():
+        with self._around(microbatch), self._deferring(microbatch), self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
                 loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
@@ -658,11 +660,10 @@ class Runner:
             # A failure in here leaves this False, and the engine is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
-                if backward:
-                    contexts = [functools.partial(self._uncounted, mb) for mb in microbatches]
-                    self.schedule.step(**inputs, context_mbs=contexts)
-                else:
-                    self.schedule.eval(**inputs)
+                run = self.schedule.step if backward else self.schedule.eval
+                run(
+                    **inputs, context_mbs=[functools.partial(self._around, x) for x in microbatches]
+                )
             self.watch.counts_collectives = True
         if not self.has_outputs:
             return None
@@ -695,11 +696,15 @@ class Runner:
 
     # ---- around a microbatch ----
 
-    def _uncounted(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which experts do not count tokens, if the microbatch is a filler."""
-        if microbatch.is_filler:
-            return without_counting(self.model_parts)
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _around(self, microbatch: Microbatch) -> Iterator[None]:
+        """A context in which experts do not count tokens, if the microbatch is a filler; and `around`."""
+        with contextlib.ExitStack() as stack:
+            if microbatch.is_filler:
+                stack.enter_context(without_counting(self.model_parts))
+            if self.around is not None:
+                stack.enter_context(self.around(microbatch))
+            yield
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:

@@ -363,3 +363,18 @@ def sequences_of(*lengths):
     return [
         TrainingSample.of_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
     ]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("kind", [{}, {"packing": True}, {"bucketing": True}], ids=str)
+def test_rows_have_one_model_and_those_of_a_model_are_next_to_each_other(kind, dp_size):
+    samples = random_samples(23)
+    models = [place * 4 // 23 for place in range(23)]
+    batch = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples, models)
+    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
+    for cell in cells:
+        assert cell.models == sorted(cell.models) and len(cell.models) == len(cell.labels)
+        assert all(cell.models[slot.row] == models[slot.sample] for slot in cell.slots)
+    assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(23))
+    plain = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples)
+    assert not any(cell.models for of_ranks in plain.microbatches for cell in of_ranks)

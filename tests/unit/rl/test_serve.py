@@ -460,6 +460,8 @@ def test_key_is_read_from_its_file(tmp_path):
         (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
         (["--rl.serve.port=70000"], "rl.serve.port must be 0 to 65535"),
         (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
+        (["--rl.serve.max_models=0"], "rl.serve.max_models must be at least 1"),
+        (["--rl.serve.max_host_mib=-1"], "rl.serve.max_host_mib must be at least 0"),
         (["--rl.async_steps=1"], "clients decide by themselves"),
     ],
 )

@@ -19,15 +19,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.ranks import num_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
+from torchtitan.integrations.tinker.states import Limits, TrainingState
+from torchtitan.integrations.tinker.together import Call, LossesOfModels
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     CustomLoss,
@@ -48,12 +52,13 @@ from torchtitan.rl.snapshots import (
     Snapshots,
     WeightsKey,
     changing_weights,
-    exchange,
     host_copy,
+    swap,
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 
 _P = ParamSpec("_P")
@@ -118,20 +123,6 @@ def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
     return submit
 
 
-@dataclass
-class TrainingState:
-    """The part of a policy that training changes, and the state of its step.
-
-    weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
-    """
-
-    weights: dict[str, Tensor]
-    optimizers: list[Any]
-    gradients: dict[str, Tensor | None]
-    step: tuple[float | None, int] = (None, 0)
-    failure: Exception | None = None
-
-
 class LocalTrainingClient:
     """A policy in this process.
 
@@ -157,6 +148,18 @@ class LocalTrainingClient:
         self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = _Thread(engine.device)
+        self._trained = list(
+            changing_weights(engine)
+        )  # kept, because collecting them takes as long
+        # Weights, gradients, and AdamW's two moments.
+        own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
+        self.limits = Limits.of(job_config.rl.serve, max(all_ranks(own_bytes)), engine.device)
+        self.shares_passes = False
+        if self.checkpointer.has_adapters:
+            reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
+            self.shares_passes = not reasons
+            for reason in reasons[:1]:
+                logger.info("models take turns, and share no pass over the base: %s", reason)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
@@ -223,12 +226,33 @@ class LocalTrainingClient:
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
     @_on_thread
-    def save_state(self, name: str) -> SaveWeightsResponse:
+    def save_state(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
         Adapters are also saved there in PEFT's format, in the folder `peft`.
+        rank: what `start_adapters` got; None is `lora.rank`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
+        path = self._state_path(name)
+        self._trainer.save_checkpoint(path)
+        checkpointer = self.checkpointer
+        if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
+            checkpointer.save_peft(os.path.join(path, "peft"), rank=rank)
+        return SaveWeightsResponse(path)
+
+    @_on_thread
+    def save_external(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
+        """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
+        files of a model without adapters.
+        """
+        path = self._state_path(name)
+        if self.checkpointer.has_adapters:
+            self.checkpointer.save_peft(path, rank=rank)
+        else:
+            self._trainer.engine.save_hf(path)
+        return SaveWeightsResponse(path)
+
+    def _state_path(self, name: str) -> str:
         path = os.path.join(self.states_folder, name)
         folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
         if target == folder or os.path.commonpath([folder, target]) != folder:
@@ -236,11 +260,7 @@ class LocalTrainingClient:
                 f"save_state takes the name of a folder in {self.states_folder}, got {name!r}, which "
                 "is outside of it; give a name without '..' or a leading path"
             )
-        self._trainer.save_checkpoint(path)
-        checkpointer = self.checkpointer
-        if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
-            checkpointer.save_peft(os.path.join(path, "peft"))
-        return SaveWeightsResponse(path)
+        return path
 
     @_on_thread
     def load_state(self, path: str) -> None:
@@ -292,11 +312,11 @@ class LocalTrainingClient:
         """
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
-            exchange(engine, state.weights)
+            swap(self._trained, state.weights)
         engine.weights_version += 1
         for number, optimizer in enumerate(engine.optimizers):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
-        for name, weight in changing_weights(engine):
+        for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
         before = trainer._denominator, trainer._num_accumulated
         (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
@@ -355,24 +375,10 @@ class LocalTrainingClient:
             raise
 
     def _forward_backward(self, data: list[Datum], loss: PolicyLoss) -> ForwardBackwardOutput:
-        for number, datum in enumerate(data):
-            for name in ("logprobs", "advantages"):
-                if loss.has_generator and name not in datum.loss_fn_inputs:
-                    raise ValueError(
-                        f"a policy loss needs {name} in loss_fn_inputs, got "
-                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
-                        "target"
-                    )
-        batch = self._batch([_sample(datum) for datum in data])
+        batch = self._batcher.batch(self.samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
-        _check_finite(output.logprobs)
-        if not math.isfinite(output.loss):
-            raise ValueError(
-                f"the loss is {output.loss}: logprobs of the data are too far from the policy's, or "
-                "advantages or weights too large; leave such tokens out with mask"
-            )
-        return _output(output.logprobs, {"loss:sum": output.loss, **output.metrics})
+        return _finite_output(output.logprobs, output.loss, output.metrics)
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
@@ -392,29 +398,47 @@ class LocalTrainingClient:
                 f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
                 "correct the function"
             )
-        surrogate = [
-            _sample(_targets_of(datum, weights=-gradient))
-            for datum, gradient in zip(data, gradients, strict=True)
-        ]
-        self._trainer.forward_backward(self._batch(surrogate), CrossEntropyLoss())
+        surrogate = self.samples(
+            [
+                _targets_of(datum, weights=-gradient)
+                for datum, gradient in zip(data, gradients, strict=True)
+            ]
+        )
+        self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())
         metrics = {"loss:sum": loss.item(), **metrics}
         return _output([values.detach() for values in logprobs], metrics)
 
     def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """The log-probs [n] of each datum's targets, including masked ones."""
-        logprobs = self._trainer.forward(self._batch([_sample(_targets_of(d)) for d in data]))
+        samples = self.samples([_targets_of(datum) for datum in data])
+        logprobs = self._trainer.forward(self._batcher.batch(samples))
         _check_finite(logprobs)
         return logprobs
 
-    def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
-        batch = self._batcher.batch(samples)
-        if batch.oversize:
-            number = batch.oversize[0]
-            raise ValueError(
-                f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
-                f"{len(samples[number])} in number {number}; raise training.seq_len, or shorten it"
-            )
-        return batch
+    def samples(
+        self, data: Sequence[Datum], loss: PolicyLoss | None = None
+    ) -> list[TrainingSample]:
+        """Raises ValueError for data that the model, or the loss, cannot use."""
+        samples = []
+        for number, datum in enumerate(data):
+            for name in (
+                ("logprobs", "advantages") if loss is not None and loss.has_generator else ()
+            ):
+                if name not in datum.loss_fn_inputs:
+                    raise ValueError(
+                        f"a policy loss needs {name} in loss_fn_inputs, got "
+                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
+                        "target"
+                    )
+            samples.append(sample := _sample(datum))
+            if len(sample) > self._batcher.seq_len:
+                raise ValueError(
+                    f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
+                    f"{len(sample)} in number {number}; raise training.seq_len, or shorten it"
+                )
+            check_ids("the tokens of samples", sample.token_ids, self.vocab_size)
+            check_ids("labels", sample.labels, self.vocab_size)
+        return samples
 
     def _load(self, path: str | None, model_only: bool) -> bool:
         self._failure = None
@@ -427,6 +451,95 @@ class LocalTrainingClient:
         self._pushed = None
         with self._snapshots.changing():
             yield
+
+
+_Prepared = tuple[PolicyLoss, list[TrainingSample]]
+
+
+class SharedPasses:
+    """Calls of several models with adapters in one pass over their base, on the client's thread.
+
+    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
+    """
+
+    def __init__(self, client: LocalTrainingClient):
+        engine = client._trainer.engine
+        self._client, self._thread = client, client._thread
+        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
+
+    @_on_thread
+    def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
+        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
+
+        calls: all are forward-only, or none is. A model may have several.
+        """
+        results: list[Any] = [self._prepared(call) for call in calls]
+        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
+        if good:
+            run = self._forward if calls[0].request.forward_only else self._forward_backward
+            found = run([calls[n].state for n in good], [results[n] for n in good])
+            for number, result in zip(good, found, strict=True):
+                results[number] = result
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, Exception) and not call.request.forward_only:
+                call.state.failure = call.state.failure or result
+        return results
+
+    def _prepared(self, call: Call) -> _Prepared | Exception:
+        """Return the loss and the samples of a call, or why its data cannot be used."""
+        request = call.request
+        try:
+            if request.problem is not None:
+                raise ValueError(request.problem)
+            loss, data = _loss(request.loss_fn, request.loss_fn_config), request.data
+            if not request.forward_only:
+                return loss, self._client.samples(data, loss)
+            return loss, self._client.samples([_targets_of(datum) for datum in data])
+        except ValueError as error:
+            return error
+
+    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
+        with self._adapters_of(states, prepared, trains=False) as (batch, _):
+            logprobs = iter(self._client._trainer.forward(batch))
+        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
+        return [_error_or(lambda x=x: _output(_check_finite(x), {})) for x in own]
+
+    def _forward_backward(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
+    ) -> list[Any]:
+        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
+        try:
+            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
+                output = trainer.forward_backward(batch, loss, return_logprobs=True)
+        finally:
+            trainer.zero_grad()  # forget the call: its gradients are the states'
+        logprobs = iter(output.logprobs)
+        results = []
+        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
+            own = [next(logprobs) for _ in samples]
+            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
+            results.append(_error_or(lambda o=own, n=numbers: _finite_output(o, *n)))
+            if not isinstance(results[-1], Exception):
+                state.add_gradients(gradients[i])
+        return results
+
+    @contextlib.contextmanager
+    def _adapters_of(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
+    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
+        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
+        that gets the models' gradients at the end."""
+        adapters, runner = self._adapters, self._client._trainer.engine.runner
+        samples = [sample for _, own in prepared for sample in own]
+        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
+        batch = self._client._batcher.batch(samples, models)
+        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
+        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        try:
+            with adapters.adapters([state.weights for state in states], trains) as gradients:
+                yield batch, gradients
+        finally:
+            runner.around = None
 
 
 class LocalSamplingClient:
@@ -616,13 +729,33 @@ def _sample(datum: Datum) -> TrainingSample:
     )
 
 
-def _check_finite(logprobs: list[Tensor]) -> None:
+def _check_finite(logprobs: list[Tensor]) -> list[Tensor]:
     for number, values in enumerate(logprobs):
         if not values.isfinite().all():
             raise FloatingPointError(
                 f"the policy gives log-probs that are not finite in Datum {number}; look at the "
                 "last optimizer steps, or load a saved state"
             )
+    return logprobs
+
+
+def _error_or(call: Callable[[], _T]) -> _T | Exception:
+    try:
+        return call()
+    except (ValueError, FloatingPointError) as error:
+        return error
+
+
+def _finite_output(
+    logprobs: list[Tensor], loss: float, metrics: dict[str, float]
+) -> ForwardBackwardOutput:
+    _check_finite(logprobs)
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss}: logprobs of the data are too far from the policy's, or "
+            "advantages or weights too large; leave such tokens out with mask"
+        )
+    return _output(logprobs, {"loss:sum": loss, **metrics})
 
 
 def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:

@@ -27,6 +27,7 @@ Respond = Callable[[str, str, bytes], Answer]
 """(method, path, body) -> answer; raises ValueError"""
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
+_BYTES = "application/octet-stream"
 _MAX_CONNECTIONS = 512
 _SECONDS_IDLE = 10  # until a request and its headers have to be there
 _SECONDS_PER_REQUEST = 60  # to read a request, and as long again to send the answer
@@ -45,12 +46,14 @@ class Access:
     names: the host names, in lower case, that the header Host may have besides IP addresses. They
         keep out a web page that points its own name at this machine (DNS rebinding).
     key: the value that the header X-API-Key must have; "" does not check it.
+    is_signed: True for paths that need no key.
     """
 
     names: Collection[str] = ("localhost",)
     key: str = ""
+    is_signed: Callable[[str], bool] = lambda path: False
 
-    def check(self, headers: Any) -> None:
+    def check(self, headers: Any, path: str) -> None:
         """Raise Refused for headers that break a rule."""
         if headers.get("Origin") is not None:
             raise Refused("requests from web pages are not answered", 403)
@@ -67,7 +70,8 @@ class Access:
                 403,
             )
         given = headers.get("X-API-Key", "")
-        if self.key and not hmac.compare_digest(given.encode(), self.key.encode()):
+        has_key = hmac.compare_digest(given.encode(), self.key.encode())
+        if self.key and not has_key and not self.is_signed(path):
             raise Refused(
                 "the header X-API-Key is missing or wrong; set TINKER_API_KEY to the key in the "
                 "server's rl.serve.api_key_file",
@@ -223,7 +227,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body()
             self.server.note_read(self.connection)
-            return self.server.respond(self.command, self.path.partition("?")[0], body)
+            answer = self.server.respond(self.command, self.path.partition("?")[0], body)
+            return answer.on_host(f"http://{self.headers['Host']}") if answer.on_host else answer
         except ValueError as error:
             status = error.status if isinstance(error, Refused) else 400
             return Answer({"detail": str(error)}, status)
@@ -239,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused("requests need a Content-Length", 411)
         size = int(length[:20])
         try:
-            self.server.access.check(self.headers)
+            self.server.access.check(self.headers, self.path)
             if size > limit:
                 raise Refused(
                     f"requests may have {limit} bytes, got {size}; send less at once, or raise "
@@ -270,18 +275,25 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _send(self, answer: Answer) -> None:
-        body, kind = answer.protobuf, _PROTOBUF
-        if body is None or _PROTOBUF not in self.headers.get("Accept", ""):
+        body, kind = answer.protobuf or b"", _PROTOBUF
+        if answer.write is not None:
+            kind = _BYTES
+        elif answer.protobuf is None or _PROTOBUF not in self.headers.get("Accept", ""):
             body, kind = json.dumps(answer.values, allow_nan=False).encode(), _JSON
         try:
             self.connection.settimeout(_SECONDS_PER_REQUEST)
             self.send_response(answer.status)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(answer.length or len(body)))
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            if answer.write is not None:
+                answer.write(self.wfile)
+            else:
+                self.wfile.write(body)
         except OSError:  # the client has gone
             self.close_connection = True
 

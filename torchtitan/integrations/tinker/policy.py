@@ -4,10 +4,10 @@ Rank 0 takes commands from a queue, joins those that may run as one, and broadca
 other ranks. Arguments and results of a command are plain values that don't know of HTTP.
 """
 
+import os
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch.distributed as dist
 from torchtitan.integrations.tinker.client import (
     LocalSamplingClient,
     LocalTrainingClient,
-    TrainingState,
+    SharedPasses,
 )
+from torchtitan.integrations.tinker.lanes import Command, Lanes
+from torchtitan.integrations.tinker.states import WaitingStates
+from torchtitan.integrations.tinker.together import Call
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -39,58 +42,50 @@ _SECONDS_TO_GATHER_AT_MOST = 0.1
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
 
 
-@dataclass(frozen=True)
-class Command:
-    """The name of a method of `Policy`, its arguments, and a callback.
-
-    answer: called with the method's result, or the exception that it raised.
-    joins: waiting commands with the same key run as one, with the `items` of all of them as the
-        argument `items`; the result has a value per item. None runs the command by itself.
-    """
-
-    method: str
-    arguments: dict[str, Any]
-    answer: Callable[[Any], None] = lambda _: None
-    joins: Any = None
-    items: list[Any] = field(default_factory=list)
-
-
 class Policy:
     """A training client and its samplers, by name. Every rank makes the same calls.
 
-    Several models take turns: each has weights, optimizer and gradients of its own. Without adapters
-    there is one model, whose name is "".
+    With adapters there are several models, each with weights, optimizer and gradients of its own.
+    Without adapters there is one model, whose name is "".
     """
 
-    def __init__(self, client: LocalTrainingClient):
-        self._client = client
+    def __init__(self, client: LocalTrainingClient, job_config: JobConfig):
+        self._client, self._config = client, job_config
         client.load_initial_state().result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
-        self._model = ""  # the model whose turn it is
-        self._waiting: dict[str, TrainingState] = {}  # the other models
+        self._passes = SharedPasses(client) if client.shares_passes else None
+        self._model = ""  # the model in the policy; "" has the weights that the server started with
+        self._waiting = WaitingStates(
+            client.limits, os.path.join(job_config.job.dump_folder, "waiting_models")
+        )
+
+    def close(self) -> None:
+        self._waiting.close()
 
     def _use(self, model: str, *, is_new: bool = False) -> None:
-        """Make it the model's turn."""
+        """Put a model into the policy, in place of the one in it, which then waits."""
         if model == self._model:
             return
         if is_new:
-            self._waiting[model] = self._client.new_state().result()
+            self._waiting.add(model, self._client.new_state().result())
+        self._check_waits(model)
+        state = self._waiting.pop(model)
+        self._client.exchange_state(state).result()
+        self._waiting.add(self._model, state)
+        self._model = model
+
+    def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
             raise ValueError(
                 f"model {model} was dropped, because its session had ended; make another"
             )
-        state = self._waiting.pop(model)
-        self._client.exchange_state(state).result()
-        if self._model:
-            self._waiting[self._model] = state
-        self._model = model
 
     def drop_models(self, models: Sequence[str]) -> None:
+        if self._model in models:
+            self._use("")
         for model in models:
-            self._waiting.pop(model, None)
-            if model == self._model:
-                self._model = ""
+            self._waiting.drop(model)
 
     def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
         """Go back to the weights that the server started with, and reset the optimizer.
@@ -107,12 +102,28 @@ class Policy:
         load = self._client.load_state_with_optimizer if with_optimizer else self._client.load_state
         load(path).result()
 
-    def save(self, path: str, model: str = "") -> None:
-        self._use(model)
-        self._client.save_state(path).result()
-
     def forward_backward(
-        self, request: ForwardBackwardRequest, model: str = ""
+        self, items: list[tuple[str, ForwardBackwardRequest]]
+    ) -> list[ForwardBackwardOutput | Exception]:
+        """Carry out requests of models; all are forward-only, or none is."""
+        if len(items) == 1 or self._passes is None:
+            return [self._alone(*item) for item in items]
+        self._use("")  # a pass drops the gradients that are in the policy
+        results = [
+            attempt(lambda m=model: self._check_waits(m), self._config) for model, _ in items
+        ]
+        good = [number for number, error in enumerate(results) if error is None]
+        states = self._waiting.get([items[number][0] for number in good])
+        calls = [Call(s, items[number][1]) for s, number in zip(states, good, strict=True)]
+        for number, result in zip(good, self._passes.run(calls).result(), strict=True):
+            results[number] = result
+        return results
+
+    def _alone(self, model: str, request: ForwardBackwardRequest) -> Any:
+        return attempt(lambda: self._forward_backward(model, request), self._config)
+
+    def _forward_backward(
+        self, model: str, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
         self._use(model)
         client = self._client
@@ -128,9 +139,20 @@ class Policy:
                 client.fail_step(error).result()
             raise
 
-    def optim_step(self, params: AdamParams, model: str = "") -> dict[str, float]:
+    def optim_step(self, items: list[tuple[str, AdamParams]]) -> list[dict[str, float] | Exception]:
+        return [attempt(lambda item=item: self._optim_step(*item), self._config) for item in items]
+
+    def _optim_step(self, model: str, params: AdamParams) -> dict[str, float]:
         self._use(model)
         return self._client.optim_step(params).result().metrics
+
+    def save(self, path: str, model: str = "", rank: int | None = None) -> None:
+        self._use(model)
+        self._client.save_state(path, rank).result()
+
+    def save_external(self, path: str, model: str = "", rank: int | None = None) -> None:
+        self._use(model)
+        self._client.save_external(path, rank).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
         """Make a sampler of the model's weights."""
@@ -166,7 +188,7 @@ class CommandLoop:
         self._policy, self._config = policy, job_config
         # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._waiting: list[Command] = []  # taken from the queue, and not yet run
+        self._lanes = Lanes(job_config.rl.serve.max_datums_per_pass)  # taken from the queue
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -190,31 +212,34 @@ class CommandLoop:
             while (call := self._broadcast(None)) is not None:
                 if call:
                     self._apply(*call)
-            return
-        while (batch := self._next()) is not None:
-            if batch:
-                self._carry_out(batch)
-            else:
-                self._broadcast(())  # a sign of life, before the other ranks' time-out
-        self._broadcast(None)
+        else:
+            while (batch := self._next()) is not None:
+                if batch:
+                    self._carry_out(batch)
+                else:
+                    self._broadcast(())  # a sign of life, before the other ranks' time-out
+            self._broadcast(None)
+        self._policy.close()
 
     def _carry_out(self, batch: list[Command]) -> None:
         first = batch[0]
         arguments = dict(first.arguments)
-        if first.joins is not None:
+        if first.items:
             arguments["items"] = [item for command in batch for item in command.items]
         self._broadcast((first.method, arguments))
         result = self._apply(first.method, arguments)
-        if isinstance(result, ValueError) and len(batch) > 1:
+        if isinstance(result, Exception) and len(batch) > 1:
             for command in batch:  # one by one, so that only the wrong one fails
                 self._carry_out([command])
             return
-        begin = 0
+        if not first.items or isinstance(result, Exception):
+            first.answer(result)
+            return
+        results = iter(result)
         for command in batch:
-            end = begin + len(command.items)
-            is_share = first.joins is not None and not isinstance(result, Exception)
-            command.answer(result[begin:end] if is_share else result)
-            begin = end
+            own = [next(results) for _ in command.items]
+            failure = next((item for item in own if isinstance(item, Exception)), None)
+            command.answer(failure or own)
 
     def _broadcast(self, call: Any) -> Any:
         """Return rank 0's argument on every rank."""
@@ -225,37 +250,20 @@ class CommandLoop:
         return received[0]
 
     def _apply(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Return the method's result or exception; raise only if a connection between ranks broke."""
-        try:
-            return getattr(self._policy, method)(**arguments)
-        except Exception as error:
-            if isinstance(lost := as_run_error(error, self._config), LostConnectionError):
-                raise lost from error
-            logger.warning("%s failed: %s: %s", method, type(error).__name__, error)
-            return error
+        return attempt(lambda: getattr(self._policy, method)(**arguments), self._config)
 
     def _next(self) -> list[Command] | None:
         """Return the commands to run as one: [] if none came for a while, None after `stop`."""
-        if not self._waiting and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
+        if not self._lanes.has_commands and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
             return []
         while self._take(0):
             pass
         # While all waiting commands can be joined, wait a moment for more of them.
         until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
-        while all(command.joins for command in self._waiting) and not self._is_stopping:
+        while self._lanes.may_gather() and not self._is_stopping:
             if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
                 break
-        if self._is_stopping:
-            return None
-        first, *others = self._waiting
-        batch, rest = [first], []
-        for i, command in enumerate(others):
-            if first.joins is None or command.joins is None:
-                rest += others[i:]  # commands behind it may depend on it
-                break
-            (batch if command.joins == first.joins else rest).append(command)
-        self._waiting = rest
-        return batch
+        return None if self._is_stopping else self._lanes.next_batch()
 
     def _take(self, seconds: float) -> bool:
         """Take one entry of the queue; return False if none comes in this time."""
@@ -264,5 +272,16 @@ class CommandLoop:
         except queue.Empty:
             return False
         if command is not None:
-            self._waiting.append(command)
+            self._lanes.add(command)
         return True
+
+
+def attempt(call: Callable[[], Any], job_config: JobConfig) -> Any:
+    """Return the call's result or exception; raise only if a connection between ranks broke."""
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(lost := as_run_error(error, job_config), LostConnectionError):
+            raise lost from error
+        logger.warning("a request failed: %s: %s", type(error).__name__, error)
+        return error

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.integrations.tinker.types import AdamParams, ModelInput, SamplingParams
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
-_PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights)/({_NAME})")
+_PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights|external_weights)/({_NAME})")
 _KINDS: dict[type, str] = {
     str: "a text",
     int: "a whole number",

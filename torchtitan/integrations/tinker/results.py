@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from torchtitan.integrations.tinker.requests import Refused, take
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput, SampledSequence
 
 if TYPE_CHECKING:
-    from torchtitan.integrations.tinker.policy import Command
+    from torchtitan.integrations.tinker.lanes import Command
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
@@ -30,11 +30,19 @@ _SECONDS_BETWEEN_DROPS = 10
 
 @dataclass
 class Answer:
-    """JSON values of an answer, and protobuf in their place for clients that accept it."""
+    """JSON values of an answer, and protobuf in their place for clients that accept it.
+
+    write: writes bytes in place of values, `length` of them.
+    on_host: makes the answer, of the URL under which the client has reached the server.
+    """
 
     values: Any = None
     status: int = 200
     protobuf: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    write: Callable[[BinaryIO], None] | None = None
+    length: int = 0
+    on_host: "Callable[[str], Answer] | None" = None
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Server:
         self._config = job_config
         self._client = LocalTrainingClient(job_config)
         with on_error(self._client.close):
-            self._commands = CommandLoop(Policy(self._client), job_config)
+            self._commands = CommandLoop(Policy(self._client, job_config), job_config)
         self.checkpointer = self._client.checkpointer
 
     def train(self, on_start: Callable[[str], None] = lambda url: None) -> None:
@@ -47,7 +47,11 @@ class Server:
         try:
             service = Service(self._config, self._client, self._commands.put)
             key = api_key(config)
-            access = Access(("localhost", socket.gethostname().lower(), *config.names), key)
+            access = Access(
+                ("localhost", socket.gethostname().lower(), *config.names),
+                key,
+                service.files.is_signed,
+            )
             limit = config.max_request_mib * 2**20
             http = HttpServer(config.host, config.port, limit, access, service.answer)
         except OSError as error:

@@ -5,7 +5,6 @@ is the session's training run, and a sampling session is a sampler of the weight
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -18,40 +17,17 @@ from typing import Any
 
 from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
-from torchtitan.integrations.tinker.policy import BASE, Command
-from torchtitan.integrations.tinker.requests import (
-    Refused,
-    adam_params,
-    folder_of,
-    model_input,
-    read_json,
-    sampling_params,
-    take,
-)
-from torchtitan.integrations.tinker.results import (
-    Answer,
-    Pending,
-    Results,
-    write_output,
-    write_samples,
-)
+from torchtitan.integrations.tinker.lanes import Command
+from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
+from torchtitan.integrations.tinker.results import Answer, Results, write_output
+from torchtitan.integrations.tinker.sampling import Sampling
+from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.integrations.tinker.types import Datum
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
 _SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s
-_MAX_SESSIONS = _MAX_SAMPLERS = 4096
-_MAX_SAMPLES = 4096  # of one request
-_MAX_MODELS = 64  # with adapters; each has its optimizer's state and gradients
-
-# Options of a sample request that are refused -> the value that leaves them off.
-_NOT_SUPPORTED = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "record_stability_info": False,
-}
+_MAX_SESSIONS = 4096
 
 
 class _Sessions:
@@ -97,6 +73,21 @@ class _Sessions:
             del self._seen_at[session_id]
 
 
+def _client_config(limit: int) -> Answer:
+    """Return settings for clients. limit: bytes of a request."""
+    return Answer(
+        {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
+            "sample_use_retrieve_futures": True,
+            "sample_join_sampling_session": True,
+            # Samples wait for the policy while it trains.
+            "sample_enable_stuck_detection": False,
+        }
+    )
+
+
 class Service:
     """Answers requests, from any thread. put: queues a command for the policy."""
 
@@ -105,9 +96,8 @@ class Service:
     ):
         self._config, self._put = job_config, put
         self._name = self._base_model = job_config.rl.serve.base_model
-        self._states = client.states_folder
         self._tokenizer = client.tokenizer
-        self._vocab_size = client.vocab_size
+        self._limits, self._shares_passes = client.limits, client.shares_passes
         self._max_len = batch_seq_len(job_config)
         self._lora = job_config.lora if "lora" in job_config.model.converters else None
         self._models: dict[str, tuple[int, str]] = {}  # with adapters: rank, name of the base model
@@ -116,15 +106,24 @@ class Service:
         self._sessions = _Sessions()
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self._model_id = ""  # of the training run that owns the policy
-        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
-        self._clone_numbers = itertools.count(1)
+        self.files = SavedFiles(client.states_folder)
+        self._sampling = Sampling(
+            self._results,
+            put,
+            self._sessions.note,
+            self.files.loadable,
+            client.tokenizer,
+            client.vocab_size,
+            self._max_len,
+        )
+        limit = job_config.rl.serve.max_request_mib * 2**20
         post, get = "POST", "GET"
         self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
             (method, re.compile("/api/v1/" + path), handler)
             for method, path, handler in (
                 (get, "healthz", lambda *_: Answer({"status": "ok"})),
                 (get, "get_server_capabilities", self._capabilities),
-                (post, "client/config", self._client_config),
+                (post, "client/config", lambda _: _client_config(limit)),
                 (post, "client/dynamic_config", lambda *_: Answer({})),
                 (post, "telemetry", lambda *_: Answer({"status": "accepted"})),
                 (post, "create_session", self._create_session),
@@ -136,14 +135,16 @@ class Service:
                 (get, r"training_runs/([^/]+)", self._training_run),
                 (post, "optim_step", self._optim_step),
                 (post, "save_weights", lambda x: self._save(x, "weights", "save_weights")),
+                (post, "save_weights_external", self._save_external),
                 (post, "load_weights", self._load_weights),
                 (post, "save_weights_for_sampler", self._save_for_sampler),
                 (post, "create_sampling_session", self._create_sampling_session),
-                (post, "join_sampling_session", self._join_sampling_session),
+                (post, "join_sampling_session", self._sampling.join),
                 (get, r"samplers/([^/]+)", self._get_sampler),
-                (post, "asample", self._sample),
+                (post, "asample", self._sampling.sample),
                 (post, "retrieve_future", self._results.retrieve),
-                (post, "retrieve_futures", self._retrieve_many),
+                (post, "retrieve_futures", self._sampling.retrieve_many),
+                *self.files.routes,
             )
         ]
 
@@ -167,20 +168,6 @@ class Service:
         model = {"model_name": self._name, "max_context_length": self._max_len}
         return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
 
-    def _client_config(self, _: Any) -> Answer:
-        limit = self._config.rl.serve.max_request_mib * 2**20
-        return Answer(
-            {
-                "pjwt_auth_enabled": False,
-                "parallel_fwdbwd_chunks": False,  # one policy, one call at a time
-                "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
-                "sample_use_retrieve_futures": True,
-                "sample_join_sampling_session": True,
-                # Samples wait for the policy while it trains.
-                "sample_enable_stuck_detection": False,
-            }
-        )
-
     def _create_session(self, values: dict[str, Any]) -> Answer:
         model, trained = self._config.model, "all weights"
         advice = ": a LoRA rank is accepted and ignored"
@@ -203,7 +190,12 @@ class Service:
         return Answer({})
 
     def _start_model(
-        self, values: dict[str, Any], command: Command, result: dict[str, Any], rank: int = 0
+        self,
+        values: dict[str, Any],
+        method: str,
+        arguments: dict[str, Any],
+        result: dict[str, Any],
+        rank: int = 0,
     ) -> Answer:
         """Submit the command that begins a session's new model, after giving it the policy.
 
@@ -226,7 +218,6 @@ class Service:
             self._sessions.check(session_id)
             if self._lora is not None:
                 self._add_model(model_id, rank, base_model)
-                command.arguments["model"] = model_id
             owner = session_id if self._lora is not None else self._model_id.partition(":")[0]
             if owner != session_id and self._sessions.is_alive(owner):
                 raise Refused(
@@ -240,6 +231,7 @@ class Service:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
+        command = self._command(method, model_id, **arguments)
         return self._results.submit(
             request_id, command, lambda _: Answer(result), model_id=model_id
         )
@@ -264,8 +256,7 @@ class Service:
                 )
             seed = take(config, "seed", int, secrets.randbits(31))
             arguments["adapters"] = {"seed": seed, "rank": rank, "layers": layers}
-        command = Command("start_model", arguments)
-        return self._start_model(values, command, {"type": "create_model"}, rank)
+        return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
     def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
         """Add a model with adapters, and drop those whose session has ended. Holds the lock."""
@@ -274,16 +265,21 @@ class Service:
             del self._models[old]
         if gone:
             self._put(Command("drop_models", {"models": gone}))
-        if len(self._models) >= _MAX_MODELS:
-            raise Refused(
-                f"{_MAX_MODELS} models train on this server; close the ServiceClient of one of them",
-                429,
-            )
+        if len(self._models) >= self._limits.n_models:
+            raise Refused(self._limits.full, 429)
         self._models[model_id] = rank, base_model
 
-    def _of(self, model_id: str) -> dict[str, Any]:
-        """Return the argument of commands that says whose turn it is."""
-        return {} if self._lora is None else {"model": model_id}
+    def _command(self, method: str, model_id: str, **arguments: Any) -> Command:
+        """Return a command for a model, in the model's lane."""
+        if self._lora is None:
+            return Command(method, arguments, lane="the policy")
+        return Command(method, arguments | {"model": model_id}, lane=model_id)
+
+    def _joint_command(self, method: str, model_id: str, item: Any, **options: Any) -> Command:
+        """Return a command for a model, which joins those of other models."""
+        model = "" if self._lora is None else model_id
+        lane = model or "the policy"
+        return Command(method, {}, items=[(model, item)], lane=lane, **options)
 
     def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
         if self._lora is None:
@@ -322,7 +318,7 @@ class Service:
         return Answer(info | self._lora_info(rank) | {"model_name": base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
-        self._existing(take(values, "tinker_path", str))
+        self.files.folder(take(values, "tinker_path", str))
         return Answer({"base_model": self._base_model} | self._lora_info())
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
@@ -330,7 +326,7 @@ class Service:
         with self._lock:
             known, metadata = model_id in self._runs, self._runs.get(model_id)
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
-        if not known and not os.path.isdir(os.path.join(self._states, saved)):
+        if not known and not self.files.exists(saved):
             raise Refused(f"model {model_id} is unknown and has no saved states", 404)
         return Answer(
             {
@@ -356,49 +352,60 @@ class Service:
                     inputs["mask"] = inputs.pop("sequence_ratio_mask")
                 data.append(Datum(datum.model_input, inputs))
             request = dataclasses.replace(request, data=data)
-        arguments = {"request": request} | self._of(request.model_id)
-        command = Command("forward_backward", arguments)
-        return self._results.submit(f"{request.model_id}:{request.seq_id}", command, write_output)
+        kind = "forward" if request.forward_only else "forward_backward"
+        command = self._joint_command(
+            "forward_backward",
+            request.model_id,
+            request,
+            joins=kind if self._shares_passes else None,
+            size=len(request.data),
+        )
+        return self._results.submit(
+            f"{request.model_id}:{request.seq_id}", command, lambda x: write_output(x[0])
+        )
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
-        arguments = {"params": adam_params(values)} | self._of(self._model(values))
-        command = Command("optim_step", arguments)
+        params = adam_params(values)
+        command = self._joint_command("optim_step", self._model(values), params, joins="optim_step")
         return self._results.submit(
-            self._seq_id(values), command, lambda metrics: Answer({"metrics": metrics})
+            self._seq_id(values), command, lambda found: Answer({"metrics": found[0]})
         )
 
     def _seq_id(self, values: dict[str, Any]) -> str:
         return f"{self._model(values)}:{take(values, 'seq_id', int)}"
 
     def _save(self, values: dict[str, Any], kind: str, response: str) -> Answer:
-        path = f"tinker://{self._model(values)}/{kind}/{take(values, 'path', str)}"
+        model_id = self._model(values)
+        path = f"tinker://{model_id}/{kind}/{take(values, 'path', str)}"
         folder, seq_id = folder_of(path), self._seq_id(values)
-        is_there = os.path.exists(os.path.join(self._states, folder))
         is_new = self._results.known(seq_id) is None
-        if is_there and is_new and not take(values, "overwrite", bool, False):
+        if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        command = Command("save", {"path": folder} | self._of(self._model(values)))
+        command = self._command(
+            "save_external" if kind == EXTERNAL else "save", model_id, path=folder
+        )
+        if self._lora is not None:
+            command.arguments["rank"] = self._models[model_id][0]
         return self._results.submit(
             seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
 
-    def _existing(self, path: str) -> str:
-        folder = os.path.join(self._states, folder_of(path))
-        if not os.path.isdir(folder):
-            raise Refused(f"{path} is not among this server's saved states in {self._states}", 404)
-        return folder
+    def _save_external(self, values: dict[str, Any]) -> Answer:
+        if values.get("age_encryption_recipients"):
+            raise Refused(
+                "age_encryption_recipients are not supported by this server; leave them out"
+            )
+        return self._save(values, EXTERNAL, "save_weights_external")
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        folder = self._existing(path)
-        command = Command("load", {"path": folder, "with_optimizer": optimizer})
+        arguments = {"path": self.files.loadable(path), "with_optimizer": optimizer}
         result = {"type": "load_weights", "path": path}
         if values.get("session_id") is not None:
-            if self._lora is not None:
-                command.arguments["is_new"] = True
-            return self._start_model(values, command, result, self._config.lora.rank)
+            arguments |= {"is_new": True} if self._lora is not None else {}
+            return self._start_model(values, "load", arguments, result, self._config.lora.rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
-        command.arguments.update(self._of(model_id))
+        command = self._command("load", model_id, **arguments)
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
 
@@ -407,118 +414,22 @@ class Service:
     def _save_for_sampler(self, values: dict[str, Any]) -> Answer:
         if values.get("path") is not None:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
-        seq_id = self._seq_id(values)
+        seq_id, model_id = self._seq_id(values), self._model(values)
         number = take(values, "sampling_session_seq_id", int)
         sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
-        self._add_sampler(sampler, sampler)
+        self._sampling.add(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        return self._results.submit(
-            seq_id,
-            Command("snapshot", {"sampler": sampler} | self._of(self._model(values))),
-            lambda _: Answer(result),
-        )
+        command = self._command("snapshot", model_id, sampler=sampler)
+        return self._results.submit(seq_id, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
         self._sessions.check(session_id)
         number = take(values, "sampling_session_seq_id", int)
         sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
-        if sampler not in self._samplers:
-            self._add_sampler(sampler, BASE if path is None else sampler)
-            if path is not None:
-                folder = self._existing(path)
-                self._put(Command("open", {"sampler": sampler, "path": folder}))
+        self._sampling.create(sampler, path)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
-    def _add_sampler(self, name: str, source: str) -> None:
-        with self._lock:
-            self._samplers[name] = source
-            old = list(self._samplers)[:-_MAX_SAMPLERS]
-            for sampler in old:
-                del self._samplers[sampler]
-        if old:
-            self._put(Command("forget", {"samplers": old}))
-
-    def _sampler(self, sampler: str) -> str:
-        with self._lock:
-            if sampler not in self._samplers:
-                raise Refused(
-                    f"sampling session {sampler} is unknown; make a new sampling client", 404
-                )
-            self._sessions.note(sampler)
-            return self._samplers[sampler]
-
-    def _join_sampling_session(self, values: dict[str, Any]) -> Answer:
-        self._sampler(take(values, "sampling_session_id", str))
-        number = next(self._clone_numbers)
-        return Answer({"type": "join_sampling_session", "client_counter": number})
-
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
-        self._sampler(sampler)
+        self._sampling.source(sampler)
         return Answer({"sampler_id": sampler, "base_model": self._base_model})
-
-    def _sample(self, values: dict[str, Any]) -> Answer:
-        for name, off in _NOT_SUPPORTED.items():
-            if values.get(name) not in (None, off):
-                raise Refused(f"{name} is not supported by this server, got {values[name]!r}")
-        session = take(values, "sampling_session_id", str)
-        sampler, prompt = self._sampler(session), model_input(values, "prompt")
-        number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        if not 1 <= n_samples <= _MAX_SAMPLES:
-            raise Refused(f"num_samples must be 1 to {_MAX_SAMPLES}, got {n_samples}")
-        if max(prompt.tokens) >= self._vocab_size:
-            raise Refused(
-                f"token ids of the prompt must be below the model's vocabulary size "
-                f"{self._vocab_size}, got {max(prompt.tokens)}; use the model's tokenizer"
-            )
-        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
-        if room < 1:
-            raise Refused(
-                f"the prompt must have at most {self._max_len} tokens, a row's length, got "
-                f"{prompt.length}; shorten it, or raise training.seq_len"
-            )
-        eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
-        params = sampling_params(values, room, eos_id, self._vocab_size)
-        params.to_config(self._tokenizer)
-        n_scored = None  # how many of the prompt's last tokens to score; None scores none
-        if take(values, "prompt_logprobs", bool, False):
-            n_scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
-        request_id = f"{session}:{number}"
-        ids = [f"{request_id}:{i}" for i in range(n_samples)]
-        pending = Pending(
-            request_id,
-            channel=(session, number // 1_000_000_000),
-            extra={"sample_sequence_ids": ids},
-        )
-        if (answer := self._results.accept(pending)) is not None:
-            return answer
-        logprobs: list[float | None] | None = None
-
-        def take_logprobs(result: Any) -> None:
-            nonlocal logprobs
-            if isinstance(result, Exception):
-                self._results.finish(pending, result)
-                return
-            n_hidden = max(prompt.length - (n_scored or 0), 0)
-            logprobs = [None] * n_hidden + result[0][n_hidden:]
-
-        def finish(result: Any) -> None:
-            if not isinstance(result, Exception):
-                result = write_samples(result[0].sequences, logprobs)
-            self._results.finish(pending, result)
-
-        if n_scored is not None:
-            key = ("logprobs", sampler)
-            self._put(Command("logprobs", {"sampler": sampler}, take_logprobs, key, [prompt]))
-        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
-        key = ("sample", sampler, n_samples, params) if params.seed is None else object()
-        arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
-        self._put(Command("sample", arguments, finish, key, [prompt]))
-        return pending.accepted()
-
-    def _retrieve_many(self, values: dict[str, Any]) -> Answer:
-        target = take(values, "target", dict)
-        session = take(target, "sampling_session_id", str)
-        self._sampler(session)
-        clone = take(target, "cloned_sampler_id", int, 0)
-        return self._results.retrieve_many(values, (session, clone))

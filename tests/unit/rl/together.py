@@ -1,0 +1,86 @@
+"""Models with adapters that share passes over one base, driven without HTTP."""
+
+import torch
+
+from tests.unit.rl.toy import toy_config
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.policy import Policy
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
+from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
+
+LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
+LAYERS = ["self_attn", "mlp"]
+LOSSES = ("cross_entropy", "ppo", "importance_sampling", "cispo", "gspo")
+
+
+def data_of(model: int, step: int) -> list[Datum]:
+    """Another number of sequences, of other lengths, for each model and step."""
+    generator = torch.Generator().manual_seed(100 * model + step)
+    data = []
+    for _ in range(1 + (model + step) % 3):
+        n = int(torch.randint(2, 20, (), generator=generator))
+        tokens = torch.randint(0, 32, (n + 1,), generator=generator)
+        inputs = {"target_tokens": tokens[1:], "weights": torch.rand(n, generator=generator)}
+        if model % len(LOSSES):
+            inputs["logprobs"] = -3.5 + torch.rand(n, generator=generator)
+            inputs["advantages"] = torch.randn(n, generator=generator)
+        data.append(Datum(ModelInput.from_ints(tokens[:-1].tolist()), inputs))
+    return data
+
+
+def request(model: int, step: int, **changes) -> ForwardBackwardRequest:
+    values = {
+        "model_id": str(model),
+        "seq_id": step,
+        "data": data_of(model, step),
+        "loss_fn": LOSSES[model % len(LOSSES)],
+        "loss_fn_config": {},
+        "forward_only": False,
+    }
+    return ForwardBackwardRequest(**(values | changes))
+
+
+def adapters_of(model: int) -> dict:
+    return {"seed": model, "rank": 1 + model % 8, "layers": LAYERS[model % 3 == 2 :]}
+
+
+def params_of(model: int) -> AdamParams:
+    return AdamParams(learning_rate=1e-2 / (1 + model), grad_clip_norm=float(model % 2))
+
+
+def metrics_of(outputs) -> list:
+    """Metrics and log-probs of outputs, as plain values."""
+    return [
+        (output.metrics, [x["logprobs"].tolist() for x in output.loss_fn_outputs])
+        for output in outputs
+    ]
+
+
+def train(folder: str, n_models: int, n_steps: int, flags=(), is_together=True, serve=()) -> list:
+    """[step][model] -> (metrics, log-probs), of models in one pass, or one model after another."""
+    config = toy_config(folder, *LORA, "--training.local_batch_size=8", *flags, *serve)
+    with LocalTrainingClient(config) as client:
+        policy = Policy(client, config)
+        for model in range(n_models):
+            policy.start_model(adapters_of(model), str(model))
+        found = []
+        for step in range(n_steps):
+            items = [(str(model), request(model, step)) for model in range(n_models)]
+            calls = [items] if is_together else [[item] for item in items]
+            outputs = [output for call in calls for output in policy.forward_backward(call)]
+            updates = policy.optim_step([(str(m), params_of(m)) for m in range(n_models)])
+            norms = [update["grad_norm"] for update in updates]
+            found.append(list(zip(metrics_of(outputs), norms, strict=True)))
+        policy.close()
+    return found
+
+
+def largest_difference(found, expected) -> float:
+    """The largest difference of two nests of numbers, relative to the larger of them and 1."""
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        found, expected = list(found.values()), [expected[key] for key in found]
+    if isinstance(found, list | tuple):
+        pairs = zip(found, expected, strict=True)
+        return max((largest_difference(a, b) for a, b in pairs), default=0.0)
+    return abs(found - expected) / max(abs(found), abs(expected), 1.0)

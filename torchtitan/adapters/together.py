@@ -1,0 +1,272 @@
+"""Adapters of several models in one pass over their base.
+
+Each row of a batch belongs to a model, and the rows of a model are next to each other. A layer's
+frozen product is computed once for all rows; the low-rank products are computed for each model's rows
+with its own A and B, which are stacked.
+
+m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.adapters.lora import adapted_weights, adapter_names
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.dtensor import (
+    is_dtensor,
+    load_dtensor,
+    local_shape_and_offsets,
+    with_local,
+)
+from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.models.moe.moe import StackedExperts
+from torchtitan.numerics.linear import is_slow_product
+
+# ---- one layer ----
+
+
+class Stacked:
+    """The adapters of one layer: a [m, r, K], b [m, N, r].
+
+    rows: of each model in the current microbatch, [m]; one list, which all layers share.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, rows: list[int]):
+        self.a, self.b, self.rows = a, b, rows
+
+    def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
+        """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
+        flat = output.flatten(0, -2)
+        tokens_per_row = len(flat) // sum(self.rows)
+        sizes = [n_rows * tokens_per_row for n_rows in self.rows]
+        return _LowRank.apply(flat, x.flatten(0, -2), self.a, self.b, sizes, scale).view_as(output)
+
+
+class _LowRank(torch.autograd.Function):
+    """output + scale * x A^T B^T, with each model's A and B for its tokens, in output's dtype.
+
+    output [n, N], x [n, K]. sizes: the tokens of each model, one model after another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int], scale: float
+    ) -> Tensor:
+        wide = torch.float32 if is_slow_product(output) else output.dtype
+        ctx.sizes, ctx.scale, ctx.dtypes = sizes, scale, (x.dtype, a.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            x, a, b, base = (t.to(wide) for t in (x, a, b, output))
+            low_rank, result = x.new_empty(len(x), a.shape[1]), torch.empty_like(base)
+            parts = list(_parts(sizes))
+            for i, rows in parts:
+                torch.matmul(rows(x), a[i].mT, out=rows(low_rank))
+            low_rank *= scale
+            for i, rows in parts:
+                add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
+                add_product(rows(base), rows(low_rank), b[i].mT, out=rows(result))
+        ctx.save_for_backward(x, low_rank, a, b)
+        return result.to(output.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low_rank, a, b = ctx.saved_tensors
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
+        grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
+        grad_low_rank = torch.empty_like(low_rank)
+        with torch.autocast(x.device.type, enabled=False):
+            wide, parts = grad.to(x.dtype).contiguous(), list(_parts(ctx.sizes))
+            for i, rows in parts:
+                torch.matmul(rows(wide), b[i], out=rows(grad_low_rank))
+                torch.matmul(rows(wide).mT, rows(low_rank), out=grad_b[i])
+            grad_low_rank *= ctx.scale
+            for i, rows in parts:
+                torch.matmul(rows(grad_low_rank).mT, rows(x), out=grad_a[i])
+                if grad_x is not None:
+                    torch.matmul(rows(grad_low_rank), a[i], out=rows(grad_x))
+        x_dtype, dtype = ctx.dtypes
+        grad_x = None if grad_x is None else grad_x.to(x_dtype)
+        return grad, grad_x, grad_a.to(dtype), grad_b.to(dtype), None, None
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
+    """Yield (index of models, function that cuts their tokens out of [n, ...]).
+
+    One batched product computes all models if they have as many tokens; else each has its own.
+    """
+    if len(set(sizes)) == 1:
+        yield slice(None), lambda t: t.view(len(sizes), -1, t.shape[-1])
+        return
+    begin = 0
+    for i, size in enumerate(sizes):
+        if size:
+            yield i, lambda t, begin=begin, end=begin + size: t[begin:end]
+        begin += size
+
+
+# ---- the model ----
+
+
+def reasons_for_turns(
+    job_config: JobConfig, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
+) -> list[str]:
+    """Return why models with adapters cannot share a pass; [] if they can."""
+    adapted = adapter_names(adapted_weights(parts))
+    trained = (
+        name_without_wrappers(name)
+        for part in parts
+        for name, parameter in part.named_parameters()
+        if parameter.requires_grad
+    )
+    whole = next((name for name in trained if name not in adapted), None)
+    experts = any(
+        isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
+    )
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    has_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.uses_fsdp
+    reasons = {
+        f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
+        "experts' tokens are in no order of rows": experts,
+        "compiled blocks would be compiled for every division of rows": job_config.compile.enable,
+        "DDP expects gradients of its own parameters": has_ddp,
+        f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
+        and ("ZeroBubble" in schedule or "DualPipe" in schedule),
+    }
+    return [reason for reason, applies in reasons.items() if applies]
+
+
+class _Matrix(NamedTuple):
+    """An A or B, and this rank's part of it.
+
+    shape: of the part that this rank computes with: whole, or tensor parallelism's part.
+    own: where this rank's shard is in it. shards: the groups that have the other shards.
+    copies: the ranks that compute with the same part, for other inputs or outputs; None without.
+    """
+
+    name: str
+    parameter: Tensor
+    shape: tuple[int, ...]
+    own: tuple[slice, ...]
+    shards: tuple[dist.ProcessGroup, ...]
+    copies: dist.ProcessGroup | None
+
+
+def _matrix(name: str, parameter: Tensor) -> _Matrix:
+    shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
+    if not is_dtensor(parameter):
+        return _Matrix(name, parameter, shape, own, (), None)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    is_tp = [axis in ("tp", "etp") for axis in mesh.mesh_dim_names or ()]
+    replicate = load_dtensor().Replicate()
+    computed = [p if tp else replicate for p, tp in zip(placements, is_tp, strict=True)]
+    shape, begins = local_shape_and_offsets(parameter.shape, mesh, computed)
+    own_shape, own_begins = local_shape_and_offsets(parameter.shape, mesh, placements)
+    own = tuple(
+        slice(o - b, o - b + n) for o, b, n in zip(own_begins, begins, own_shape, strict=True)
+    )
+    axes = list(enumerate(zip(placements, is_tp, strict=True)))
+    shards = [mesh.get_group(i) for i, (p, tp) in axes if not tp and not p.is_replicate()]
+    copies = [mesh.get_group(i) for i, (p, tp) in axes if tp and p.is_replicate()]
+    return _Matrix(name, parameter, shape, own, tuple(shards), copies[0] if copies else None)
+
+
+class AdaptersTogether:
+    """Computes passes in which each row has the adapters of its model.
+
+    parts: the model, with its parameters sharded. group: the ranks that have other rows or tokens,
+    over which gradients are summed; None without.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None):
+        self._parts, self._group = list(parts), group
+        self._rows: list[int] = []
+        self._modules: list[nn.Module] = []
+        parameters: dict[str, Tensor] = {}
+        for part in self._parts:
+            parameters |= {name_without_wrappers(n): p for n, p in part.named_parameters()}
+            self._modules += [m for m in part.modules() if hasattr(m, "lora")]
+        names = [name for one in adapted_weights(self._parts) for name in (one.a, one.b)]
+        self._matrices = [_matrix(name, parameters[name]) for name in names]
+        # In the buffers, matrices with copies come first, because their gradients have one more sum.
+        order = sorted(range(len(names)), key=lambda i: self._matrices[i].copies is None)
+        self._places = [order.index(i) for i in range(len(names))]
+        self._ordered = [self._matrices[i] for i in order]
+
+    @contextlib.contextmanager
+    def adapters(
+        self, weights: Sequence[Mapping[str, Tensor]], trains: bool = True
+    ) -> Iterator[list[dict[str, Tensor]]]:
+        """Compute with these models' adapters inside, in microbatches inside of `rows`. Collective.
+
+        weights: of each model, this rank's part of its A and B, by name. trains: yields a list that
+        gets each model's gradients at the end, in the layout of the parameters.
+        """
+        gradients: list[dict[str, Tensor]] = []
+        if not self._matrices:  # a pipeline stage without adapters
+            yield [{} for _ in weights]
+            return
+        like = weights[0][self._matrices[0].name]
+        n_values = len(weights) * sum(math.prod(matrix.shape) for matrix in self._ordered)
+        values = like.new_empty(n_values)
+        stacks = self._views(values, len(weights))
+        for matrix, stack in zip(self._matrices, stacks, strict=True):
+            own = [of_model[matrix.name] for of_model in weights]
+            if matrix.shards:
+                stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
+            else:
+                torch.stack(own, out=stack)
+        for group in self._matrices[0].shards:
+            dist.all_reduce(values, group=group)  # a value of one rank, and zeros of the others
+        sums = torch.zeros_like(values) if trains else values
+        leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
+        for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
+            leaf.grad = grad if trains else None
+        self._rows[:] = [0] * len(weights)
+        for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
+            module.lora_stacked = Stacked(a, b, self._rows)
+        try:
+            yield gradients
+        finally:
+            for module in self._modules:
+                module.lora_stacked = None
+        if trains:
+            gradients += self._summed(sums, len(weights))
+
+    @contextlib.contextmanager
+    def rows(self, models: Sequence[int]) -> Iterator[None]:
+        """Wrap the forward, and the backward, of a microbatch. models: of its rows, ascending."""
+        self._rows[:] = [models.count(model) for model in range(len(self._rows))]
+        yield
+
+    def _views(self, values: Tensor, n_models: int) -> list[Tensor]:
+        """Return the stack [m, ...] of each matrix in a buffer of all, in the order of `_matrices`."""
+        sizes = [n_models * math.prod(matrix.shape) for matrix in self._ordered]
+        pieces = values.split(sizes)
+        return [
+            pieces[place].view(n_models, *matrix.shape)
+            for place, matrix in zip(self._places, self._matrices, strict=True)
+        ]
+
+    def _summed(self, sums: Tensor, n_models: int) -> Iterator[dict[str, Tensor]]:
+        """Sum the gradients over ranks, and yield this rank's part of each model's."""
+        with_copies = [matrix for matrix in self._matrices if matrix.copies is not None]
+        if with_copies:
+            n_values = n_models * sum(math.prod(matrix.shape) for matrix in with_copies)
+            dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        of_models = [
+            (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
+            for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)
+        ]
+        for model in range(n_models):
+            yield {
+                m.name: with_local(m.parameter, of[model]) if is_dtensor(m.parameter) else of[model]
+                for m, of in zip(self._matrices, of_models, strict=True)
+            }

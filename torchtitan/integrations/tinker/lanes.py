@@ -1,0 +1,106 @@
+"""Commands that wait for the policy, and whose turn it is.
+
+Commands of a lane, such as those of a model or of a sampler, run in their order. Lanes don't depend on
+each other, and take turns.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_SECONDS_RECENT = 1.0  # for so long after its last command a lane is expected to have more
+
+
+@dataclass(frozen=True)
+class Command:
+    """The name of a method of `Policy`, its arguments, and a callback.
+
+    lane: commands of the same lane run in their order; "" for a command that depends on no other.
+    answer: called with the method's result, or the exception that it raised.
+    joins: waiting commands with the same key run as one; None runs the command by itself.
+    items: the argument `items` has those of all commands that run as one. The result has a value, or
+        an exception, per item, and `answer` gets its command's.
+    size: of this command, for the limit of commands that run as one; 0 is not limited.
+    comes_in_bursts: more commands with this key may follow soon in the same lane, whose order with
+        other such commands does not matter.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    answer: Callable[[Any], None] = lambda _: None
+    joins: Any = None
+    items: list[Any] = field(default_factory=list)
+    lane: str = ""
+    size: int = 0
+    comes_in_bursts: bool = False
+
+
+class Lanes:
+    """Waiting commands. max_size: of commands that run as one, except if the first one is larger."""
+
+    def __init__(self, max_size: int):
+        self._max_size = max_size
+        # The lane that has waited longest for a turn is the first one.
+        self._lanes: dict[str, deque[Command]] = {}
+        self._last_seen: dict[str, float] = {}
+
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._lanes)
+
+    def add(self, command: Command) -> None:
+        lane = command.lane or f"alone {id(command)}"
+        self._lanes.setdefault(lane, deque()).append(command)
+        if command.lane:
+            self._last_seen[lane] = time.monotonic()
+
+    def may_gather(self) -> bool:
+        """True if every lane's first command can be joined by commands that may come soon."""
+        firsts = [lane[0] for lane in self._lanes.values()]
+        if not all(command.joins for command in firsts):
+            return False
+        after = time.monotonic() - _SECONDS_RECENT
+        self._last_seen = {lane: t for lane, t in self._last_seen.items() if t > after}
+        is_expected = any(lane not in self._lanes for lane in self._last_seen)
+        return is_expected or any(command.comes_in_bursts for command in firsts)
+
+    def next_batch(self) -> list[Command]:
+        """Remove and return commands to run as one: the first lane's, and those that may join it.
+
+        Each lane gives one command, or a burst, before a lane gives its second one. The lanes that
+        gave some go behind the others.
+        """
+        first_lane = next(iter(self._lanes.values()))
+        key = first_lane[0].joins
+        if key is None:
+            batch = [first_lane.popleft()]
+        else:
+            batch = _burst(first_lane, key)
+            size, n_before = sum(command.size for command in batch), 0
+            others = [lane for lane in self._lanes.values() if lane is not first_lane]
+            while n_before < len(batch):
+                n_before = len(batch)
+                for lane in (*others, first_lane):
+                    if lane and lane[0].size + size <= self._max_size:
+                        joined = _burst(lane, key)
+                        size += sum(command.size for command in joined)
+                        batch += joined
+        served = {command.lane for command in batch}
+        left = {name: lane for name, lane in self._lanes.items() if lane}
+        behind = {name: lane for name, lane in left.items() if name in served}
+        self._lanes = {name: lane for name, lane in left.items() if name not in served} | behind
+        return batch
+
+
+def _burst(lane: deque[Command], key: Any) -> list[Command]:
+    """Remove and return the commands with this key that may run now: the first, or those of a burst."""
+    if not lane[0].comes_in_bursts:
+        return [lane.popleft()] if lane[0].joins == key else []
+    burst, others = [], []
+    while lane and lane[0].comes_in_bursts:
+        command = lane.popleft()
+        (burst if command.joins == key else others).append(command)
+    lane.extendleft(reversed(others))
+    return burst

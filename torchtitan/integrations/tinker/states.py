@@ -1,0 +1,203 @@
+"""States of models with adapters that train beside one base, and where they wait for their turn.
+
+A state is this rank's part of a model's adapters, gradients and optimizer state. The models that were
+used last stay on the device; the others go to host memory, and from there to files.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.processes.ranks import on_all_ranks
+from torchtitan.rl.job_config import RLServe
+from torchtitan.tools.logging import logger
+
+_DEVICE, _HOST, _FILE = range(3)
+
+
+@dataclass
+class TrainingState:
+    """The part of a policy that training changes, and the state of its step.
+
+    weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
+    """
+
+    weights: dict[str, Tensor]
+    optimizers: list[Any]
+    gradients: dict[str, Tensor | None]
+    step: tuple[float | None, int] = (None, 0)
+    failure: Exception | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield this rank's part of each tensor, sharing its memory; always in the same order."""
+        yield from self.weights.values()
+        yield from (local_tensor(grad) for grad in self.gradients.values() if grad is not None)
+        for optimizer in self.optimizers:
+            for of_parameter in optimizer.values():
+                yield from (local_tensor(x) for x in of_parameter.values() if isinstance(x, Tensor))
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Add those of one more call of `forward_backward`."""
+        for name, new in gradients.items():
+            old = self.gradients[name]
+            self.gradients[name] = new if old is None else old.add_(new)
+        self.step = self.step[0], self.step[1] + 1
+
+    def own_memory(self) -> None:
+        """Give each gradient memory of its own; those of one pass over several models share it."""
+        for name, grad in self.gradients.items():
+            self.gradients[name] = None if grad is None else grad.clone()
+
+
+@dataclass
+class Limits:
+    """Limits of the models with adapters that a server trains.
+
+    n_models: in all. n_device, n_host: states on an accelerator, and in host memory beside them.
+    """
+
+    n_models: int
+    n_device: int
+    n_host: int
+    full: str
+    """What to tell a client for whose model there is no place."""
+
+    @classmethod
+    def of(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
+        """state_bytes: of the largest state of a rank, with gradients and optimizer."""
+        n_device, n_host, n_file = (
+            mib * 2**20 // max(state_bytes, 1)
+            for mib in (serve.max_device_mib, serve.max_host_mib, serve.max_file_mib)
+        )
+        if device.type == "cpu":
+            n_device, n_host = n_host, 0
+        n_bytes = n_device + n_host + n_file
+        n_models = max(1, min(serve.max_models, n_bytes))
+        why = (
+            f"{n_models} models train on this server, its rl.serve.max_models"
+            if serve.max_models <= n_bytes
+            else f"{n_models} models train on this server, and a further one's {state_bytes / 2**20:.1f} "
+            "MiB of adapters and optimizer state would pass rl.serve.max_device_mib, max_host_mib and "
+            "max_file_mib together"
+        )
+        return cls(n_models, n_device, n_host, f"{why}; close the ServiceClient of one of them")
+
+
+@dataclass
+class _Waiting:
+    state: TrainingState
+    where: int = _DEVICE
+    host: list[Tensor] = field(default_factory=list)
+
+
+class WaitingStates:
+    """States by model. Every rank makes the same calls, and so moves the same states.
+
+    folder: for files, which `close` and a new start remove.
+    """
+
+    def __init__(self, limits: Limits, folder: str):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._limits, self._folder = limits, os.path.join(folder, f"rank-{rank}")
+        self._all: dict[str, _Waiting] = {}  # the one used last is at the end
+        self.close()
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._all
+
+    def add(self, model: str, state: TrainingState) -> None:
+        self._all[model] = _Waiting(state)
+        self._move_oldest()
+
+    def pop(self, model: str) -> TrainingState:
+        """Remove a model's state and return it, on the device."""
+        state = self.get([model])[0]
+        del self._all[model]
+        return state
+
+    def get(self, models: list[str]) -> list[TrainingState]:
+        """Return states, on the device until the next call that adds or gets others."""
+        for model in models:
+            waiting = self._all.pop(model)
+            try:
+                self._bring_back(model, waiting)
+            finally:
+                self._all[model] = waiting
+        self._move_oldest(keeps=len(models))
+        return [self._all[model].state for model in models]
+
+    def drop(self, model: str) -> None:
+        self._all.pop(model, None)
+        self._remove_file(model)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ---- moving ----
+
+    def _path(self, model: str) -> str:
+        return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
+
+    def _remove_file(self, model: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._path(model))
+
+    def _move_oldest(self, keeps: int = 1) -> None:
+        """Move states off the device, and off the host, until the limits are kept.
+
+        keeps: so many of the last ones stay where they are, whatever the limits.
+        """
+        newest_first = list(reversed(self._all.items()))
+        n_device = max(self._limits.n_device, keeps)
+        for number, (model, waiting) in enumerate(newest_first):
+            where = _FILE if number >= n_device + self._limits.n_host else _HOST
+            if number >= n_device and waiting.where < where:
+                self._move_away(model, waiting, where)
+
+    def _move_away(self, model: str, waiting: _Waiting, where: int) -> None:
+        if waiting.where == _DEVICE:
+            waiting.state.own_memory()
+        tensors = list(waiting.state.tensors())
+        held = waiting.host if waiting.where == _HOST else tensors
+        is_saved = False
+        if where == _FILE:
+            try:
+                os.makedirs(self._folder, exist_ok=True)
+                save_file({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
+                is_saved = True
+            except OSError as error:  # the other ranks may have saved theirs, and go on
+                logger.warning("the state of model %s stays in memory: %s", model, error)
+        waiting.host = [] if is_saved else [x.to("cpu", copy=True) for x in held]
+        waiting.where = where
+        for tensor in tensors:
+            # Frees the memory, while all that refer to the tensor keep it.
+            tensor.untyped_storage().resize_(0)
+
+    def _bring_back(self, model: str, waiting: _Waiting) -> None:
+        """Collective if the state is in files: a rank that cannot read its file fails all ranks."""
+
+        def read() -> None:
+            tensors, held = list(waiting.state.tensors()), waiting.host
+            if not held:
+                saved = load_file(self._path(model))
+                held = [saved[str(i)] for i in range(len(tensors))]
+            for tensor, value in zip(tensors, held, strict=True):
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                tensor.detach().copy_(value)
+
+        if waiting.where == _FILE:
+            on_all_ranks(read)
+            self._remove_file(model)
+        elif waiting.where == _HOST:
+            read()
+        waiting.where, waiting.host = _DEVICE, []
