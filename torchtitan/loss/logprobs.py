@@ -413,16 +413,29 @@ def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tens
     """
     index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
-    highest = logits.amax(1)
-    centered = logits.sub_(highest[:, None])
     if wants_entropy:
-        exps = centered.exp()
-        sums = exps.sum(1)
-        dots = exps.mul_(centered).sum(1)
+        exps = logits.clone()
+        highest, sums = exponentials_(exps)
+        dots = exps.mul_(logits.sub_(highest[:, None])).sum(1)
     else:
-        sums = centered.exp_().sum(1)
+        highest, sums = exponentials_(logits)
         dots = torch.zeros_like(sums)
     return torch.stack((highest, sums, label_logits, dots), dim=1)
+
+
+def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite logits z [n, v] with e = exp(z - highest); return highest and the sum of e, both [n]."""
+    highest = logits.amax(1)
+    return highest, logits.sub_(highest[:, None]).exp_().sum(1)
+
+
+def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
+    """Return log-probs of tokens with the logits `chosen`; the others are those of `exponentials_`.
+
+    The trainer and the generator both call it, because another formula rounds differently.
+    """
+    # Subtract the highest logit first, because sums of large numbers would lose digits.
+    return (chosen - highest) - sums.log()
 
 
 def _over_ranks(
@@ -444,8 +457,7 @@ def _over_ranks(
     shift = highest - top  # from each rank's highest logit to the highest of all
     scale = shift.exp()
     total = (scale * sums).sum(0)
-    # Subtract the highest logit first, because sums of large numbers would lose digits.
-    logprobs = (label_logits.sum(0) - top) - total.log()
+    logprobs = logprobs_of_logits(label_logits.sum(0), top, total)
     entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
     return top, total, logprobs.masked_fill(labels == IGNORE_INDEX, 0), entropy
 

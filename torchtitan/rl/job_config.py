@@ -6,7 +6,7 @@ Annotations must stay real types, as in `torchtitan.config.job_config`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.job_config import section
@@ -114,6 +114,8 @@ class RLLoss:
     kl_coef: float = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence
     entropy_coef: float = 0.0  # Weight of the entropy bonus
+    # For a registered loss: its other settings, as a table: [rl.loss.args] with beta = 0.1, ...
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

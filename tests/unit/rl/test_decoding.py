@@ -8,6 +8,7 @@ import torch
 from tests.unit.test_generation import FAMILIES, tiny_model
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import draw
+from torchtitan.loss.logprobs import token_logprobs
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.types import SamplingConfig
 
@@ -247,6 +248,16 @@ def test_draws_follow_the_distribution_and_top_k_and_top_p_cut_it():
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.0142, rtol=0)
         told = torch.tensor(expected)[drawn.tokens]
         torch.testing.assert_close(drawn.logprobs.exp(), told, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_drawn_logprobs_are_bitwise_those_of_the_trainers_function(dtype, temperature):
+    for n, vocab in [(1, 32), (7, 48), (64, 1024)]:
+        logits = (9 * torch.randn(n, vocab)).to(dtype)
+        drawn = draw(logits, uniform_numbers(n, 1)[:, 0], temperature=temperature)
+        scored = token_logprobs(logits[None], drawn.tokens[None], temperature=temperature)
+        assert torch.equal(drawn.logprobs, scored.logprobs[0])
 
 
 def test_numbers_at_the_edges_draw_tokens_that_have_a_chance():
