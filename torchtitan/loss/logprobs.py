@@ -13,7 +13,7 @@ B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this 
 chunk, N tokens in all chunks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import linear
 
 _OPS = torch.ops._c10d_functional
@@ -49,6 +50,7 @@ class TokenLogProbs:
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
     entropy: also compute the entropy, which takes about a tenth longer.
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, 4,096 elsewhere.
+    exact: compute logits by `numerics.exact`, so that they do not depend on the other tokens.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not checked, because reading them waits
@@ -58,6 +60,7 @@ class TokenLogProbs:
     temperature: float | str | Tensor = 1.0
     entropy: bool = False
     chunk_tokens: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, str | Tensor):
@@ -96,6 +99,10 @@ class TokenLogProbs:
             return TokenOutputs(
                 *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
             )
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        return exact_linear if self.exact else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
@@ -256,7 +263,9 @@ class _LogProbs(torch.autograd.Function):
         own_labels = labels.flatten() - first
         of_chunks = [
             _statistics(
-                _logits(x, weight, bias, head.temperature, rows), own_labels[rows], head.entropy
+                _logits(x, weight, bias, head.temperature, rows, head.product),
+                own_labels[rows],
+                head.entropy,
             )
             for rows in _chunks(x, head.chunk_tokens)
         ]
@@ -284,7 +293,7 @@ class _LogProbs(torch.autograd.Function):
                 if isinstance(temperature, Tensor):
                     temperature = temperature[rows, 0]
                 grad_logits = _gradient_of_logits(
-                    _logits(x, weight, bias, ctx.head.temperature, rows),
+                    _logits(x, weight, bias, ctx.head.temperature, rows, ctx.head.product),
                     labels,
                     ctx.first,
                     log_normalizer,
@@ -394,10 +403,11 @@ def _logits(
     bias: Tensor | None,
     temperature: float | Tensor,
     rows: slice,
+    product: Callable[..., Tensor] = linear,
 ) -> Tensor:
     """Return logits [n, v] / temperature in fp32 (fp64 if x is), in memory of their own."""
     x = x[rows]
-    logits = x if weight is None else linear(x, weight, bias)
+    logits = x if weight is None else product(x, weight, bias)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype, copy=weight is None)
     if isinstance(temperature, Tensor):

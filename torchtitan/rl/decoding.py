@@ -287,6 +287,7 @@ def _continue_rows(
     longest = max(len(prompts[index]) for index in prompt_of_row)
     max_length = longest + rows.uniform.shape[1] - 1
     n_read = 0  # rows whose prompt was read
+    version_of_step = None
     with kv_cache(decoder.runner.model_parts, max_length, decoder.run) as forward:
         while rows.n_left():
             has_run = False
@@ -321,7 +322,9 @@ def _continue_rows(
                 for place, length in enumerate(forward.lengths):
                     if length == forward.max_length:  # this row has ended
                         forward.lengths[place] = 0
-                version_of_step = next_version()
+                before, version_of_step = version_of_step, next_version()
+                if version_of_step != before:
+                    forward.weights_changed()
                 logits = forward(rows.tokens[:, None], last_only=True)
                 if places := rows.places(is_open=True):
                     rows.draw_at(places, logits, places, version_of_step)

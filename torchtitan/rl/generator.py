@@ -20,6 +20,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.exact import use_exact
 from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
@@ -315,6 +316,8 @@ class CopyGenerator(_DecoderGenerator):
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
+        if policy.job_config.rl.generator.exact:
+            use_exact([model])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):

@@ -173,6 +173,10 @@ class RLGenerator:
     # decoding, so that they are bitwise equal to those of the first forward-backward pass; only for
     # a generator in the trainer's own precision
     rescore: bool = False
+    # Have generator and trainer compute a token's numbers by sums in one order, whatever tokens share
+    # its batch: log-probs are then equal bit for bit, and a ratio on policy is exactly 1. For dense
+    # models on the CPU; slower
+    exact: bool = False
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.models.exact import use_exact
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
@@ -45,6 +46,8 @@ class PolicyTrainer(Learner):
             engine = TrainingEngine(job_config)
         else:
             check_gradients_add_up(engine.job_config)
+        if job_config.rl.generator.exact:
+            use_exact(engine.model_parts)
         super().__init__(engine, loss)
 
     @property
@@ -54,8 +57,8 @@ class PolicyTrainer(Learner):
 
     def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
         # Generators divide logits by this temperature before they draw.
-        entropy = loss_fn is not None and loss_fn.needs_entropy
-        return TokenLogProbs(temperature=self.job_config.rl.sampling.temperature, entropy=entropy)
+        rl, entropy = self.job_config.rl, loss_fn is not None and loss_fn.needs_entropy
+        return TokenLogProbs(rl.sampling.temperature, entropy, exact=rl.generator.exact)
 
     def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
         return outputs
