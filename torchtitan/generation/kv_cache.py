@@ -266,12 +266,13 @@ def kv_cache(
 
     Each call takes only the tokens that follow the tokens of earlier calls. A row is one document,
     masked by the model's `layer_masks`, so every family and every attn_type works. Inside the
-    context the model must not be called in another way.
+    context the model must not be called in another way, and a change of its weights has to be
+    followed by `weights_changed`.
 
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
-        for pipeline stages.
+        for pipeline stages. One token per row of a model that `one_token.is_plain` needs no call.
     Raises ValueError for layers without an attention kernel to replace, for a value head, and for
     max_length beyond the RoPE table.
     """

@@ -316,8 +316,6 @@ class CopyGenerator(_DecoderGenerator):
         model.to_empty(device=policy.device)
         with seeded_init(model, 0):  # for the buffers; weights are overwritten
             model.init_weights()
-        if policy.job_config.rl.generator.exact:
-            use_exact([model])
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
@@ -508,6 +506,9 @@ def build_copy(policy: PolicyModel) -> Generator:
             timeout_seconds=rl.generator.timeout_seconds,
             vocab_size=policy.model_args.vocab_size,
         )
-    return CopyGenerator.of_model_of(
+    generator = CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
     )
+    if rl.generator.exact:
+        use_exact([generator.model])
+    return generator
