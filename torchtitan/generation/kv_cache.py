@@ -100,6 +100,10 @@ class CachedAttention(nn.Module):
                 stored[:, :, self.end - 1] = new
             else:
                 stored[torch.arange(n_rows), :, self.slots[:, 0]] = new.to(stored.dtype)
+        if self.exact:
+            visible = torch.ones(1, 1, 1, self.end, dtype=torch.bool)
+            visible = visible if hidden is None else ~hidden[:, None]
+            return self._in_tiles(q[:, :, None], visible, None)[:, :, 0]
         k, v = (x[:, :, : self.end].flatten(0, 1) for x in self.stored)
         queries = (q.to(k.dtype) * head_dim**-0.5).reshape(len(k), -1, head_dim)
         scores = torch.bmm(queries, k.transpose(1, 2))

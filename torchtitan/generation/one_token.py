@@ -23,6 +23,7 @@ from torchtitan.models.decoder import (
     TransformerBlock,
 )
 from torchtitan.models.rope import rotation, select_positions
+from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import Linear, is_slow_product, linear
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.numerics.products import packed_linear
@@ -50,7 +51,7 @@ class _Layer(NamedTuple):
 def is_plain(parts: Sequence[nn.Module]) -> bool:
     """Return True if `OneTokenForward` computes what these modules compute.
 
-    False for other families, split or wrapped models, hooks (such as adapters') and `numerics.exact`.
+    False for other families, split or wrapped models, and hooks such as adapters'.
     """
     if len(parts) != 1 or parts[0].output is None or parts[0].tok_embeddings is None:
         return False
@@ -61,7 +62,7 @@ def is_plain(parts: Sequence[nn.Module]) -> bool:
             return False
         if isinstance(module, nn.Linear):
             is_known = type(module).forward in (Linear.forward, OutputProjection.forward)
-            if not is_known or module.product is not linear:
+            if not is_known or module.product not in (linear, exact_linear):
                 return False
             continue
         for kind, methods in _PLAIN:
@@ -83,21 +84,24 @@ class OneTokenForward:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype | None):
-        self._model, self._dtype = model, dtype
-        self._layers = [self._layer(block) for block in model.layers.values()]
+        self._model = model
+        self._layers = [self._layer(block, dtype) for block in model.layers.values()]
         head = model.output
         if head.in_fp32:
-            weight = head.weight.to(torch.promote_types(head.weight.dtype, torch.float32))
-            self._head = packed_linear(weight, head.bias)
-            self._head_dtype = weight.dtype
-        else:
-            self._head = self._product([head])
-            self._head_dtype = None
+            dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        self._head = self._product([head], dtype)
 
-    def _product(self, linears: Sequence[nn.Linear]) -> Product:
+    def _product(self, linears: Sequence[Any], dtype: torch.dtype | None) -> Product:
         """Return the product with the weights of all these layers, one below the other."""
-        dtype = self._dtype or linears[0].weight.dtype
-        weight = torch.cat([layer.weight.detach().to(dtype) for layer in linears])
+        dtype = dtype or linears[0].weight.dtype
+        if linears[0].product is exact_linear:  # products of other shapes would have other bits
+            parts = [
+                [None if t is None else t.detach().to(dtype) for t in (layer.weight, layer.bias)]
+                for layer in linears
+            ]
+            return lambda x: torch.cat([exact_linear(x.to(dtype), *own) for own in parts], dim=-1)
+        weights = [layer.weight.detach().to(dtype) for layer in linears]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         biases = [layer.bias for layer in linears if layer.bias is not None]
         bias = torch.cat([bias.detach().to(dtype) for bias in biases]) if biases else None
         if not is_slow_product(weight):
@@ -106,16 +110,16 @@ class OneTokenForward:
         in_fp32 = packed_linear(weight.float(), None if bias is None else bias.float())
         return lambda x: in_fp32(x.to(dtype).float()).to(dtype)
 
-    def _layer(self, block: Any) -> _Layer:
+    def _layer(self, block: Any, dtype: torch.dtype | None) -> _Layer:
         attention, feed_forward = block.attention, block.feed_forward
         rotate = None if attention.apply_rope is None else rotation(attention.apply_rope)
         return _Layer(
             block,
             rotate,
-            self._product([attention.wq, attention.wk, attention.wv]),
-            self._product([attention.wo]),
-            self._product([feed_forward.w1, feed_forward.w3]),
-            self._product([feed_forward.w2]),
+            self._product([attention.wq, attention.wk, attention.wv], dtype),
+            self._product([attention.wo], dtype),
+            self._product([feed_forward.w1, feed_forward.w3], dtype),
+            self._product([feed_forward.w2], dtype),
         )
 
     def __call__(
@@ -148,6 +152,5 @@ class OneTokenForward:
             seen = kernel.attend_one(qk[:, 0, :n_heads], qk[:, 0, n_heads:], v, hidden)
             h = h + wo(seen.flatten(1))
             gate, up = w13(block.ffn_norm.forward(h)).chunk(2, dim=-1)
-            h = h + w2(F.silu(gate) * up)
-        h = model.norm.forward(h)
-        return self._head(h if self._head_dtype is None else h.to(self._head_dtype))
+            h = h + w2(block.feed_forward.activation(gate) * up)
+        return self._head(model.norm.forward(h))
