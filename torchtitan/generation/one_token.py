@@ -27,6 +27,7 @@ from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import Linear, is_slow_product, linear
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.numerics.products import packed_linear
+from torchtitan.tools.utils import free_memory
 
 Product = Callable[[Tensor], Tensor]
 _PLAIN = (
@@ -51,7 +52,8 @@ class _Layer(NamedTuple):
 def is_plain(parts: Sequence[nn.Module]) -> bool:
     """Return True if `OneTokenForward` computes what these modules compute.
 
-    False for other families, split or wrapped models, and hooks such as adapters'.
+    False for other families, split or wrapped models, and hooks such as adapters', and if a copy of
+    the weights in fp32 would take more than half of the free memory.
     """
     if len(parts) != 1 or parts[0].output is None or parts[0].tok_embeddings is None:
         return False
@@ -74,7 +76,10 @@ def is_plain(parts: Sequence[nn.Module]) -> bool:
         else:
             if any(True for _ in module.parameters(recurse=False)):
                 return False
-    return not any(is_dtensor(p) for p in parts[0].parameters())
+    if any(is_dtensor(p) for p in parts[0].parameters()):
+        return False
+    copied = sum(4 * p.numel() for p in parts[0].parameters())
+    return copied <= free_memory(torch.device("cpu")) / 2
 
 
 class OneTokenForward:
