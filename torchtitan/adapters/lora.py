@@ -92,9 +92,10 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     x = inputs[0] if not dropout else F.dropout(inputs[0], dropout, module.training)
     if module.lora_stacked is not None:
         return module.lora_stacked.add(output, x, scales["weight"])
-    low_rank, b = linear(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
-    if is_slow_product(x):
-        return output + linear(scales["weight"] * low_rank, b)
+    product = getattr(module, "product", linear)
+    low_rank, b = product(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
+    if is_slow_product(x) or product is not linear:
+        return output + product(scales["weight"] * low_rank, b)
     rows, scale = low_rank.flatten(0, -2), scales["weight"]
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
     return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)

@@ -15,20 +15,24 @@ from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, map_masks
 from torchtitan.generation.expert_record import ExpertRecord
+from torchtitan.generation.one_token import OneTokenForward, is_plain
+from torchtitan.models.attention_exact import exact_heads_attention
 from torchtitan.models.decoder import Decoder
+from torchtitan.numerics.exact import KEYS
 
 
 class CachedAttention(nn.Module):
     """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
 
-    max_length: the longest row, in tokens.
+    max_length: the longest row, in tokens. exact: with the sums of `numerics.exact`.
     """
 
     attn_type: ClassVar[str] = "cache"
 
-    def __init__(self, max_length: int):
+    def __init__(self, max_length: int, exact: bool):
         super().__init__()
-        self.max_length = max_length
+        self.max_length = -(-max_length // KEYS) * KEYS if exact else max_length
+        self.exact = exact
         # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
         # would appear in the model's state dict.
         self.stored: list[Tensor] = []
@@ -53,24 +57,67 @@ class CachedAttention(nn.Module):
         BlockMask: True for the slots that a token sees.
         """
         if not self.stored:  # only now are batch size, heads, dtype and device known
-            self.stored = [x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v)]
+            self._allocate(k, v)
         assert self.slots is not None
         for stored, new in zip(self.stored, (k, v), strict=True):
             if len(self.slots) == 1:  # the same slots in all rows
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
-                stored.scatter_(2, self.slots[:, None, :, None].expand_as(new), new)
+                index = self.slots[:, None, :, None].expand_as(new)
+                stored.scatter_(2, index, new.to(stored.dtype))
+        if self.exact:
+            return self._in_tiles(q, block_mask, scale)
         k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=block_mask, scale=scale, enable_gqa=enable_gqa
-            )
+            with torch.autocast(q.device.type, enabled=False):
+                out = F.scaled_dot_product_attention(
+                    q.to(k.dtype), k, v, attn_mask=block_mask, scale=scale, enable_gqa=enable_gqa
+                )
+            return out.to(q.dtype)
         group = q.shape[1] // k.shape[1]
         # Step by step in fp32, because torch's kernel does not return the log-sum-exp.
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores.masked_fill(~block_mask, -torch.inf)
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        # On CPUs fp32 is faster than bf16, and rounds less: every step would cast all keys again.
+        in_fp32 = self.exact or k.device.type == "cpu"
+        dtype = torch.promote_types(k.dtype, torch.float32) if in_fp32 else k.dtype
+        self.stored = [
+            x.new_zeros(*x.shape[:2], self.max_length, x.shape[3], dtype=dtype) for x in (k, v)
+        ]
+
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+        """`forward` for one token per row: q [B, H, D]; k, v [B, K, D] -> [B, H, D].
+
+        hidden: bool [B, 1, S], True for the slots that a row does not see; None if it sees all.
+        """
+        n_rows, n_heads, head_dim = q.shape
+        assert self.slots is not None
+        for stored, new in zip(self.stored, (k, v), strict=True):
+            if len(self.slots) == 1:
+                stored[:, :, self.end - 1] = new
+            else:
+                stored[torch.arange(n_rows), :, self.slots[:, 0]] = new.to(stored.dtype)
+        if self.exact:
+            visible = torch.ones(1, 1, 1, self.end, dtype=torch.bool)
+            visible = visible if hidden is None else ~hidden[:, None]
+            return self._in_tiles(q[:, :, None], visible, None)[:, :, 0]
+        k, v = (x[:, :, : self.end].flatten(0, 1) for x in self.stored)
+        queries = (q.to(k.dtype) * head_dim**-0.5).reshape(len(k), -1, head_dim)
+        scores = torch.bmm(queries, k.transpose(1, 2))
+        if hidden is not None:
+            scores.view(n_rows, n_heads, -1).masked_fill_(hidden, -torch.inf)
+        return torch.bmm(scores.softmax(dim=-1), v).view(n_rows, n_heads, -1).to(q.dtype)
+
+    def _in_tiles(self, q: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        visible = F.pad(visible[:, 0], (0, -self.end % KEYS))
+        k, v = (x[:, :, : visible.shape[-1]] for x in self.stored)
+        with torch.autocast(q.device.type, enabled=False):
+            return exact_heads_attention(q, k, v, visible, scale)[0].to(q.dtype)
 
     def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
         """Overwrite the rows at `places` with `rows` of another cache; an empty cache gets these."""
@@ -105,13 +152,16 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        self.kernels = [CachedAttention(max_length) for _ in layers]
+        exact = any(getattr(layer.inner_attention, "exact", False) for layer in layers)
+        self.kernels = [CachedAttention(max_length, exact) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         row = DocumentMask.of_rows(1, max_length, self._device)
         self._masks = parts[0].layer_masks(row)
         self._output = parts[-1].output
+        self._is_plain = is_plain(parts)
+        self._of_one_token: OneTokenForward | None = None
 
     def __call__(
         self, tokens: Tensor, n_tokens: Sequence[int] | None = None, *, last_only: bool = False
@@ -138,6 +188,8 @@ class CachedForward:
         if first != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
+        if width == 1 and self._is_plain and self.kernels[0].stored:
+            return self._one_token(tokens, slots, starts, end)
         # A mask depends only on slots, so evaluate it for the new tokens' slots.
         keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -154,6 +206,22 @@ class CachedForward:
         experts = self.experts
         with only_last, experts.recording(slots, n_rows) if experts else nullcontext():
             return self._run(tokens, attention_masks=masks, positions=slots)
+
+    def _one_token(self, tokens: Tensor, slots: Tensor, starts: list[int], end: int) -> Tensor:
+        if self._of_one_token is None:
+            amp = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            self._of_one_token = OneTokenForward(self._parts[0], amp)
+        for kernel in self.kernels:
+            kernel.slots, kernel.end = slots, end
+        self.lengths = [start + 1 for start in starts]
+        hidden = None
+        if len(slots) > 1:
+            hidden = torch.arange(end) > slots[:, None]
+        return self._of_one_token(tokens, slots, self.kernels, hidden)
+
+    def weights_changed(self) -> None:
+        """Call after the model's weights were changed, because copies of them may exist."""
+        self._of_one_token = None
 
     def aside(self, max_length: int) -> "CachedForward":
         """Return the forward of a second, empty cache for the same model."""
@@ -214,12 +282,13 @@ def kv_cache(
 
     Each call takes only the tokens that follow the tokens of earlier calls. A row is one document,
     masked by the model's `layer_masks`, so every family and every attn_type works. Inside the
-    context the model must not be called in another way.
+    context the model must not be called in another way, and a change of its weights has to be
+    followed by `weights_changed`.
 
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
-        for pipeline stages.
+        for pipeline stages. One token per row of a model that `one_token.is_plain` needs no call.
     records_experts: keep the experts of all tokens, see `ExpertRecord`.
     Raises ValueError for layers without an attention kernel to replace, for a value head, and for
     max_length beyond the RoPE table.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.loss.logprobs import exponentials_, logprobs_of_logits
 
 
 def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:
@@ -67,30 +68,35 @@ def draw(
     top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
         keeps all.
     """
+    exps = logits.float() / (temperature or 1.0)
+    highest, sums = exponentials_(exps)
+
+    def logprobs_of(tokens: Tensor) -> Tensor:
+        chosen = logits.gather(-1, tokens).squeeze(-1).float() / (temperature or 1.0)
+        return logprobs_of_logits(chosen, highest, sums)
+
     if temperature == 0:
-        tokens = logits.argmax(dim=-1)
-        logprobs = logits.float().log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
-        return Drawn(tokens, torch.zeros_like(logprobs), logprobs.exp())
-    logprobs = (logits.float() / temperature).log_softmax(dim=-1)
-    probs = logprobs.exp()
+        tokens = logits.argmax(dim=-1, keepdim=True)
+        logprobs = logprobs_of(tokens)
+        return Drawn(tokens.squeeze(-1), torch.zeros_like(logprobs), logprobs.exp())
     is_truncated = 0 < top_k < logits.shape[-1] or top_p < 1
     if is_truncated:
-        in_order, tokens = probs.sort(dim=-1, descending=True, stable=True)
+        in_order, tokens = exps.sort(dim=-1, descending=True, stable=True)
         if top_k > 0:
             in_order[:, top_k:] = 0
         if top_p < 1:
             before = in_order.cumsum(dim=-1, dtype=torch.float64) - in_order
             in_order = in_order.masked_fill(before >= top_p * in_order.sum(-1, keepdim=True), 0)
-        probs = torch.zeros_like(probs).scatter_(-1, tokens, in_order)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+        exps = torch.zeros_like(exps).scatter_(-1, tokens, in_order)
+    cumulative = exps.cumsum(dim=-1, dtype=torch.float64)
     # Keep the target below the sum even after rounding, because tokens past it have probability 0.
     target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, target, right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)  # beyond the vocabulary if logits are nan
-    drawn = logprobs.gather(-1, tokens).squeeze(-1)
+    drawn = logprobs_of(tokens)
     if not is_truncated:
         return Drawn(tokens.squeeze(-1), drawn, torch.ones_like(drawn))
-    kept_mass = probs.sum(dim=-1)
+    kept_mass = exps.sum(dim=-1) / sums
     return Drawn(tokens.squeeze(-1), drawn - kept_mass.log(), kept_mass)
 
 

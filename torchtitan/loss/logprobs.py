@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
+from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import linear
 
 _OPS = torch.ops._c10d_functional
@@ -53,6 +54,7 @@ class TokenLogProbs:
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile. Then
         logits are read twice and written once; otherwise each step passes over them in fp32.
+    exact: compute logits by `numerics.exact`, so that they do not depend on the other tokens.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not checked, because reading them waits
@@ -63,6 +65,7 @@ class TokenLogProbs:
     entropy: bool = False
     chunk_tokens: int | None = None
     compile_backend: str | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, str | Tensor):
@@ -101,6 +104,10 @@ class TokenLogProbs:
             return TokenOutputs(
                 *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
             )
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        return exact_linear if self.exact else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
@@ -264,11 +271,11 @@ class _LogProbs(torch.autograd.Function):
         for rows in _chunks(x, head):
             labels_and_entropy = own_labels[rows], head.entropy
             if head.compile_backend is None:
-                logits = _logits(x, weight, bias, head.temperature, rows)
+                logits = _logits(x, weight, bias, head.temperature, rows, head.product)
                 of_chunks.append(_statistics(logits, *labels_and_entropy))
             else:
                 run = _compiled(_chunk_statistics, head.compile_backend)
-                logits = x[rows] if weight is None else linear(x[rows], weight, bias)
+                logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
                 temperature = _of_rows(head.temperature, rows)
                 of_chunks.append(run(logits, temperature, *labels_and_entropy))
             del logits  # before the next chunk's exist
@@ -303,10 +310,10 @@ class _LogProbs(torch.autograd.Function):
                     None if grad_entropy is None else grad_entropy / divisor,
                 )
                 if (backend := ctx.head.compile_backend) is None:
-                    logits = _logits(x, weight, bias, ctx.head.temperature, rows)
+                    logits = _logits(x, weight, bias, ctx.head.temperature, rows, ctx.head.product)
                     grad_logits = _gradient_of_logits(logits, *of_rows)
                 else:
-                    logits = x[rows] if weight is None else linear(x[rows], weight, bias)
+                    logits = x[rows] if weight is None else ctx.head.product(x[rows], weight, bias)
                     run = _compiled(_chunk_gradient_of_logits, backend)
                     grad_logits = run(logits, temperature, *of_rows)
                 del logits
@@ -421,10 +428,11 @@ def _logits(
     bias: Tensor | None,
     temperature: float | Tensor,
     rows: slice,
+    product: Callable[..., Tensor] = linear,
 ) -> Tensor:
     """Return logits [n, v] / temperature in fp32 (fp64 if x is), in memory of their own."""
     x = x[rows]
-    logits = x if weight is None else linear(x, weight, bias)
+    logits = x if weight is None else product(x, weight, bias)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.to(dtype, copy=weight is None)
     return _divide(logits, _of_rows(temperature, rows))
@@ -448,16 +456,29 @@ def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tens
     """
     index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
-    highest = logits.amax(1)
-    centered = logits.sub_(highest[:, None])
     if wants_entropy:
-        exps = centered.exp()
-        sums = exps.sum(1)
-        dots = exps.mul_(centered).sum(1)
+        exps = logits.clone()
+        highest, sums = exponentials_(exps)
+        dots = exps.mul_(logits.sub_(highest[:, None])).sum(1)
     else:
-        sums = centered.exp_().sum(1)
+        highest, sums = exponentials_(logits)
         dots = torch.zeros_like(sums)
     return torch.stack((highest, sums, label_logits, dots), dim=1)
+
+
+def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite logits z [n, v] with e = exp(z - highest); return highest and the sum of e, both [n]."""
+    highest = logits.amax(1)
+    return highest, logits.sub_(highest[:, None]).exp_().sum(1)
+
+
+def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
+    """Return log-probs of tokens with the logits `chosen`; the others are those of `exponentials_`.
+
+    The trainer and the generator both call it, because another formula rounds differently.
+    """
+    # Subtract the highest logit first, because sums of large numbers would lose digits.
+    return (chosen - highest) - sums.log()
 
 
 def _over_ranks(
@@ -479,8 +500,7 @@ def _over_ranks(
     shift = highest - top  # from each rank's highest logit to the highest of all
     scale = shift.exp()
     total = (scale * sums).sum(0)
-    # Subtract the highest logit first, because sums of large numbers would lose digits.
-    logprobs = (label_logits.sum(0) - top) - total.log()
+    logprobs = logprobs_of_logits(label_logits.sum(0), top, total)
     entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
     return top, total, logprobs.masked_fill(labels == IGNORE_INDEX, 0), entropy
 

@@ -30,6 +30,7 @@ from torchtitan.batch.documents import (
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, check_window
 from torchtitan.distributed.context_parallel import NeededKeys
 from torchtitan.models import attention_cpu  # registers operators
+from torchtitan.models.attention_exact import exact_document_attention
 from torchtitan.tools.compiler import compiled_on_first_call, load_flex_attention, load_varlen
 from torchtitan.tools.utils import get_device_type
 
@@ -205,6 +206,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
+    exact = False  # with the sums of `numerics.exact`; the other wrappers have it, too
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -226,10 +228,11 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         """Return [B, H, T, Dv]. attn_mask: bool [B, 1, T, T], in place of `is_causal`."""
         (n_rows, _, seq_len, _), n_keys = q.shape, k.shape[2]
         if q.device.type == "cpu" and is_causal and attn_mask is None and seq_len == n_keys:
-            if attention_cpu.SHORTEST_SPLIT <= seq_len <= attention_cpu.LONGEST_SPLIT:
+            is_split = attention_cpu.SHORTEST_SPLIT <= seq_len <= attention_cpu.LONGEST_SPLIT
+            if self.exact or is_split:
                 ends = torch.arange(0, n_rows * seq_len + 1, seq_len, dtype=torch.int32)
                 rows = VarlenMetadata(ends, ends, seq_len, seq_len)
-                out = _varlen(*map(_pack, (q, k, v)), rows, scale)
+                out = _varlen(*map(_pack, (q, k, v)), rows, scale, exact=self.exact)
                 return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
         is_for_flash = attn_mask is None and q.dtype.itemsize == 2
         if enable_gqa and q.device.type != "cpu" and not is_for_flash:
@@ -252,6 +255,7 @@ class FlexAttentionWrapper(nn.Module):
     """torch's flex attention, compiled; on the CPU, the functions of `attention_cpu`."""
 
     attn_type: ClassVar[str] = "flex"
+    exact = False
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
     # Used inside compiled blocks, where no kernel is tuned: (size of query, of value) -> options.
@@ -280,7 +284,9 @@ class FlexAttentionWrapper(nn.Module):
                     q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
                 )
             packed = (_pack(x) for x in (q, k, v))
-            results = _varlen(*packed, mask.lowered, scale, mask.window, return_lse)
+            results = _varlen(
+                *packed, mask.lowered, scale, mask.window, return_lse, exact=self.exact
+            )
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
         options = {
@@ -309,6 +315,7 @@ class VarlenAttentionWrapper(nn.Module):
     """Causal attention over packed tokens whose documents are given by cumulative lengths."""
 
     attn_type: ClassVar[str] = "varlen"
+    exact = False
     # Read from the class, like `FlexAttentionWrapper._compiled_flex_attn`.
     _compiled_varlen_attn: ClassVar[Callable[..., Any]] = _compiled_varlen_attention
 
@@ -327,7 +334,8 @@ class VarlenAttentionWrapper(nn.Module):
         window: a query sees itself and the window - 1 tokens before it.
         return_lse: also return the log-sum-exp of the scores [N, H]; only on the CPU.
         """
-        return _varlen(_pack(xq), _pack(xk), _pack(xv), attention_masks, scale, window, return_lse)
+        packed = (_pack(x) for x in (xq, xk, xv))
+        return _varlen(*packed, attention_masks, scale, window, return_lse, exact=self.exact)
 
 
 def _varlen(
@@ -338,6 +346,7 @@ def _varlen(
     scale: float | None,
     window: int | None = None,
     return_lse: bool = False,
+    exact: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv], packed. See `VarlenAttentionWrapper`."""
     # The kernels want one head size. Appending zeros to queries and keys doesn't change their dot
@@ -348,7 +357,8 @@ def _varlen(
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if q.device.type == "cpu":
         lengths = (metadata.cu_seq_q, metadata.cu_seq_k)
-        out, lse = attention_cpu.document_attention(q, k, v, *lengths, scale, window)
+        kernel = exact_document_attention if exact else attention_cpu.document_attention
+        out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
     if return_lse:  # torch's kernel returns it, but ignores its gradient

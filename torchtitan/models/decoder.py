@@ -54,6 +54,8 @@ PROJECTION_STD = 0.02
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
 
+    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)
+
     def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
         super().__init__()
         self.w1 = Linear(dim, hidden_dim, bias=bias)
@@ -62,7 +64,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, M]. Returns [B, T, M]."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
     def init_weights(self, init_std: float) -> None:
         init_linear(self.w1, PROJECTION_STD)
@@ -230,7 +232,8 @@ class OutputProjection(Linear):
     reads_local_parameters = True
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
-        return project(head, h, self.weight, self.bias, in_fp32=self.in_fp32)
+        product = head or self.product
+        return project(product, h, self.weight, self.bias, in_fp32=self.in_fp32)
 
 
 class ValueHead(nn.Linear):

@@ -9,6 +9,7 @@ p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers dif
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -221,3 +222,48 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     numbers = x.float()
     partners = numbers.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)
+
+
+def rotation(
+    apply_rope: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that turns heads [B, T, heads, D], of queries and keys alike, as `apply_rope`
+    does with the same rows of its table."""
+    if apply_rope is apply_rotary_emb:
+        return lambda x, rows: _rotate_neighbours(x, rows.unsqueeze(2))
+    return lambda x, rows: apply_rope(x, x[:, :, :0], rows)[0]
+
+
+# ---- composed of operations that round each number alike wherever it stands, for `numerics.exact` ----
+
+
+def _exact_neighbours(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    cos, sin = torch.view_as_real(reshape_for_broadcast(freqs_cis, xq, positions)).unbind(-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+    return rotate(xq), rotate(xk)
+
+
+def _exact_halves(
+    xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        partners = torch.cat((-second, first), dim=-1)
+        return (x.float() * cos + partners * sin).to(x.dtype)
+
+    return rotate(xq), rotate(xk)
+
+
+EXACT_ROPE = {
+    apply_rotary_emb: _exact_neighbours,
+    apply_rotary_emb_to_halves: _exact_halves,
+}

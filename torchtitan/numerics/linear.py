@@ -72,14 +72,16 @@ def project(
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `linear`."""
+    """`nn.Linear`, computed by `product`."""
+
+    product: Callable[..., Tensor] = staticmethod(linear)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         cpu_multiplies_bf16()
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class _RoundedLinear(torch.autograd.Function):

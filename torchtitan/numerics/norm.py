@@ -30,7 +30,14 @@ def rms_norm(
         or any(hasattr(t, "placements") for t in (x, weight))  # DTensors
     ):
         return F.rms_norm(x, normalized_shape, weight, eps)
+    if not torch.is_grad_enabled():
+        return (x * _factor(x, eps)).mul_(weight)
     return _RMSNorm.apply(x, weight, eps)
+
+
+def _factor(x: Tensor, eps: float) -> Tensor:
+    # The steps of torch's forward on other devices and in compiled blocks, for the same bits.
+    return x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class RMSNorm(nn.RMSNorm):
@@ -45,8 +52,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The steps of torch's forward on other devices and in compiled blocks, for the same bits.
-        factor = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        factor = _factor(x, eps)
         ctx.save_for_backward(x, weight, factor)
         return (x * factor).mul_(weight)
 

@@ -9,6 +9,7 @@ rounds in the same way while an engine exists.
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchtitan.tools.compiler import load_inductor
 # For smaller products the call costs more than oneDNN gains.
 _LEAST_MULTIPLICATIONS = 2**24
 _FEW_ROWS = 256  # tokens of a small training step
+_LEAST_PACKED, _PACKED_ROWS = 2**18, 32
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("mm(Tensor a, Tensor b) -> Tensor")
@@ -51,6 +53,22 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
     largest = max((p.numel() for p in model.parameters()), default=0)
     if largest * _FEW_ROWS >= _LEAST_MULTIPLICATIONS and onednn_is_faster():
         host.change(True, _replace_mm, lambda: _replacement is not None)
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return a function x [R, K] -> [R, M], the product with weight [M, K] transposed, plus bias [M].
+
+    For many calls with a few rows and one weight: it may hold a copy in oneDNN's own layout.
+    """
+    is_float = weight.dtype in (torch.float32, torch.bfloat16)
+    if is_float and weight.numel() >= _LEAST_PACKED and onednn_is_faster():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise.default
+        return lambda x: product(x, packed, bias, "none", [], "")
+    transposed = weight.t()
+    if bias is None:
+        return lambda x: torch.mm(x, transposed)
+    return lambda x: torch.addmm(bias, x, transposed)
 
 
 def compile_options() -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ class Batcher:
     pad_multiple: T is the longest row's length, rounded up to a multiple of this.
     skip_zero_advantage: leave out samples whose advantages are all 0. Denominators still count them,
         so the gradient does not change if their loss is 0.
+    scores_masked: compute log-probs of labels outside the loss, too, for callers that read them.
     agg_mode, norm, count_empty: as in `aggregation_weights`.
     deferred: do not divide the weights by the step's denominator, for a caller that does not know
         the whole step; see `TrainingBatch.denominator`.
@@ -57,6 +58,7 @@ class Batcher:
     bucketing: bool = False
     pad_multiple: int = 1
     skip_zero_advantage: bool = False
+    scores_masked: bool = False
     agg_mode: str = "token-mean"
     norm: float | None = None
     count_empty: bool = False
@@ -136,9 +138,10 @@ class Batcher:
                 per_sample, denominator = per_sample
             weights = torch.cat([*per_sample, torch.zeros(0)])
 
+        labels = joined("labels", torch.int64)
         values = {
             "token_ids": joined("token_ids", torch.int64),
-            "labels": joined("labels", torch.int64).masked_fill(~wanted, IGNORE_INDEX),
+            "labels": labels if self.scores_masked else labels.masked_fill(~wanted, IGNORE_INDEX),
             "loss_mask": mask.float(),
             "loss_weights": weights,
             "generator_logprobs": logprobs.masked_fill(~mask, 0),

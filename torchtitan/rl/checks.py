@@ -16,6 +16,7 @@ from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import loss_class, loss_from_config
 from torchtitan.rl.tasks import find_function, task_builder
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.utils import get_device_type
 
 
 def check_rl_config(job_config: JobConfig) -> None:
@@ -42,6 +43,7 @@ def check_trainer_config(job_config: JobConfig) -> None:
         _numbers(job_config),
         _loss(job_config),
         _rows(job_config),
+        _exact(job_config),
     )
     check_gradients_add_up(job_config)
 
@@ -555,6 +557,44 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
     if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
         reasons.append(f"rl.generator.dtype = {rl.generator.dtype!r} is not the trainer's")
     return reasons
+
+
+def _exact(job_config: JobConfig) -> Iterator[str]:
+    """Rules for the config alone; `models.exact.use_exact` checks the model."""
+    rl, layout = job_config.rl, job_config.parallelism
+    if not rl.generator.exact:
+        return
+    for key, is_wrong, remedy in (
+        (
+            f"rl.generator.backend = {rl.generator.backend!r}",
+            rl.generator.backend != "local",
+            "local",
+        ),
+        (f"rl.generator.dtype = {rl.generator.dtype!r}", rl.generator.dtype is not None, "None"),
+        ("rl.generator.in_flight", rl.generator.in_flight, "false"),
+        ("rl.generator.rescore", rl.generator.rescore, "false: there is nothing to correct"),
+        ("compile.enable", job_config.compile.enable, "false"),
+        (
+            f"parallelism.tensor_parallel_degree = {layout.tensor_parallel_degree}",
+            layout.tensor_parallel_degree > 1,
+            "1",
+        ),
+        (
+            f"parallelism.context_parallel_degree = {layout.context_parallel_degree}",
+            layout.context_parallel_degree > 1,
+            "1",
+        ),
+    ):
+        if is_wrong:
+            yield (
+                "rl.generator.exact has generator and trainer add up numbers in one order, which is "
+                f"not possible with {key}; set that to {remedy}, or turn exact off"
+            )
+    if (device := get_device_type()) != "cpu":
+        yield (
+            f"rl.generator.exact is for CPUs, got a job on {device!r}; turn it off, and bound the "
+            "difference with rl.loss.correction"
+        )
 
 
 def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:

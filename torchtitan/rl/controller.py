@@ -371,11 +371,16 @@ class Controller:
 
     # ---- state ----
 
+    @property
+    def _task_name(self) -> str:
+        return f"{self.config.task.name} ({type(self.task).__name__})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a run besides the engine's, as one JSON text. Collective."""
         state = {
             "rollouts": self.rollouts.state_dict(),  # first: it may go back to earlier prompts
             "task": self.task.state_dict(),
+            "task_name": self._task_name,
             "num_batches": self.num_batches,
         }
         return {"state": json.dumps(state)}
@@ -384,6 +389,14 @@ class Controller:
         """Take a checkpoint's state; raises ValueError if it is not a state of this task."""
         try:
             state = json.loads(state_dict["state"])
+            name = state.get("task_name", self._task_name)  # missing in older checkpoints
+            if name != self._task_name:
+                logger.warning(
+                    "the checkpoint was trained on the task %s, and the run goes on with %s, at the "
+                    "same number of drawn prompts",
+                    name,
+                    self._task_name,
+                )
             self.task.load_state_dict(state["task"])
             self.rollouts.load_state_dict(state["rollouts"])
             self._num_batches = state.get("num_batches")  # missing in older checkpoints

@@ -329,6 +329,7 @@ def _continue_rows(
     max_length = longest + rows.uniform.shape[1] - 1
     n_read = 0  # rows whose prompt was read
     parts, records_experts = decoder.runner.model_parts, rows.experts is not None
+    version_of_step = None
     with kv_cache(parts, max_length, decoder.run, records_experts) as forward:
         while rows.n_left():
             has_run = False
@@ -363,7 +364,9 @@ def _continue_rows(
                 for place, length in enumerate(forward.lengths):
                     if length == forward.max_length:  # this row has ended
                         forward.lengths[place] = 0
-                version_of_step = next_version()
+                before, version_of_step = version_of_step, next_version()
+                if version_of_step != before:
+                    forward.weights_changed()
                 logits = forward(rows.tokens[:, None], last_only=True)
                 if places := rows.places(is_open=True):
                     rows.draw_at(places, logits, places, version_of_step, forward)

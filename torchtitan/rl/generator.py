@@ -21,6 +21,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.exact import use_exact
 from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
@@ -569,6 +570,8 @@ def build_copy(policy: PolicyModel) -> Generator:
     own = CopyGenerator.of_model_of(
         policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
     )
+    if rl.generator.exact:
+        use_exact([own.model])
     return recording(own, rl.generator.replay_experts)
 
 

@@ -6,7 +6,7 @@ Annotations must stay real types, as in `torchtitan.config.job_config`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.job_config import section
@@ -114,6 +114,8 @@ class RLLoss:
     kl_coef: float = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence
     entropy_coef: float = 0.0  # Weight of the entropy bonus
+    # For a registered loss: its other settings, as a table: [rl.loss.args] with beta = 0.1, ...
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -177,6 +179,10 @@ class RLGenerator:
     # For mixtures of experts: record the experts that each token went to when it was generated, and
     # have the trainer send it to the same experts, with its own router's scores
     replay_experts: bool = False
+    # Have generator and trainer compute a token's numbers by sums in one order, whatever tokens share
+    # its batch: log-probs are then equal bit for bit, and a ratio on policy is exactly 1. For dense
+    # models on the CPU; slower
+    exact: bool = False
 
 
 @dataclass

@@ -69,6 +69,13 @@ class JsonlTask(Task):
             assert chat is not None
             result = {"role": "tool", "name": "", "content": "what the tool returned"}
             chat.check_turns(self.messages(self._prompts[0]), result, tools=tools.schemas)
+            messages = self.messages(self._prompts[0])
+            if chat.render(messages) == chat.render(messages, tools=tools.schemas):
+                logger.warning(
+                    "%s writes no tools, so the policy is not told of rl.task.tools; set "
+                    "rl.task.chat_template to a file with a template that reads `tools`",
+                    chat.name,
+                )
 
     # ---- prompts ----
 

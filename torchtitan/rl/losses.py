@@ -439,6 +439,11 @@ def build_loss(name: str, **settings: Any) -> PolicyLoss:
 
 def loss_from_config(config: Any) -> PolicyLoss:
     """Return the loss that the section `[rl.loss]` describes."""
-    of_batcher = ("name", "agg_mode", "norm", "count_empty")
-    settings = {k: v for k, v in vars(config).items() if k not in of_batcher}
-    return build_loss(config.name, **settings)
+    not_settings = ("name", "args", "agg_mode", "norm", "count_empty")
+    settings = {k: v for k, v in vars(config).items() if k not in not_settings}
+    if both := sorted(set(settings) & set(config.args)):
+        raise ValueError(
+            f"rl.loss.args is for settings that have no key of their own, got {both[0]!r}; set "
+            f"rl.loss.{both[0]}"
+        )
+    return build_loss(config.name, **settings, **config.args)

@@ -16,6 +16,7 @@ from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.models.exact import use_exact
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
@@ -45,6 +46,8 @@ class PolicyTrainer(Learner):
             engine = TrainingEngine(job_config)
         else:
             check_gradients_add_up(engine.job_config)
+        if job_config.rl.generator.exact:
+            use_exact(engine.model_parts)
         super().__init__(engine, loss)
 
     @property
@@ -60,6 +63,7 @@ class PolicyTrainer(Learner):
             temperature=config.rl.sampling.temperature,
             entropy=entropy,
             compile_backend=config.compile.backend_of("loss"),
+            exact=config.rl.generator.exact,
         )
 
     def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:

@@ -4,6 +4,7 @@ Prompt number i depends only on the task's seed and on i, so the number of drawn
 of a run. `jsonl_task` has prompts from a file, `torchtitan.experiments.rl_toy.tasks` toy tasks.
 """
 
+import functools
 import importlib
 import traceback
 from abc import ABC, abstractmethod
@@ -182,10 +183,22 @@ _TASKS: dict[str, TaskBuilder | str] = {
 }
 
 
-def register_task(name: str, build: TaskBuilder) -> None:
-    """Register a task as a value of `rl.task.name`; raises ValueError if the name is taken."""
+def register_task(name: str, build: TaskBuilder | None = None) -> Any:
+    """Register a function that builds a task as a value of `rl.task.name`.
+
+    build: a function of (the section `[rl]`, the model's tokenizer or None, the longest prompt in
+        tokens or None) that returns a `Task`. Without it, returns a decorator of such a function.
+    Raises ValueError if the name is taken.
+    """
+    if build is None:
+        return functools.partial(_register, name)
+    return _register(name, build)
+
+
+def _register(name: str, build: TaskBuilder) -> TaskBuilder:
     if _TASKS.setdefault(name, build) is not build:
         raise ValueError(f"the task {name!r} is registered already; choose another name")
+    return build
 
 
 def task_builder(name: str) -> TaskBuilder:

@@ -336,7 +336,8 @@ class Slot(NamedTuple):
 class TrainingMicrobatch:
     """The rows of one rank in one forward pass; tensors [B, T].
 
-    token_ids: 0 in padding. labels: IGNORE_INDEX in padding and where a sample's loss_mask is 0.
+    token_ids: 0 in padding. labels: IGNORE_INDEX in padding and, unless the batcher has
+        `scores_masked`, where a sample's loss_mask is 0.
     positions: from 0 in each sequence, -1 in padding.
     loss_mask: 1 for tokens in the loss, else 0. loss_weights: factors of the per-token losses, 0
         for tokens not in the loss; the loss is the sum of weight * loss.

@@ -263,6 +263,18 @@ def test_run_without_a_reference_takes_the_policy_that_it_resumes_from(tmp_path,
     resumed.close()
 
 
+def test_resuming_with_another_task_is_told(tmp_path, caplog):
+    flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
+    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
+    controller.train()
+    controller.close()
+    flags += ["--rl.task.name=sort", "--training.steps=2"]
+    resumed = Controller(toy_config(tmp_path, *flags))
+    resumed.setup()
+    assert "trained on the task copy (CopyTask), and the run goes on with sort" in caplog.text
+    resumed.close()
+
+
 def test_reference_holds_the_biases_that_choose_experts(tmp_path):
     flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
     trainer = PolicyTrainer(toy_config(tmp_path, *flags))

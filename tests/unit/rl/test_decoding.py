@@ -1,13 +1,12 @@
 """Continuing many prompts at once: the drawn tokens, their log-probs, and their ends."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
 from tests.unit.test_generation import FAMILIES, tiny_model
-from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import draw
+from torchtitan.loss.logprobs import token_logprobs
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.types import SamplingConfig
 
@@ -115,23 +114,19 @@ def test_rows_that_wait_draw_the_same_with_chunks_windows_and_experts(family, ma
     assert len({len(new) for new, _, _ in together}) > 4
 
 
-@dataclass(frozen=True)
-class RecordingDecoder(LocalDecoder):
-    """shapes: of the tokens of each forward."""
+def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(monkeypatch):
+    shapes, call = [], CachedForward.__call__
 
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    def recording(self, tokens, *args, **options):
+        shapes.append(tuple(tokens.shape))
+        return call(self, tokens, *args, **options)
 
-    def run(self, tokens, **kwargs):
-        self.shapes.append(tuple(tokens.shape))
-        return super().run(tokens, **kwargs)
-
-
-def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once():
+    monkeypatch.setattr(CachedForward, "__call__", recording)
     lengths = [12, 1, 2, 9, 1, 2, 2, 2, 6, 6, 6, 6, 6, 6, 6, 6]  # of two prompts' completions
     uniform = torch.full((16, 12), 0.1, dtype=torch.float64)
     uniform[range(16), [length - 1 for length in lengths]] = 1 - 2**-53  # draws the last token
     sampling = SamplingConfig(max_tokens=12, stop_token_ids=(V - 1,))
-    runner = LocalDecoder.of_model(tiny_model()).runner
+    decoder = LocalDecoder.of_model(tiny_model())
     for max_rows, expected in {
         # All rows at once: they are dropped when half of them have ended.
         0: [(2, 7)] + [(16, 1)] * 5 + [(2, 1)] * 3 + [(1, 1)] * 3,
@@ -139,8 +134,7 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once()
         # waits, none is dropped.
         4: [(1, 7)] + [(4, 1)] * 3 + [(1, 7)] + [(4, 1)] * 13 + [(2, 1)] * 2,
     }.items():
-        shapes = []
-        decoder = RecordingDecoder(runner, shapes=shapes)
+        shapes.clear()
         _, versions, _ = continue_prompts(
             decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
         )
@@ -247,6 +241,16 @@ def test_draws_follow_the_distribution_and_top_k_and_top_p_cut_it():
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.0142, rtol=0)
         told = torch.tensor(expected)[drawn.tokens]
         torch.testing.assert_close(drawn.logprobs.exp(), told, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_drawn_logprobs_are_bitwise_those_of_the_trainers_function(dtype, temperature):
+    for n, vocab in [(1, 32), (7, 48), (64, 1024)]:
+        logits = (9 * torch.randn(n, vocab)).to(dtype)
+        drawn = draw(logits, uniform_numbers(n, 1)[:, 0], temperature=temperature)
+        scored = token_logprobs(logits[None], drawn.tokens[None], temperature=temperature)
+        assert torch.equal(drawn.logprobs, scored.logprobs[0])
 
 
 def test_numbers_at_the_edges_draw_tokens_that_have_a_chance():

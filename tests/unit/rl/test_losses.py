@@ -1,8 +1,10 @@
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from torchtitan.config import ConfigManager
 from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import (
@@ -249,12 +251,23 @@ def test_setting_that_a_loss_does_not_read_is_refused():
         build_loss("dapo", clip_eps=0.1)
 
 
-def test_own_loss_can_be_registered_once():
+def test_own_loss_can_be_registered_once_and_its_settings_are_in_the_config():
+    @dataclass(frozen=True)
     class Reinforce(PolicyLoss):
+        scale: float = 1.0
+
         def per_token(self, logprobs, batch):
-            return -logprobs * batch["advantages"], {}
+            return -self.scale * logprobs * batch["advantages"], {}
 
     register_loss("test_reinforce")(Reinforce)
-    assert isinstance(build_loss("test_reinforce"), Reinforce)
+    flags = ["--rl.loss.name=test_reinforce", "--rl.loss.args", "scale=2.5"]
+    config = ConfigManager(JobConfig).parse_args(flags).rl.loss
+    assert loss_from_config(config) == Reinforce(scale=2.5)
+    config.args = {"kl_coef": 0.1}
+    with pytest.raises(ValueError, match="no key of their own, got 'kl_coef'; set rl.loss.kl_coef"):
+        loss_from_config(config)
+    config.args = {"sclae": 1.0}
+    with pytest.raises(ValueError, match="rl.loss.sclae is not read .* which reads .*scale"):
+        loss_from_config(config)
     with pytest.raises(ValueError, match="'grpo' is registered already"):
         register_loss("grpo")(Reinforce)

@@ -188,6 +188,27 @@ def test_saved_states_are_loaded_and_sampled_from(run):
     assert status == 404 and "does not own the policy" in answer["detail"]
 
 
+def test_base_model_of_another_name_is_not_sampled(run):
+    def create(number, **values):
+        values |= {"session_id": run.session, "sampling_session_seq_id": number}
+        return run.post("create_sampling_session", **values)
+
+    status, answer = create(900, base_model="Qwen/Qwen3-8B")
+    assert status == 400 and "must be 'policy', the model that this server" in answer["detail"]
+    assert "got 'Qwen/Qwen3-8B'; start a server with that model" in answer["detail"]
+    assert [create(901, base_model=name)[0] for name in ("policy", "any")] == [200, 200]
+
+
+def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, caplog):
+    options = {"session_id": run.session, "model_seq_id": 1, "base_model": "any"}
+    status, answer = run.post("create_model", **options, lora_config={"rank": -5})
+    assert status == 400 and "lora_config.rank must be at least 1, got -5" in answer["detail"]
+    newer = run.wait("create_model", **options, lora_config={"rank": 5})["model_id"]
+    assert f"model {newer} takes the policy over from {run.model}" in caplog.text
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and f"does not own the policy: {newer} does" in answer["detail"]
+
+
 def test_second_session_waits_for_the_policy(run, url):
     other = Http(url)
     session = other.ask("create_session")["session_id"]
@@ -252,7 +273,8 @@ def test_numbers_that_are_not_finite_reach_no_gradient_and_no_answer(run):
     assert run.optim_step()["metrics"]["grad_norm"] < 10
 
 
-def test_gspo_takes_the_mask_that_tinker_gives_it(run):
+def test_targets_of_the_prompt_are_in_no_ratio(run):
+    """gspo with the mask that Tinker knows and without; importance_sampling on policy."""
     inputs = {
         "target_tokens": [2, 3, 4],
         "logprobs": [0.0, -3.0, -3.0],
@@ -262,10 +284,15 @@ def test_gspo_takes_the_mask_that_tinker_gives_it(run):
     config = {"clip_high_threshold": 100.0, "clip_low_threshold": 0.01}
     with_mask = run.forward_backward([([1, 2, 3], masked)], "gspo", config=config)
     plain = run.forward_backward([([1, 2, 3], inputs)], "gspo", config=config)
-    new = with_mask["loss_fn_outputs"][0]["logprobs"]["data"][1:]
-    ratio = 2.718281828 ** ((sum(new) + 6.0) / 2)
+    new = with_mask["loss_fn_outputs"][0]["logprobs"]["data"]
+    ratio = 2.718281828 ** ((sum(new[1:]) + 6.0) / 2)
     assert with_mask["metrics"]["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-4)
-    assert plain["metrics"]["loss:sum"] != pytest.approx(-2 * ratio, rel=1e-2)
+    assert plain["metrics"]["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-4)
+    assert new[0] < 0  # the prompt's targets are scored all the same
+    on_policy = inputs | {"logprobs": [0.0, *new[1:]]}
+    metrics = run.forward_backward([([1, 2, 3], on_policy)], "importance_sampling")["metrics"]
+    assert metrics["ratio_mean:mean"] == pytest.approx(1)
+    assert abs(metrics["kl_generator:mean"]) < 1e-6
 
 
 @pytest.mark.parametrize(

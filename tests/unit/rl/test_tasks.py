@@ -166,9 +166,10 @@ def test_own_task_can_be_registered_once():
         return CopyTask(seed=rl.seed)
 
     register_task("test_own_copy", build)
+    assert register_task("test_own_copy_too")(build) is build
     rl = JobConfig().rl
-    rl.task.name = "test_own_copy"
-    assert isinstance(build_task(rl), CopyTask)
+    for rl.task.name in ("test_own_copy", "test_own_copy_too"):
+        assert isinstance(build_task(rl), CopyTask)
     with pytest.raises(ValueError, match="'copy' is registered already"):
         register_task("copy", build)
 

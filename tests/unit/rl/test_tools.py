@@ -231,6 +231,16 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
             build_task(task_config(folder, rows, *flags), with_tokenizer)
 
 
+def test_template_that_writes_no_tools_is_told(folder, tmp_path, caplog):
+    template = tmp_path / "no_tools.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
+    rows, flag = [question("a")], f"--rl.task.chat_template={template}"
+    build_task(task_config(folder, rows, flag), HuggingFaceTokenizer(str(folder))).close()
+    assert "no_tools.jinja writes no tools, so the policy is not told of rl.task" in caplog.text
+
+
 def test_chat_prompts_need_no_tools_and_take_variables(folder):
     path = folder.parent / "chat.jsonl"
     path.write_text(json.dumps(question("2+2?", "4")) + "\n" + json.dumps({"prompt": "plain"}))

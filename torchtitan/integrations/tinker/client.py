@@ -47,7 +47,7 @@ from torchtitan.integrations.tinker.types import (
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss, build_loss
+from torchtitan.rl.losses import CrossEntropyLoss, GSPOLoss, PolicyLoss, build_loss
 from torchtitan.rl.snapshots import (
     Snapshots,
     WeightsKey,
@@ -135,9 +135,9 @@ class LocalTrainingClient:
         self._trainer = PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            # Callers get log-probs of every Datum, so none is skipped.
+            # Callers get log-probs of every target of every Datum, so none is skipped.
             batcher = Batcher.from_config(job_config, engine.dp_size)
-            self._batcher = replace(batcher, skip_zero_advantage=False)
+            self._batcher = replace(batcher, skip_zero_advantage=False, scores_masked=True)
             self._generator = build_generator(job_config, engine)
         # Checkpoints hold the generator's state, from which unseeded sampling continues.
         engine.checkpointer.states["rl_generator"] = self._generator
@@ -430,7 +430,7 @@ class LocalTrainingClient:
                         f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
                         "target"
                     )
-            samples.append(sample := _sample(datum))
+            samples.append(sample := _sample(datum, loss))
             if len(sample) > self._batcher.seq_len:
                 raise ValueError(
                     f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
@@ -681,14 +681,20 @@ def _targets_of(datum: Datum, **inputs: Tensor) -> Datum:
     return Datum(datum.model_input, targets | inputs)
 
 
-def _sample(datum: Datum) -> TrainingSample:
-    if unknown := sorted(set(datum.loss_fn_inputs) - set(_INPUTS)):
+def _sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSample:
+    """loss: whose mask to make, if the datum has none: a prompt's targets, which were not sampled, have
+    log-prob and advantage 0 and are in no ratio and no metric.
+    """
+    given = dict(datum.loss_fn_inputs)
+    if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
+        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
+    if unknown := sorted(set(given) - set(_INPUTS)):
         raise ValueError(
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
             "remove it, or correct its name"
         )
     n, inputs = datum.model_input.length, {}
-    for name, values in datum.loss_fn_inputs.items():
+    for name, values in given.items():
         try:
             inputs[name] = torch.as_tensor(values)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -719,6 +725,8 @@ def _sample(datum: Datum) -> TrainingSample:
             "integers"
         )
     mask = inputs.get("mask", torch.ones(n)).float()
+    if loss is not None and loss.has_generator and "mask" not in inputs:
+        mask = ((inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
         labels=labels,

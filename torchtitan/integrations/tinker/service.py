@@ -4,7 +4,6 @@ The server trains one policy at a time: all its weights, or adapters. A session 
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -22,11 +21,10 @@ from torchtitan.integrations.tinker.requests import Refused, adam_params, folder
 from torchtitan.integrations.tinker.results import Answer, Results, write_output
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
-from torchtitan.integrations.tinker.types import Datum
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
-_SECONDS_UNTIL_GONE = 60  # without a heartbeat, which clients send every 10 s
+_SECONDS_UNTIL_GONE = 30  # without a heartbeat, which clients send every 10 s
 _MAX_SESSIONS = 4096
 
 
@@ -225,6 +223,8 @@ class Service:
                     f"close that ServiceClient (or end its program, and wait "
                     f"{_SECONDS_UNTIL_GONE} s), or start another server"
                 )
+            if self._lora is None and owner == session_id:
+                logger.warning("model %s takes the policy over from %s", model_id, self._model_id)
             self._model_id, self._base_model = model_id, base_model
             self._runs[model_id] = metadata
             for old in list(self._runs)[:-_MAX_SESSIONS]:
@@ -239,10 +239,11 @@ class Service:
     def _create_model(self, values: dict[str, Any]) -> Answer:
         config, lora = take(values, "lora_config", dict, {}), self._lora
         arguments: dict[str, Any] = {}
-        rank = 0
+        rank = take(config, "rank", int, 1 if lora is None else lora.rank)
+        if rank < 1:
+            raise Refused(f"lora_config.rank must be at least 1, got {rank}; correct it")
         if lora is not None:
-            rank = take(config, "rank", int, lora.rank)
-            if not 1 <= rank <= lora.rank:
+            if rank > lora.rank:
                 raise Refused(
                     f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
                     "ask for less, or start the server with a larger one"
@@ -343,15 +344,6 @@ class Service:
 
     def _forward_backward(self, body: bytes) -> Answer:
         request = wire.read_forward_backward(body, self._check_model)
-        if request.loss_fn == "gspo":
-            # Tinker's gspo takes its ratio over `sequence_ratio_mask`, ours over `mask`.
-            data = []
-            for datum in request.data:
-                inputs = dict(datum.loss_fn_inputs)
-                if "sequence_ratio_mask" in inputs:
-                    inputs["mask"] = inputs.pop("sequence_ratio_mask")
-                data.append(Datum(datum.model_input, inputs))
-            request = dataclasses.replace(request, data=data)
         kind = "forward" if request.forward_only else "forward_backward"
         command = self._joint_command(
             "forward_backward",
@@ -427,8 +419,26 @@ class Service:
         self._sessions.check(session_id)
         number = take(values, "sampling_session_seq_id", int)
         sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
+        if path is None:
+            self._check_base_model(session_id, take(values, "base_model", str, self._name))
         self._sampling.create(sampler, path)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    def _check_base_model(self, session_id: str, name: str) -> None:
+        """Refuse to sample from this server's base model under another model's name.
+
+        A training client may give any name, and then its session may sample under that name, too.
+        """
+        with self._lock:
+            models = dict(self._models)
+            if self._lora is None:
+                models = {self._model_id: (0, self._base_model)}
+        trained = {own for model, (_, own) in models.items() if model.startswith(f"{session_id}:")}
+        if name not in {self._name, *trained}:
+            raise Refused(
+                f"base_model must be {self._name!r}, the model that this server samples, got {name!r}; "
+                "start a server with that model, or name it in rl.serve.base_model if it is this one"
+            )
 
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
         self._sampling.source(sampler)

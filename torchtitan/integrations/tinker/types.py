@@ -35,8 +35,9 @@ class Datum:
     """One sequence to learn from: n input tokens, and the loss's inputs for each of them.
 
     loss_fn_inputs: name -> tensor [n] or list of n entries: `target_tokens`, the token to predict
-        after each input token; `logprobs` and `advantages` for policy losses; optionally `weights`
-        of the targets, and `mask`, 0 for targets that the loss leaves out.
+        after each input token; `logprobs` and `advantages` for policy losses, both 0 for targets of
+        the prompt; optionally `weights` of the targets, and `mask`, 0 for targets that the loss
+        leaves out.
     """
 
     model_input: ModelInput
