@@ -6,8 +6,9 @@
 A server runs in a process of its own, with adapters beside one small model. Clients send requests over
 HTTP from this process: `forward_backward` and `optim_step` for each step, as tinker-cookbook's loops do.
 Rounds in which all clients train at once alternate with rounds in which one client after the other takes
-its steps. Prints the server's CPU-seconds of a client's step (median of the rounds), the ratio, the largest
-relative difference of the losses in both kinds of rounds, and the memory that a further client takes.
+its steps. Prints the server's CPU-seconds of a client's step (median of the rounds), the median of the rounds'
+ratios, and the largest relative difference of the losses in both kinds of rounds. "The policy" is the same
+without HTTP. Also prints the memory that a further client takes: adapters, gradients and moments.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import dataclasses
 import http.client
 import multiprocessing
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -66,15 +66,14 @@ def config_of(size: str, options: argparse.Namespace, folder: str):
 
 
 def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection) -> None:
-    """Serve until a message is None; answer the others with (CPU-seconds, bytes) of this process."""
+    """Serve until a message is false; answer the others with the CPU-seconds of this process."""
     from torchtitan.rl.serve import Server
 
     server = Server(config_of(size, options, folder))
 
     def answer() -> None:
         while pipe.recv():
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send((time.process_time(), usage.ru_maxrss * 1024))
+            pipe.send(time.process_time())
         server.stop()
 
     def start(url: str) -> None:
@@ -136,13 +135,12 @@ def measure(size: str, options: argparse.Namespace) -> None:
         process.start()
         url = pipe.recv()
 
-        def used() -> tuple[float, int]:
+        def used() -> float:
             pipe.send(True)
             return pipe.recv()
 
         # Two clients with the same seed: one trains beside the others, its twin alone.
         ranks = [1 + n % options.rank for n in range(options.clients)]
-        memory = [used()[1]]
         at_once = [client_of(url, rank, n) for n, rank in enumerate(ranks)]
         alone = [client_of(url, rank, n) for n, rank in enumerate(ranks)]
         data = [data_of(n, options) for n in range(options.clients)]
@@ -155,7 +153,7 @@ def measure(size: str, options: argparse.Namespace) -> None:
                 def take(n: int, clients: list, found: list = found) -> None:
                     found[n] = steps(clients[n], data[n], options.steps)
 
-                before = used()[0]
+                before = used()
                 if kind == "at once":
                     threads = [
                         threading.Thread(target=take, args=(n, at_once)) for n in range(len(found))
@@ -167,15 +165,12 @@ def measure(size: str, options: argparse.Namespace) -> None:
                 else:
                     for n in range(len(found)):
                         take(n, alone)
-                spent = used()[0] - before
+                spent = used() - before
                 seconds[kind].append(spent / (options.steps * options.clients))
                 losses[kind].append(found)
-        memory.append(used()[1])
         pipe.send(None)
         process.join()
-    per_client = (memory[1] - memory[0]) / (2 * options.clients)
     report(f"{size} over HTTP", seconds, losses)
-    print(f"    {per_client / 2**20:.2f} MiB of the server's memory a client, at most")
 
 
 def measure_policy(size: str, options: argparse.Namespace) -> None:
@@ -213,8 +208,15 @@ def measure_policy(size: str, options: argparse.Namespace) -> None:
                         policy.optim_step(updates[own])
                     seconds[kind].append((time.process_time() - before) / len(items))
                     losses[kind].append([output.metrics["loss:sum"] for output in found])
+            policy.forward_backward(items[:2])
+            (state,) = policy._waiting.get([items[0][0]])
+            n_bytes = sum(tensor.nbytes for tensor in state.tensors())
+            n_values = sum(weight.numel() for weight in state.weights.values())
             policy.close()
     report(f"{size}, the policy", seconds, losses)
+    print(
+        f"    {n_bytes:,} bytes a client, for {n_values:,} values of adapters of rank {options.rank}"
+    )
 
 
 def report(name: str, seconds: dict[str, list[float]], losses: dict[str, list]) -> None:
