@@ -37,6 +37,9 @@ def make_trainer(folder, *overrides) -> PolicyTrainer:
         for part in trainer.engine.model_parts:
             if part.output is not None:
                 part.output.weight *= SCALE
+            for name, parameter in part.named_parameters():
+                if name.endswith("lora_b"):  # which is 0 at first
+                    parameter.normal_(std=0.1)
     return trainer
 
 
