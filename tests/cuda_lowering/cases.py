@@ -80,6 +80,13 @@ EXPECTED: dict[str, Expected] = {
             "backward: 6 _grouped_mm, 8 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
         ]
     ),
+    "llama3 small lengths": Expected(
+        # Once more for all lengths, whose kernels compute more addresses, and for a length that
+        # blocks of 128 do not divide.
+        _DENSE,
+        recompiled=6,
+        spills={"triton_tem_fused_flex_attention_backward_transpose_view_3": 48},
+    ),
     "llama3 small flex": Expected(
         # a sum over the tokens of gradients of a norm's weight
         _DENSE,
