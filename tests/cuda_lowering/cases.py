@@ -65,6 +65,7 @@ _DENSE = [
     "backward: 14 mm, 10 triton",
 ]
 EXPECTED: dict[str, Expected] = {
+    "llama3 1B flex": Expected(_DENSE),
     "llama3 1B sdpa": Expected(
         [
             f"forward: 1 _scaled_dot_product_cudnn_attention, 7 mm, 6 triton, {_ROPE}",
