@@ -73,6 +73,9 @@ EXPECTED: dict[str, Expected] = {
             "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, 8 triton",
         ]
     ),
+    "qwen3 0.6B flex": Expected(
+        ["forward: 7 mm, 8 triton", *_LOSS, "backward: 14 mm, 14 triton"],
+    ),
     "qwen3 30B-A3B flex": Expected(
         [
             "forward: 3 _grouped_mm, 4 mm, 1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, "
