@@ -356,11 +356,11 @@ def check_head(runner: "Runner", head: Head | None, needs_logits: bool = False) 
 
 def check_routed_experts(runner: "Runner", batches: Sequence[TokenBatch]) -> None:
     """Raise ValueError if the model takes `routed_experts`, and a batch's do not fit it."""
-    check = getattr(runner.model_parts[0], "check_routed_experts", None)
-    for batch in batches if check is not None else ():
+    model = runner.model_parts[0]
+    for batch in batches if hasattr(model, "check_routed_experts") else ():
         routed_experts = batch.entries.get("routed_experts")
         if routed_experts is not None:
-            check(batch.tokens, routed_experts)
+            model.check_routed_experts(batch.tokens, routed_experts)
 
 
 def check_own_forward(runner: "Runner", method: str) -> None:
