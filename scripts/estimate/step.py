@@ -327,12 +327,14 @@ def _real_device() -> Iterator[None]:
 def _rehearsal() -> Iterator[Any]:
     from tests.cuda_rehearsal.rehearsal import Rehearsal, patch_kernels
 
-    patch_kernels()
     with (
+        # `patch_kernels` replaces it; this puts it back.
+        mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention),
         mock.patch.object(F, "rms_norm", _fused_rms_norm),
-        Rehearsal() as rehearsal,
     ):
-        yield rehearsal
+        patch_kernels()
+        with Rehearsal() as rehearsal:
+            yield rehearsal
 
 
 _composed_rms_norm = F.rms_norm

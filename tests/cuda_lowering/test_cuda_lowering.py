@@ -69,7 +69,7 @@ def test_seeded_fault_of_lowering_is_caught(name):
     assert record["error"] is None, record["error"]
 
 
-@pytest.mark.parametrize("name", slow(BLOCKS, ["llama3"]))
+@pytest.mark.parametrize("name", slow(BLOCKS))
 def test_kernels_of_a_block_compute_what_the_eager_block_does(name):
     (record,) = records("interpret", name)
     largest = max(record["differences"].values())

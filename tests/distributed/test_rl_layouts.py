@@ -86,8 +86,9 @@ RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4
 RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
 
 
-@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("async_steps", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
     overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
     unbroken = run_ranks(run_on_this_rank, world_size, tmp_path / "unbroken", overrides)[0]

@@ -96,7 +96,8 @@ BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.
 BATCHES += ["--rl.sampling.stop_strings=ab"]
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead, tmp_path):
     flags = [*BATCHES, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
     both = run_roles(tmp_path / "both", 2, *flags)

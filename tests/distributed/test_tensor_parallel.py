@@ -276,10 +276,11 @@ def test_lengths_losses_kernels_and_checkpointing_change_nothing():
     "run",
     [
         Run("qwen3 tied"),
-        pytest.param(Run("qwen3 moe", attention="flex"), marks=pytest.mark.slow),
+        Run("qwen3 moe", attention="flex"),
     ],
     ids=["tied", "experts"],
 )
+@pytest.mark.slow  # FSDP 2, TP 2 is in test_layout_matrix
 def test_tensor_and_data_parallel_ranks_train_like_one_process(run):
     layouts = [(1, 2, 2), (2, 1, 2)]  # FSDP, and replicas, of split models
     alone = train(run)

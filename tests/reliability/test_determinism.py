@@ -86,7 +86,14 @@ def test_losses_between_logged_steps_are_the_same(plain_run, tmp_path):
     assert logged == [row for row in plain_run if row[0] in (1, 3, 5)]
 
 
-@pytest.mark.parametrize("layout", ["packed documents", "two ranks", "random initial weights"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "packed documents",
+        pytest.param("two ranks", marks=pytest.mark.slow),
+        "random initial weights",
+    ],
+)
 def test_losses_do_not_depend_on_everything_at_once(tmp_path, layout):
     options = {"packed documents": DOCUMENTS, "random initial weights": ["--debug.seed=8"]}
     arguments, ranks = options.get(layout, []), 2 if layout == "two ranks" else 1

@@ -115,7 +115,6 @@ def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
     controller = Controller(toy_config(tmp_path, "--rl.async_steps=1", "--optimizer.lr=0.1"))
     controller.setup()
     generator, sampling = controller.generator, SamplingConfig(max_tokens=8, seed=1)
-    expected = generator.generate([[1, 2]], sampling, 64)
     is_drawing, is_updated = threading.Event(), threading.Event()
 
     def stop_after_first_token(*_):
@@ -123,6 +122,12 @@ def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
         assert is_updated.wait(timeout=60)
 
     hook = generator._generator.model.register_forward_hook(stop_after_first_token)
+    is_updated.set()
+    expected = generator.generate(
+        [[1, 2]], sampling, 64
+    )  # with the hook, which decides the kernels
+    is_drawing.clear()
+    is_updated.clear()
     with ThreadPoolExecutor(1) as thread:
         drawing = thread.submit(generator.pinned().generate, [[1, 2]], sampling, 64)
         assert is_drawing.wait(timeout=60)

@@ -129,6 +129,7 @@ def test_rl_starts_from_where_fine_tuning_ends():
     assert sft.training.dataset_path == rl.rl.task.path
 
 
+@pytest.mark.slow
 def test_recipe_runs_on_a_cpu_with_one_command(tmp_path):
     """A few steps of each part; that rewards rise is measured in docs/rl_experiments.md."""
     environment = {
