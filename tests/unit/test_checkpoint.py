@@ -376,6 +376,19 @@ def test_steps_are_listed_by_their_numbers(tmp_path):
     assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
 
 
+def test_step_that_another_rank_removes_meanwhile_is_not_listed(tmp_path, monkeypatch):
+    (tmp_path / "step-5").mkdir()
+    scandir = os.scandir
+
+    def then_removed(folder):
+        entries = list(scandir(folder))
+        (tmp_path / "step-5").rmdir()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", then_removed)
+    assert list_steps(str(tmp_path)) == []
+
+
 @pytest.mark.parametrize("target", ["elsewhere", "checkpoint/best"])
 def test_linked_step_is_not_purged(tmp_path, target):
     (tmp_path / target).mkdir(parents=True)

@@ -118,8 +118,12 @@ def list_steps(folder: str) -> list[StepFolder]:
     for entry in os.scandir(folder):
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
-            # A process may be killed between making a folder and marking it.
-            contents = contents_of(entry.path) if os.listdir(entry.path) else Contents.UNFINISHED
+            try:
+                # A process may be killed between making a folder and marking it.
+                is_empty = not os.listdir(entry.path)
+                contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
+            except FileNotFoundError:  # another rank has just removed it
+                continue
             found.append(StepFolder(int(match.group(1)), entry.path, contents))
     return sorted(found, key=lambda folder: folder.step)
 

@@ -46,19 +46,19 @@ def url(base, tmp_path_factory):
     flags = (
         *LORA,
         "--model.name=qwen3",
-        "--model.flavor=tiny",
+        "--model.flavor=downloads",
         f"--checkpoint.initial_load_path={base}",
         "--checkpoint.initial_load_in_hf",
         "--checkpoint.enable",
         f"--rl.serve.api_key_file={folder / 'key'}",
     )
     flavors = spec.model_args
-    flavors["tiny"] = from_hf_config(str(base)).model_args
+    flavors["downloads"] = from_hf_config(str(base)).model_args
     try:
         with serving(server_config(folder, *flags)) as url:
             yield url
     finally:
-        del flavors["tiny"]
+        del flavors["downloads"]
 
 
 @pytest.fixture
