@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from unittest import mock
 
 import torch
+from torch.library import _scoped_library
 
 from tests.cuda_lowering.cases import EXPECTED
 from tests.cuda_lowering.step import lower
@@ -86,7 +87,7 @@ def _operator(fake: Callable) -> Iterator[None]:
     """`FeedForward` ends in an operator of its own."""
     from torchtitan.models.decoder import FeedForward
 
-    with torch.library._scoped_library("lowering_faults", "FRAGMENT") as library:
+    with _scoped_library("lowering_faults", "FRAGMENT") as library:
         library.define("scaled(Tensor x) -> Tensor")
         library.impl("scaled", fake, "Meta")
         forward = FeedForward.forward
