@@ -8,7 +8,12 @@ from tests.reliability import elastic_data
 
 
 @pytest.mark.parametrize(
-    ("kind", "packing"), [("mixture", "concat"), ("chats", "fit"), ("tokens", "none")]
+    ("kind", "packing"),
+    [
+        ("mixture", "concat"),
+        pytest.param("chats", "fit", marks=pytest.mark.slow),
+        pytest.param("tokens", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_are_those_of_the_unbroken_run(kind, packing, tmp_path):
     prepare = partial(

@@ -60,7 +60,9 @@ def results(model, replays=False):
 
 
 @pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_block_is_one_graph(dtype, replays):
     model = build().to(dtype)
     compiled = copy.deepcopy(model)
@@ -69,6 +71,7 @@ def test_block_is_one_graph(dtype, replays):
     torch.testing.assert_close(results(compiled, replays), results(model, replays))
 
 
+@pytest.mark.slow
 def test_block_whose_kernels_want_groups_padded_is_one_graph(monkeypatch):
     monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)  # as on CUDA
     model = build()

@@ -120,6 +120,7 @@ def test_a_model_of_small_products_keeps_torchs(fast_onednn):
         host.move_out(tenant)
 
 
+@pytest.mark.slow  # inductor compiles C++
 def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     torch.manual_seed(0)
     layer, x = nn.Linear(256, 512, bias=False), torch.randn(256, 256)

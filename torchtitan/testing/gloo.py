@@ -133,6 +133,9 @@ def _rank_main(
     """Run a rank: send ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
     gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
+    gc.set_threshold(
+        50_000
+    )  # a rank is short: what the default of 700 collects takes a tenth of it
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
