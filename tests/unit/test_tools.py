@@ -16,8 +16,8 @@ import torch
 from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import Profiling
 from torchtitan.listeners import profiling
+from torchtitan.tools import host, utils
 from torchtitan.tools import logging as titan_logging
-from torchtitan.tools import utils
 
 
 @pytest.fixture
@@ -310,6 +310,31 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
         {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
         {"enabled": None},
     ]
+
+
+def test_freed_memory_is_returned_with_every_twentieth_collection(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=2)
+    returned = []
+    monkeypatch.setattr(host, "return_freed_memory", lambda: returned.append(step))
+    for step in range(1, 100):
+        handler.run(step)
+    handler.close()
+    assert returned == [40, 80]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a call of glibc's malloc")
+def test_returned_memory_is_not_resident_any_more():
+    code = """if True:
+        from torchtitan.tools import host
+        host.keep_freed_memory()
+        blocks = [bytearray(1 << 20) for _ in range(64)]
+        del blocks[:-1]  # the last keeps the heap from shrinking by itself
+        kept, _ = host.resident_bytes()
+        host.return_freed_memory()
+        print(kept - host.resident_bytes()[0])
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 50 << 20
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")

@@ -158,3 +158,10 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
         mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
         mallopt(trim_threshold, 512 << 20)
+
+
+def return_freed_memory() -> None:
+    """Return to the system what glibc has kept of freed memory; no effect with another C library."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
