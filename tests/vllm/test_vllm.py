@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -124,6 +125,7 @@ def server(folder, tmp_path_factory):
     options = f"--served-model-name toy --dtype float32 --max-model-len 64 --port {port}".split()
     options += "--host 127.0.0.1 --logprobs-mode processed_logprobs --enforce-eager".split()
     options += "--enable-lora --max-lora-rank 8".split()
+    options += ["--weight-transfer-config", '{"backend": "gloo"}']
     log = tmp_path_factory.mktemp("server") / "log"
     with open(log, "w") as output:
         process = subprocess.Popen(
@@ -164,6 +166,20 @@ def test_server_gets_adapters_alone(folder, server, tmp_path):
     for _ in range(3):
         assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
     controller.close()
+
+
+def test_weights_come_to_the_server_without_files(server, tmp_path):
+    flags = [*server, "--rl.generator.weight_transfer=gloo"]
+    url = next(flag.partition("=")[2] for flag in server if "generator.url" in flag)
+    for run in ("first", "again"):  # a trainer that starts anew makes a lane of its own
+        controller = Controller(toy_config(tmp_path / run, *flags, "--optimizer.lr=0.05"))
+        controller.setup()
+        for _ in range(3):
+            assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
+        controller.close()
+        assert not (tmp_path / run / "generator_weights").exists()
+        with urllib.request.urlopen(f"{url}/weight_info") as answer:
+            assert json.load(answer) == {"weight_version": "3"}
 
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several"])

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
@@ -44,6 +45,8 @@ _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
 _HOW_VLLM_RELOADS = {
     "hf": "; without rl.generator.reload_url the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its "
     "environment",
+    "transfer": "; with rl.generator.weight_transfer the server must be vLLM with VLLM_SERVER_DEV_MODE=1 "
+    "in its environment and this backend in its --weight-transfer-config",
     "adapters": "; with rl.generator.adapters the server must be vLLM with --enable-lora, a "
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
@@ -64,6 +67,8 @@ class OpenAIGenerator(ForeignGenerator):
     max_requests: the most requests of a rank at the same time.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
+    weight_transfer: "nccl" or "gloo" sends whole weights to a vLLM server by `vllm_lane.WeightLane`,
+        and writes no files.
     adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
     records_experts: completions have the experts of their tokens; the server must be vLLM, started
@@ -86,10 +91,13 @@ class OpenAIGenerator(ForeignGenerator):
         max_requests: int = 64,
         timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
+        weight_transfer: Literal["", "nccl", "gloo"] = "",
         adapters: bool = False,
         records_experts: bool = False,
     ):
         super().__init__(dtype, seed, folder, adapters, records_experts)
+        self._weight_transfer = weight_transfer
+        self._lane: WeightLane | None = None
         # Drawn anew, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
         self._vocab_size = vocab_size
@@ -172,10 +180,19 @@ class OpenAIGenerator(ForeignGenerator):
         Raises WeightMismatchError if the weights cannot be written, or the server refuses them.
         """
         previous, self.policy_version = self.policy_version, -1
+        how = "transfer" if self._weight_transfer else self.weight_names
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         version, path = weights.version, self._folder_of(weights.version)
 
         def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
+            if self._weight_transfer:
+                if self._lane is None:
+                    self._lane = WeightLane(
+                        self._weight_transfer, self._call, self._url, self._timeout_seconds
+                    )
+                self._lane.send(pairs, version)
+                self._call("reset_prefix_cache", {})
+                return
             _write(pairs, path, self._hf_assets_path)
             load(
                 {self._reload_url: {"path": path, "version": version}} if self._reload_url else rpcs
@@ -204,9 +221,13 @@ class OpenAIGenerator(ForeignGenerator):
         if failure is not None:
             raise WeightMismatchError(
                 f"the server did not load version {version} of the weights: {failure}"
-                + ("" if self._reload_url else _HOW_VLLM_RELOADS[self.weight_names])
+                + ("" if self._reload_url else _HOW_VLLM_RELOADS[how])
             ) from failure
         self.policy_version = version
+
+    def _call(self, name: str, message: dict[str, Any] | None) -> Any:
+        """Post to an endpoint of vLLM, or get; once, because a second transfer would find no sender."""
+        return _post(f"{self._url}/{name}", message, self._timeout_seconds, tries=1)
 
     def _name_of(self, version: int) -> str:
         """Return the name under which the server has a version of the policy."""
@@ -250,17 +271,24 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
         json.dump(index, text)
 
 
-def _post(url: str, message: dict[str, Any], timeout_seconds: float, is_json: bool = True) -> Any:
+def _post(
+    url: str,
+    message: dict[str, Any] | None,
+    timeout_seconds: float,
+    is_json: bool = True,
+    tries: int = _TRIES,
+) -> Any:
     """Return the answer's JSON, None for an empty answer; retry errors that may be temporary.
 
-    is_json: False does not read the answer.
+    message: None makes it a GET. is_json: False does not read the answer.
 
     Raises RunError with the last try's problem.
     """
-    body, headers = json.dumps(message).encode(), {"Content-Type": "application/json"}
+    body = None if message is None else json.dumps(message).encode()
+    headers = {"Content-Type": "application/json"}
     # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for number in range(1, _TRIES + 1):
+    for number in range(1, tries + 1):
         request = urllib.request.Request(url, body, headers)
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
@@ -277,7 +305,7 @@ def _post(url: str, message: dict[str, Any], timeout_seconds: float, is_json: bo
             problem, may_recover = f"the answer is not JSON: {error}", False
         if not may_recover:
             break
-        if number < _TRIES:
+        if number < tries:
             time.sleep(_SECONDS_BETWEEN_TRIES * number)
     raise RunError(
         f"{url} did not answer ({problem}), tried {number} times; look at the server's log"

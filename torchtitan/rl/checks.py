@@ -426,7 +426,14 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     generator = job_config.rl.generator
     for backend, names in {
         "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
-        "openai": ("url", "model", "reload_url", "max_requests", "timeout_seconds"),
+        "openai": (
+            "url",
+            "model",
+            "reload_url",
+            "max_requests",
+            "timeout_seconds",
+            "weight_transfer",
+        ),
     }.items():
         if generator.backend != backend:
             keys = [f"generator.{name}" for name in names]
@@ -488,6 +495,12 @@ def _server(job_config: JobConfig) -> Iterator[str]:
                 f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "
                 f"rl.generator.backend = 'openai', got {getattr(generator, key)!r}; correct it"
             )
+    if generator.weight_transfer and (generator.reload_url or generator.adapters):
+        yield (
+            f"rl.generator.weight_transfer = {generator.weight_transfer!r} sends whole weights without "
+            f"files, got rl.generator.reload_url = {generator.reload_url!r} and rl.generator.adapters = "
+            f"{generator.adapters}; take the other key out"
+        )
     if not generator.model:
         yield "rl.generator.model must be the model's name on the server, got ''; set it"
     if not 0 < generator.timeout_seconds < math.inf:

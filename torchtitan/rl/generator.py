@@ -564,6 +564,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             max_requests=rl.generator.max_requests,
             timeout_seconds=rl.generator.timeout_seconds,
             vocab_size=policy.model_args.vocab_size,
+            weight_transfer=rl.generator.weight_transfer,
             adapters=rl.generator.adapters,
             records_experts=rl.generator.replay_experts,
         )

@@ -167,6 +167,10 @@ class RLGenerator:
     # each update, which answers when the server has loaded the files; empty uses the endpoints of
     # vLLM's own server, which has to be started with VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
+    # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
+    # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
+    # '{"backend": "nccl"}', or "gloo" on CPUs, for which this package has to be installed there
+    weight_transfer: Literal["", "nccl", "gloo"] = ""
     # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own copy
     # of the base: the weights in model.hf_assets_path, or those that the server was started with
     adapters: bool = False

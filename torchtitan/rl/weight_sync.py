@@ -272,23 +272,32 @@ def send_weights(
     source: this rank's number in the group. pairs: an iteration over `weights`; None begins one.
     device: of the sent tensors; None keeps theirs.
     """
-    bucket: list[tuple[str, Tensor]] = []
-
-    def send_bucket() -> None:
+    for bucket in buckets_of(weights if pairs is None else pairs, device):
         header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
         dist.broadcast_object_list([header], group=group, group_src=source)
         for _, tensor in bucket:
-            dist.broadcast(tensor.contiguous(), group=group, group_src=source)
-        bucket.clear()
-
-    for name, tensor in weights if pairs is None else pairs:
-        # A copy, because the iterator may reuse the memory for the next tensor.
-        bucket.append((name, tensor.detach().to(device or tensor.device, copy=True)))
-        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
-            send_bucket()
-    send_bucket()
+            dist.broadcast(tensor, group=group, group_src=source)
     end = {"version": weights.version, "digest": weights.digest}
     dist.broadcast_object_list([end], group=group, group_src=source)
+
+
+def buckets_of(
+    pairs: Iterable[tuple[str, Tensor]], device: torch.device | None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield lists of (name, contiguous copy) of 64 MiB or little more.
+
+    device: of the copies; None keeps the tensors'.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in pairs:
+        # A copy, because the iterator may reuse the memory for the next tensor.
+        copied = tensor.detach().to(device or tensor.device, copy=True)
+        bucket.append((name, copied.contiguous()))
+        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 class ReceivedWeights:

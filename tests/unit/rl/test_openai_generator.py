@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +21,11 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
+from torchtitan.integrations.vllm_lane import bytes_of, gloo_group
+from torchtitan.rl import weight_sync
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.generator import CopyGenerator
+from torchtitan.rl.generator import CopyGenerator, build_generator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
 from torchtitan.tools.errors import RunError
@@ -36,7 +39,7 @@ class Weights(SimpleNamespace):
 class StandIn(http.server.ThreadingHTTPServer):
     """Serves completions of a toy policy, whose weights it reads from the folders that it is told of.
 
-    fails: what to answer with in place of the next requests, (status, body).
+    fails: what to answer with in place of the next requests, after `n_good`, (status, body).
     """
 
     def __init__(self, folder, *flags):
@@ -47,8 +50,9 @@ class StandIn(http.server.ThreadingHTTPServer):
             engine.checkpointer.require_adapter(),
         )
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
+        self.n_good = 0
         self.change, self.can_forget = lambda choice: choice, True
-        self.adapters = []
+        self.adapters, self.received, self.group = [], {}, None
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def complete(self, request):
@@ -80,6 +84,24 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.adapters.remove(message["lora_name"])
         return "Success: LoRA adapter removed successfully."
 
+    def start_transfer(self, message):
+        """Join the sender's group as vLLM's worker does, see `vllm_receiver`."""
+        info, limit = message["init_info"], timedelta(seconds=30)
+        store = torch.distributed.TCPStore(info["master_address"], info["master_port"])
+        self.group = gloo_group(store, info["rank_offset"], info["world_size"], limit)
+
+    def receive(self, message):
+        info = message["update_info"]
+        for name, dtype, shape in zip(*info.values(), strict=True):
+            self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(bytes_of(self.received[name]), 0).wait()
+
+    def finish_transfer(self, message):
+        pairs = self.adapter.from_hf(self.received).items()
+        weights = Weights(pairs=pairs, version=int(message["weight_version"]), digest=None)
+        self.generator.update_weights(weights, check_digest=False)
+        self.reloads.append({"version": weights.version})
+
     def reload(self, message):
         self.reloads.append(message)
         index = json.load(open(os.path.join(message["path"], "model.safetensors.index.json")))
@@ -93,10 +115,14 @@ class StandIn(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        assert self.path == "/get_world_size"
+        self.answer(200, {"world_size": 1})
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            if self.server.fails:
+            if self.server.fails and self.server.n_good == 0:
                 status, answer = self.server.fails.pop(0)
             else:
                 own = {
@@ -106,8 +132,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     "/v1/load_lora_adapter": self.server.load_adapters,
                     "/v1/unload_lora_adapter": self.server.unload_adapters,
                     "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
+                    "/init_weight_transfer_engine": self.server.start_transfer,
+                    "/start_weight_update": lambda _: self.server.received.clear(),
+                    "/update_weights": self.server.receive,
+                    "/finish_weight_update": self.server.finish_transfer,
                 }
                 status, answer = 200, own[self.path](body)
+                self.server.n_good = max(self.server.n_good - 1, 0)
+        self.answer(status, answer)
+
+    def answer(self, status, answer):
         text = answer if isinstance(answer, str) else json.dumps(answer)
         data = text.encode() if answer is not None else b""
         self.send_response(status)
@@ -159,6 +193,38 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
     assert str(left) == server.reloads[-1]["path"] and (left / "tokenizer.json").is_file()
     assert len({request["seed"] for request in of_steps}) == len(of_steps)
     assert len(of_steps) == 2 * 2 * 4 or extra
+
+
+def flags_of_transfer(server):
+    address = [f"--rl.generator.url={server.url}", "--rl.generator.model=toy"]
+    return ["--rl.generator.backend=openai", *address, "--rl.generator.weight_transfer=gloo"]
+
+
+def test_weights_may_come_without_files(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sync, "_BUCKET_BYTES", 100_000)  # several messages for an update
+    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
+    controller.setup()
+    for _ in range(2):
+        assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+    sent = dict(controller.trainer.engine.iter_hf_weights())
+    assert sent.keys() == server.received.keys()
+    assert all(torch.equal(tensor, server.received[name]) for name, tensor in sent.items())
+    controller.close()
+    assert [message["version"] for message in server.reloads] == [0, 1, 2]
+    assert not (tmp_path / "generator_weights").exists()
+
+
+@pytest.mark.parametrize("good_answers", [0, 1, 2], ids=["init", "start", "update"])
+def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, server, tmp_path):
+    engine = TrainingEngine(config := toy_config(tmp_path, *flags_of_transfer(server)))
+    generator = build_generator(config, engine)
+    refusal = 500, "Weight transfer not configured"
+    server.n_good, server.fails = good_answers, [refusal]
+    started = time.monotonic()
+    with pytest.raises(WeightMismatchError, match="not configured.*--weight-transfer-config"):
+        WeightSync(engine, generator).update()
+    assert time.monotonic() - started < 10
+    engine.close()
 
 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=0.05"]
@@ -330,6 +396,14 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
         ({"url": ""}, "rl.generator.url must be an address like"),
         ({"reload_url": "a:80"}, "rl.generator.reload_url must be an address like .* got 'a:80'"),
         ({"model": ""}, "rl.generator.model must be the model's name"),
+        (
+            {"weight_transfer": "gloo"},
+            "weight_transfer = 'gloo' sends .* got rl.generator.reload_url",
+        ),
+        (
+            {"weight_transfer": "rdma"},
+            "rl.generator.weight_transfer must be one of .*'nccl', 'gloo'",
+        ),
         ({"timeout_seconds": 0.0}, "rl.generator.timeout_seconds must be above 0"),
         ({"max_requests": 0}, "rl.generator.max_requests must be at least 1"),
         ({"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
