@@ -125,7 +125,7 @@ def test_messages_are_taken_where_a_sample_has_a_prompt_too(tokenizer):
     assert parts(tokenizer, encoded) == parts(tokenizer, expected)
 
 
-def test_control_token_in_a_user_s_text_is_encoded_as_one_counted_and_warned_of_once(
+def test_control_token_in_a_user_s_text_is_encoded_as_one_and_warned_of_once(
     tokenizer, caplog, monkeypatch
 ):
     monkeypatch.setattr(tools_logging, "_logged", set())
@@ -139,7 +139,6 @@ def test_control_token_in_a_user_s_text_is_encoded_as_one_counted_and_warned_of_
     encode({"messages": [CHAT[1], {"role": "assistant", "content": "<|im_start|>"}]})
     for result in ([{"text": 4}, 5], {"text": "<|im_start|>"}, "6"):
         encode({"messages": [{"role": "tool", "content": result}, CHAT[2]]})
-    assert encode.num_with_control_tokens == 2
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == 2  # each token once
     assert warnings[0].startswith(

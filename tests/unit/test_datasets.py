@@ -379,17 +379,10 @@ def test_resume_within_a_long_document_is_exact(stream, num_before, short_pieces
     assert sequences_of(resumed) == [tokens_of(*item) for item in unbroken]
 
 
-def test_position_of_an_older_version_is_read():
-    """It held the tokens that were encoded but not used."""
-    samples = documents_of([7, 20, 6])
-    old = {"token_buffer": [5, 6], "sample_idx": 1, "base": 0, "pending": []}
-    old |= {"reader": 0, "num_readers": 1, "num_documents": 3}
-    dataset = make_dataset(samples)
-    dataset.load_state_dict(old)
-    assert [token for row in sequences_of(dataset) for token in row] == list(range(5, 30))
-    inheriting = make_dataset(samples)
-    inheriting.inherit([old])
-    assert next(iter(inheriting))[0]["input"].tolist() == [5, 6, 7, 8]
+def test_position_of_an_older_version_is_refused():
+    old = {"sample_idx": 1, "base": 0, "pending": [], "reader": 0, "num_readers": 1}
+    with pytest.raises(ValueError, match="divided documents among ranks.*exclude_from_loading"):
+        make_dataset(documents_of([7])).load_state_dict(old)
 
 
 # ---- files ----
@@ -452,15 +445,6 @@ def test_file_that_is_replaced_while_it_is_read_is_named(tmp_path, name, more):
     other.rename(path)
     with pytest.raises(ValueError, match=f"{name} had 32 bytes .* now, and was written to since"):
         documents[0]
-
-
-def test_corrupt_line_in_a_c4_test_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "data.json").write_text('{"text": "one"}\n{"text": \n')
-    with pytest.raises(ValueError, match="data.json, line 2"):
-        HuggingFaceTextDataset("c4_test", str(folder), NumberTokenizer())
 
 
 def test_json_array_is_read_too(tmp_path):

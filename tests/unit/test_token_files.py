@@ -18,7 +18,7 @@ from tests.reliability import jobs
 from torchtitan.data import DatasetConfig, open_document, tokenize
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.text_datasets import DATASETS, HuggingFaceTextDataset
-from torchtitan.data.token_files import load_tokens, write_pair
+from torchtitan.data.token_files import TokenDocuments, write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
 # Written by the IndexedDatasetBuilder of megatron-core 0.16.1, with uint16 ids: four documents of 2,
@@ -97,7 +97,7 @@ def pack(prefix, documents, code, letter):
 def test_pair_of_megatron_is_read_by_prefix_or_by_either_file(tmp_path, ending):
     (tmp_path / "a.b.bin").write_bytes(bytes.fromhex(MEGATRON_BIN))
     (tmp_path / "a.b.idx").write_bytes(bytes.fromhex(MEGATRON_IDX))
-    tokens = load_tokens(f"{tmp_path}/a.b{ending}")
+    tokens = TokenDocuments(f"{tmp_path}/a.b{ending}")
     assert [tokens[i].tolist() for i in range(len(tokens))] == [
         sum(document, []) for document in MEGATRON_DOCUMENTS
     ]
@@ -112,7 +112,7 @@ def test_pair_of_megatron_is_read_by_prefix_or_by_either_file(tmp_path, ending):
 )
 def test_every_integer_type_is_read(tmp_path, code, letter, largest):
     pack(tmp_path / "a", [[[0, largest], [1]], [[largest]]], code, letter)
-    tokens = load_tokens(str(tmp_path))
+    tokens = TokenDocuments(str(tmp_path))
     assert [tokens[i].tolist() for i in range(2)] == [[0, largest, 1], [largest]]
 
 
@@ -132,7 +132,7 @@ def test_documents_of_several_pairs_follow_in_the_order_of_names(tmp_path):
     pack(tmp_path / "a", [[[1, 2]]], 8, "H")
     pack(tmp_path / "c", [], 8, "H")
     (tmp_path / "._a.idx").write_bytes(b"left by a Mac")
-    tokens = load_tokens(str(tmp_path))
+    tokens = TokenDocuments(str(tmp_path))
     assert [tokens[i].tolist() for i in range(len(tokens))] == [[1, 2], [3], [4, 5]]
     assert tokens.where(2) == f"{tmp_path}/b.bin, document 1 (counted from 0)"
     for index in (-1, 3):
@@ -142,7 +142,7 @@ def test_documents_of_several_pairs_follow_in_the_order_of_names(tmp_path):
 
 def test_pickled_tokens_are_small_and_map_the_files_again(tmp_path):
     pack(tmp_path / "a", [[list(range(1000))]] * 100, 8, "H")
-    tokens = load_tokens(str(tmp_path))
+    tokens = TokenDocuments(str(tmp_path))
     pickled = pickle.dumps(tokens)
     assert len(pickled) < 1000
     again = pickle.loads(pickled)
@@ -158,14 +158,14 @@ def test_opening_does_not_read_the_index(tmp_path):
         file.write(struct.pack("<q", number))
     (tmp_path / "a.bin").touch()
     started = time.process_time()
-    tokens = load_tokens(str(tmp_path))
+    tokens = TokenDocuments(str(tmp_path))
     assert (len(tokens), len(tokens[number // 2])) == (number, 0)
     assert time.process_time() - started < 0.1  # a pass takes some 0.5 s; this takes 0.001 s
 
 
 def test_ids_on_disk_are_those_of_the_text(tmp_path, lines, tokenizer):
     write(lines, tmp_path / "out", "--documents_per_part", 2)
-    tokens = load_tokens(str(tmp_path / "out"))
+    tokens = TokenDocuments(str(tmp_path / "out"))
     tokens.check_tokenizer(tokenizer)
     assert [tokens[i].tolist() for i in range(len(tokens))] == [
         tokenizer.encode(text, add_bos=True, add_eos=True) for text in WORDS
@@ -185,7 +185,7 @@ def test_ids_of_long_documents_are_those_of_training_on_the_text(tmp_path, token
     assert len(text) > 3 * 4096
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
     write(tmp_path / "long.jsonl", tmp_path / "out")
-    ids = load_tokens(str(tmp_path / "out"))[0]
+    ids = TokenDocuments(str(tmp_path / "out"))[0]
     dataset = HuggingFaceTextDataset("local", str(tmp_path / "long.jsonl"), tokenizer, len(ids) - 1)
     inputs, labels = next(iter(dataset))
     assert ids.tolist() == [*inputs["input"].tolist(), labels[-1].item()]
@@ -223,7 +223,7 @@ def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
         last_line = outcome.output.splitlines()[-1]
         assert last_line == "interrupted; the same command keeps the parts that are whole"
     with pytest.raises(ValueError, match="tokens.json says that the folder is unfinished"):
-        load_tokens(str(out))
+        TokenDocuments(str(out))
     kept = (out / "part-00003.idx").stat().st_mtime_ns
     (out / "part-00002.bin").write_bytes(b"cut off")
     capsys.readouterr()
@@ -410,7 +410,7 @@ def test_damaged_files_are_refused(tmp_path, name):
     pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
     damage(tmp_path)
     with pytest.raises(ValueError) as caught:
-        load_tokens(str(tmp_path))[0]
+        TokenDocuments(str(tmp_path))[0]
     assert sentence in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
@@ -440,18 +440,18 @@ def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, na
     file = tmp_path / "out/tokens.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with pytest.raises(ValueError) as caught:
-        load_tokens(str(tmp_path / "out"))
+        TokenDocuments(str(tmp_path / "out"))
     assert sentence in str(caught.value)
     file.write_text("{")
     with pytest.raises(ValueError, match=r"tokens\.json cannot be read: .*; copy it again"):
-        load_tokens(str(tmp_path / "out"))
+        TokenDocuments(str(tmp_path / "out"))
 
 
 def test_path_without_files_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="there are no token files at .*nothing' .*correct the path"
     ):
-        load_tokens(f"{tmp_path}/nothing")
+        TokenDocuments(f"{tmp_path}/nothing")
 
 
 # ---- tokenizers ----
@@ -459,7 +459,7 @@ def test_path_without_files_is_refused(tmp_path):
 
 def test_tokens_of_another_tokenizer_are_refused_with_both_hashes(tmp_path, lines, tokenizer):
     write(lines, tmp_path / "out")
-    tokens = load_tokens(str(tmp_path / "out"))
+    tokens = TokenDocuments(str(tmp_path / "out"))
     tokens.check_tokenizer(HuggingFaceTokenizer(str(jobs.TOKENIZER)))
     other = HuggingFaceTokenizer(str(jobs.TOKENIZER))
     other.tokenizer.add_tokens(["another"])
@@ -476,11 +476,11 @@ def test_tokens_of_another_tokenizer_are_refused_with_both_hashes(tmp_path, line
 def test_tokens_without_a_hash_are_checked_by_their_ids(tmp_path, tokenizer, caplog):
     size = max(tokenizer.get_vocab().values()) + 1
     pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, size - 1]]], 4, "i")
-    load_tokens(str(tmp_path)).check_tokenizer(tokenizer)
+    TokenDocuments(str(tmp_path)).check_tokenizer(tokenizer)
     for wrong in (size, -1):
         pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]], 4, "i")
         with pytest.raises(ValueError) as caught:
-            load_tokens(str(tmp_path)).check_tokenizer(tokenizer)
+            TokenDocuments(str(tmp_path)).check_tokenizer(tokenizer)
         assert str(caught.value) == (
             f"{tmp_path}/a.bin, document 7 (counted from 0) has the id {wrong}, and the tokenizer's "
             f"ids are 0 to {size - 1}; train with the tokenizer that made these tokens"

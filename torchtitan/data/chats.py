@@ -51,8 +51,6 @@ class ChatEncoder:
 
     tokenizer: of the model. template: None if the folder has none; then chats are refused.
     tool_template: for samples with tools, if it is another one.
-    num_with_control_tokens: the number of encoded chats in which somebody else than the assistant wrote
-        a control token as text. It becomes that token, as in `transformers`.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class ChatEncoder:
         for each in (template, tool_template):
             if each is not None:
                 _check_marks(each)
-        self.num_with_control_tokens = 0
         self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
         backend = tokenizer.tokenizer
         processor = backend.post_processor
@@ -167,7 +164,6 @@ class ChatEncoder:
                 continue
             for text in _texts_of(message.get("content")):
                 if token := chat.template.control_token_in(text):
-                    self.num_with_control_tokens += 1
                     warn_once(
                         logger,
                         f"a message of the role {message['role']!r} has {token!r} in its text, which is "
@@ -349,7 +345,6 @@ def _difference(text: str, prefix: str) -> str:
 
 
 def _common_end(text: str, other: str) -> str:
-    """Return the longest text that both texts end with."""
     length = len(os.path.commonprefix([text[::-1], other[::-1]]))
     return text[len(text) - length :]
 

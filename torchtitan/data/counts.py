@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from torchtitan.data.document_sources import Source
@@ -18,9 +17,10 @@ from torchtitan.data.lanes import Lane, Packing
 from torchtitan.data.local_files import sizes_of
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.token_files import tokenizer_hash
-from torchtitan.distributed.processes.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import _rank
 
 _SECONDS_BETWEEN_REPORTS = 10
 
@@ -91,12 +91,9 @@ def _all_counts(source: Source) -> NDArray[np.int64]:
         pass
     if all(all_ranks(cached is not None and cached.shape == (len(source.data), 3))):
         return cached
-    rank, num_ranks = 0, 1
-    if dist.is_initialized():
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
     counts = np.zeros((len(source.data), 3), np.int64)
-    for number, counted in enumerate(all_ranks(_count(source, rank, num_ranks))):
-        counts[number::num_ranks] = counted
+    for rank, counted in enumerate(all_ranks(_count(source))):
+        counts[rank :: num_ranks()] = counted
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
@@ -108,9 +105,8 @@ def _all_counts(source: Source) -> NDArray[np.int64]:
     return counts
 
 
-def _count(source: Source, rank: int, num_ranks: int) -> NDArray[np.int64]:
-    """Return the counts of this rank's documents."""
-    indices = range(rank, len(source.data), num_ranks)
+def _count(source: Source) -> NDArray[np.int64]:
+    indices = range(_rank(), len(source.data), num_ranks())
     counts = np.zeros((len(indices), 3), np.int64)
     reported = time.monotonic()
     for i, index in enumerate(indices):

@@ -146,7 +146,7 @@ class Source:
             trained = place.get("trained")
             tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
             document = OpenDocument.of_tokens(None, self.tokenizer, tokens, self.number)
-            document.text, document.is_begun = place.get("text", ""), place.get("is_begun", True)
+            document.text, document.is_begun = place["text"], place["is_begun"]
             return document
         _, number, start, used = place
         document = self.read(number)

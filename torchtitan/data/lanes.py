@@ -160,7 +160,7 @@ class Lane:
             if length:
                 return self._sources[source].waiting(number, length)
             place = (source, number, 0, 0)
-        source = place.get("source", 0) if isinstance(place, dict) else place[0]
+        source = place["source"] if isinstance(place, dict) else place[0]
         return self._sources[source].reopen(place)
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:

@@ -45,6 +45,14 @@ def _problem_of_text(sample: Any) -> str | None:
 TEXT = SampleRule('{"text": "..."}', _problem_of_text)
 
 
+def locate(index: int, ends: list[int]) -> tuple[int, int]:
+    """Return (number of the file, number of the document in it). ends: documents through each file."""
+    file = bisect_right(ends, index)
+    if index < 0 or file == len(ends):
+        raise IndexError(index)
+    return file, index - (ends[file - 1] if file else 0)
+
+
 class _FilesOfDocuments:
     """Documents of several files by number. A subclass counts a file's documents, and reads one."""
 
@@ -55,13 +63,6 @@ class _FilesOfDocuments:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Return (index of the file, index of the document in that file)."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        file_index = bisect_right(self._ends, index)
-        return file_index, index - (self._ends[file_index - 1] if file_index else 0)
 
     def _open(self, file_index: int) -> BinaryIO:
         """Open a file; raises ValueError if it has changed since the start."""
@@ -106,7 +107,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
         return len(starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        file_index, line_index = self._locate(index)
+        file_index, line_index = locate(index, self._ends)
         with self._open(file_index) as file:
             file.seek(self._line_starts[file_index][line_index])
             line = file.readline()
@@ -121,7 +122,7 @@ class JsonLinesDocuments(_FilesOfDocuments):
 
     def where(self, index: int) -> str:
         """Return the document's name for messages; reads the file up to the document."""
-        file_index, line_index = self._locate(index)
+        file_index, line_index = locate(index, self._ends)
         start, number = self._line_starts[file_index][line_index], 1
         with open_file(self._paths[file_index], "rb") as file:
             while file.tell() < start:
@@ -141,7 +142,7 @@ class TextDocuments(_FilesOfDocuments):
         return -(-path.stat().st_size // TEXT_DOCUMENT_BYTES)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        file_index, part = self._locate(index)
+        file_index, part = locate(index, self._ends)
         with self._open(file_index) as file:
             start, end = _cut(file, part), _cut(file, part + 1)
             file.seek(start)
@@ -155,49 +156,30 @@ class TextDocuments(_FilesOfDocuments):
             ) from error
 
     def where(self, index: int) -> str:
-        """Return the document's name for messages."""
-        return str(self._paths[self._locate(index)[0]])
+        return str(self._paths[locate(index, self._ends)[0]])
 
 
-class JsonArrayDocuments:
-    """Documents of one `.json` file that holds a list of objects that follow the rule."""
+class _Samples:
+    """Samples with `len()` and `[i]` that follow a rule. where: of all of them, for messages.
 
-    def __init__(self, path: Path, rule: SampleRule = TEXT) -> None:
-        self._path, self._rule = path, rule
-        try:
-            self._samples = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+    has_all_keys: of a `datasets.Dataset`, where a row has None for each key that only other rows have.
+    """
+
+    def __init__(self, samples: Any, rule: SampleRule, where: str, has_all_keys: bool) -> None:
+        self._samples, self._rule, self._where = samples, rule, where
+        self._has_all_keys = has_all_keys
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _checked(self._samples[index], self._rule, lambda: self.where(index))
+        sample = self._samples[index]
+        if self._has_all_keys:
+            sample = _without_none(sample)
+        return _checked(sample, self._rule, lambda: self.where(index))
 
     def where(self, index: int) -> str:
-        """Return the document's name for messages."""
-        return f"{self._path}, entry {index + 1}"
-
-
-class _Rows:
-    """Rows of a `datasets.Dataset` that follow a rule. Each row has only the keys that it was given.
-
-    A column of the library has all keys of all its rows; the keys that a row lacks are None there.
-    """
-
-    def __init__(self, rows: Any, path: str, rule: SampleRule) -> None:
-        self._rows, self._path, self._rule = rows, path, rule
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return _checked(_without_none(self._rows[index]), self._rule, lambda: self.where(index))
-
-    def where(self, index: int) -> str:
-        """Return the row's name for messages."""
-        return f"{self._path}, row {index + 1}"
+        return f"{self._where} {index + 1}"
 
 
 def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
@@ -216,12 +198,9 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
             f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
             f"is relative to"
         )
-    paths = [root]
+    paths = _files_in(root)
     if root.is_dir():
-        paths = sorted(file for file in root.rglob("*") if _kind_of(file) and file.is_file())
-        # Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
-        in_root = ((file, file.relative_to(root).parts) for file in paths)
-        paths = [file for file, parts in in_root if not any(p.startswith(".") for p in parts)]
+        paths = sorted(file for file in paths if _kind_of(file))
         if len({_kind_of(file) for file in paths}) > 1:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
@@ -236,15 +215,19 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
     if kind == "JSON lines":
         return _open_json(paths, rule)
     documents = _OPENERS[kind](paths)
-    return documents if rule is TEXT else _Rows(documents, path, rule)
+    return documents if rule is TEXT else _Samples(documents, rule, f"{path}, row", True)
 
 
-def _open_json(paths: list[Path], rule: SampleRule) -> JsonLinesDocuments | JsonArrayDocuments:
-    if len(paths) == 1:
-        with open_file(paths[0], "rb") as file:
-            if file.read(1024).lstrip()[:1] == b"[":
-                return JsonArrayDocuments(paths[0], rule)
-    return JsonLinesDocuments(paths, rule)
+def _open_json(paths: list[Path], rule: SampleRule) -> JsonLinesDocuments | _Samples:
+    path = paths[0]
+    with open_file(path, "rb") as file:
+        is_list = len(paths) == 1 and file.read(1024).lstrip()[:1] == b"["
+    if not is_list:
+        return JsonLinesDocuments(paths, rule)
+    try:
+        return _Samples(json.loads(path.read_bytes()), rule, f"{path}, entry", False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
 def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
@@ -325,19 +308,26 @@ def _cut(file: Any, part: int) -> int:
     return nominal - 1 + shift
 
 
+def _files_in(root: Path) -> list[Path]:
+    """Return a file itself, or the files in and below a folder.
+
+    Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
+    """
+    if not root.is_dir():
+        return [root]
+    return [
+        file
+        for file in root.rglob("*")
+        if file.is_file() and not any(part[0] == "." for part in file.relative_to(root).parts)
+    ]
+
+
 def sizes_of(path: str) -> dict[str, int]:
     """Return what shows that files have changed: their number, bytes and latest time; {} if none."""
     root = Path(path)
     if not path or not root.exists():
         return {}
-    files = [root]
-    if root.is_dir():
-        files = [
-            file
-            for file in root.rglob("*")
-            if file.is_file() and not any(p[0] == "." for p in file.relative_to(root).parts)
-        ]
-    stats = [file.stat() for file in files]
+    stats = [file.stat() for file in _files_in(root)]
     return {
         "files": len(stats),
         "bytes": sum(stat.st_size for stat in stats),

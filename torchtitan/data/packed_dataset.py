@@ -196,8 +196,12 @@ class PackedDataset(IterableDataset):
         that the saved lanes had not read goes to one of the new lanes. Call it before iterating, in the
         dataloader's process. Raises ValueError for the position of other data, or of another order.
         """
-        states = [_in_lanes(state) for state in states]
         for state in states:
+            if "lanes" not in state:
+                raise ValueError(
+                    "the data position is of a version that divided documents among ranks instead of "
+                    f"rows: {_BEGIN_AGAIN}"
+                )
             self._check_sources(state["sources"])
         num_saved = states[0]["num_lanes"]
         lanes: dict[int, Any] = {}
@@ -264,27 +268,3 @@ def _order_of(seed: int | None) -> str:
     if seed is None:
         return "training.shuffle = False"
     return f"training.shuffle = True with data_seed = {seed}"
-
-
-def _in_lanes(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved position as lanes. Versions before 0.2.100 saved it by readers, one at a time."""
-    if "lanes" in state:
-        return state
-    if "sample_idx" not in state:
-        raise ValueError(
-            "the data position is that of a stream, saved by a version that divided streams among ranks "
-            f"instead of rows: {_BEGIN_AGAIN}"
-        )
-    tokens = state.get("token_buffer")  # of still older versions
-    places = [{"tokens": tokens}] if tokens else []
-    for place in state.get("open", []):
-        is_known = "number" in place
-        places.append((0, place["number"], place["start"], place["used"]) if is_known else place)
-    share = (state["base"], state["sample_idx"], state["pending"])
-    return {
-        "num_lanes": state["num_readers"],
-        "row": 0,
-        "sources": [{"num_documents": state["num_documents"], "seed": None}],
-        "numbers": [state["reader"]],
-        "lanes": [(places, [share], [0])],
-    }

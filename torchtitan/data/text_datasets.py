@@ -8,22 +8,18 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
-from torchtitan.config.job_config import Training
+from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
-from torchtitan.data.local_files import (
-    JsonLinesDocuments,
-    load_local_documents,
-    load_with_datasets,
-)
+from torchtitan.data.local_files import load_local_documents, load_with_datasets
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
-from torchtitan.data.token_files import TokenDocuments, load_tokens
+from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
@@ -40,22 +36,6 @@ def _load_c4(path: str, split: str) -> Any:
         "training.dataset to 'local'"
     )
     return load_with_datasets(problem, remedy, path, name="en", split=split, streaming=True)
-
-
-def _load_c4_test(path: str) -> Any:
-    path = find_shipped(path)
-    if not os.path.isdir(path):
-        return load_local_documents(path)
-    problem, remedy = f"{path} cannot be read as a dataset", "fetch or write its files again"
-    try:
-        return load_with_datasets(problem, remedy, path, split="train")
-    except ValueError:
-        # For bad JSON lines, our own reader raises an error that names the file and the line.
-        documents = load_local_documents(path)
-        if isinstance(documents, JsonLinesDocuments):
-            for index in range(len(documents)):
-                documents[index]
-        raise
 
 
 def _load_python_docs(path: str, split: str) -> Any:
@@ -100,7 +80,7 @@ DATASETS: dict[str, DatasetConfig] = {
     name: DatasetConfig(path, loader, _text_of)
     for name, path, loader in [
         ("c4", "allenai/c4", partial(_load_c4, split="train")),
-        ("c4_test", "tests/assets/c4_test", _load_c4_test),
+        ("c4_test", "tests/assets/c4_test", lambda path: load_local_documents(find_shipped(path))),
         ("c4_validation", "allenai/c4", partial(_load_c4, split="validation")),
         ("local", "", _load_local),
         ("python_docs", "", partial(_load_python_docs, split="train")),
@@ -108,7 +88,7 @@ DATASETS: dict[str, DatasetConfig] = {
     ]
 }
 DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, _encode_chats)
-DATASETS["tokens"] = DatasetConfig("", load_tokens, _text_of, _encode_tokens)
+DATASETS["tokens"] = DatasetConfig("", TokenDocuments, _text_of, _encode_tokens)
 
 
 def _validate_dataset(
@@ -249,18 +229,17 @@ def _build(
     """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
     training = job_config.training
     is_training = section is training
+    parts = [MixtureSource(section.dataset, section.dataset_path)]
     if training.mixture and is_training:
-        parts = [asdict(part) for part in training.mixture]
-    else:
-        parts = [{"dataset": section.dataset, "dataset_path": section.dataset_path}]
+        parts = training.mixture
     sources = [
         open_source(
-            part["dataset"],
-            part["dataset_path"],
+            part.dataset,
+            part.dataset_path,
             tokenizer,
             replace(training, seq_len=section.seq_len),
-            weight=part.get("weight", 1.0),
-            limit=part.get("epochs"),
+            weight=part.weight,
+            limit=part.epochs,
             seed=training.data_seed if is_training and training.shuffle else None,
         )
         for part in parts

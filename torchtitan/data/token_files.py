@@ -20,7 +20,6 @@ import mmap
 import os
 import struct
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.data.local_files import locate
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.files import open_file, read_json_object
 from torchtitan.tools.logging import logger, warn_once
@@ -84,7 +84,6 @@ class TokenDocuments:
 
     @property
     def num_tokens(self) -> int:
-        """The number of ids of all documents."""
         return sum(pair.num_tokens for pair in self._pairs)
 
     @property
@@ -93,7 +92,6 @@ class TokenDocuments:
         return np.concatenate([pair.lengths() for pair in self._pairs])
 
     def where(self, index: int) -> str:
-        """Return the document's name for messages."""
         pair, number = self._locate(index)
         return pair.where(number)
 
@@ -130,10 +128,8 @@ class TokenDocuments:
 
     def _locate(self, index: int) -> tuple["Pair", int]:
         """Return (the pair, the number of the document in it)."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
-        return self._pairs[number], index - (self._ends[number - 1] if number else 0)
+        pair, number = locate(index, self._ends)
+        return self._pairs[pair], number
 
     def _compare_with_about(self, folder: Path) -> None:
         """Raise ValueError if the opened pairs of `folder` are not those that its tokens.json lists."""
@@ -154,11 +150,6 @@ class TokenDocuments:
                     f"tokens, and {ABOUT_FILE} lists {numbers[0]} and {numbers[1]}; copy the whole "
                     "folder again"
                 )
-
-
-def load_tokens(path: str) -> TokenDocuments:
-    """Return the documents of `path`; for what it may be, see `TokenDocuments`."""
-    return TokenDocuments(path)
 
 
 class Pair:

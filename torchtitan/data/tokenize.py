@@ -16,9 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,6 @@ class _Job:
         return str(self.folder / f"part-{part:05d}")
 
     def numbers(self, part: int) -> range:
-        """Return the numbers of a part's documents."""
         size = self.about["documents_per_part"]
         return range(part * size, min((part + 1) * size, len(self.documents)))
 
@@ -129,7 +130,8 @@ class _Job:
         progress = _Progress(sum(len(self.numbers(part)) for part in missing))
         try:
             if self.processes == 1:
-                self.write_parts(missing, progress.add)
+                for part in missing:
+                    self.write_part(part, progress.add)
             elif missing:
                 _write_in_processes(self, missing, progress)
         finally:
@@ -149,22 +151,19 @@ class _Job:
             f"training.dataset_path = {str(self.folder)!r}"
         )
 
-    def write_parts(self, parts: Iterable[int], count: Callable[[int, int], None]) -> None:
-        """Write parts; calls `count(1, ids)` after each document."""
-        size = self.about["tokenizer"]["vocabulary_size"]
+    def write_part(self, part: int, count: Callable[[int, int], None]) -> None:
+        """Write a part; calls `count(1, ids)` after each document."""
+        id_type = token_files.smallest_type(self.about["tokenizer"]["vocabulary_size"])
         encode = text_encoder(self.dataset)
         source = Source(self.dataset, self.documents, encode, self.tokenizer)
-        for part in parts:
-            documents = (self._pieces(source, n, count) for n in self.numbers(part))
-            try:
-                token_files.write_pair(
-                    self.prefix(part), documents, token_files.smallest_type(size)
-                )
-            except OSError as error:
-                raise RunError(
-                    f"{self.prefix(part)} cannot be written: {error}; the same command goes on "
-                    "after the cause is removed"
-                ) from error
+        documents = (self._pieces(source, number, count) for number in self.numbers(part))
+        try:
+            token_files.write_pair(self.prefix(part), documents, id_type)
+        except OSError as error:
+            raise RunError(
+                f"{self.prefix(part)} cannot be written: {error}; the same command goes on after the "
+                "cause is removed"
+            ) from error
 
     def _pieces(
         self, source: Source, number: int, count: Callable[[int, int], None]
@@ -327,64 +326,44 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
         ) from error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
-    next_part, counts = context.Value("q", 0), context.Array("q", 2)
-    errors = context.SimpleQueue()
     # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
     # so do the processes that it forks.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
-    workers = [
-        context.Process(target=_work, args=(pickled, parts, next_part, counts, errors), daemon=True)
-        for _ in range(min(job.processes, len(parts)))
-    ]
+    counts = context.Array("q", 2)
+    num_processes = min(job.processes, len(parts))
+    pool = ProcessPoolExecutor(num_processes, context, _begin, (pickled, counts))
     try:
-        for worker in workers:
-            worker.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
+        waiting = {pool.submit(_write_part, part) for part in parts}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        running = list(workers)
-        while running:
-            connection.wait([w.sentinel for w in running], SECONDS_BETWEEN_REPORTS / 5)
+        while waiting:
+            done, waiting = wait(waiting, SECONDS_BETWEEN_REPORTS / 5, FIRST_COMPLETED)
             progress.report(*counts)
-            for worker in [w for w in running if not w.is_alive()]:
-                running.remove(worker)
-                if worker.exitcode:
-                    raise _error_of(worker.exitcode, errors)
+            for future in done:
+                future.result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a tokenizing process was killed, most often for lack of host memory; run the same "
+            "command with fewer --processes"
+        ) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for worker in workers:
-            if worker.pid is not None:
-                worker.kill()
-                worker.join()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        pool.shutdown()
 
 
-def _work(pickled: bytes, parts: list[int], next_part: Any, counts: Any, errors: Any) -> None:
-    """Run one process; a failure goes to `errors`."""
+_in_process: dict[str, Any] = {}  # the job and the counts of a process of the pool
+
+
+def _begin(pickled: bytes, counts: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     init_logger()
-    try:
-        job = pickle.loads(pickled)
-        if job.custom_import:
-            import_named("--custom_import", job.custom_import)
-
-        def take() -> Iterator[int]:
-            while True:
-                with next_part.get_lock():
-                    index, next_part.value = next_part.value, next_part.value + 1
-                if index >= len(parts):
-                    return
-                yield parts[index]
-
-        def count(documents: int, tokens: int) -> None:
-            with counts.get_lock():
-                counts[0] += documents
-                counts[1] += tokens
-
-        job.write_parts(take(), count)
-    except (ValueError, RunError) as error:
-        errors.put(str(error))
-        sys.exit(1)
+    job = pickle.loads(pickled)
+    if job.custom_import:
+        import_named("--custom_import", job.custom_import)
+    _in_process.update(job=job, counts=counts)
 
 
 def _end_with_parent() -> None:
@@ -392,15 +371,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _error_of(exit_code: int, errors: Any) -> Exception:
-    if not errors.empty():
-        return RunError(errors.get())
-    if exit_code == -signal.SIGKILL:
-        return RunError(
-            "a tokenizing process was killed, most often for lack of host memory; run the same "
-            "command with fewer --processes"
-        )
-    return RuntimeError(f"a tokenizing process ended with exit code {exit_code}; see its output")
+def _write_part(part: int) -> None:
+    counts = _in_process["counts"]
+
+    def count(documents: int, tokens: int) -> None:
+        with counts.get_lock():
+            counts[0] += documents
+            counts[1] += tokens
+
+    _in_process["job"].write_part(part, count)
 
 
 if __name__ == "__main__":
