@@ -47,7 +47,6 @@ REFERENCE_PATHS = (
     "components/",
     "hf_datasets/",
     "tools/profiling.py",
-    "tools/report.py",
     "rl/client.py",
     "experiments/rl/",
 )

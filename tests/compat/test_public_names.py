@@ -133,17 +133,14 @@ def test_old_paths_of_rl_lead_to_the_same_modules():
 def test_public_paths_of_edges_lead_to_the_same_objects():
     import torchtitan.rl.client as client
     import torchtitan.rl.serve as serve
-    import torchtitan.tools.report as report
     from torchtitan.integrations.tinker import client as own_client
     from torchtitan.integrations.tinker import server, types
-    from torchtitan.report.__main__ import main
 
     names = "AdamParams CustomLoss Datum ForwardBackwardOutput ModelInput SamplingParams".split()
     assert [getattr(client, name) for name in names] == [getattr(types, name) for name in names]
     for name in ("LocalTrainingClient", "LocalSamplingClient"):
         assert getattr(client, name) is getattr(own_client, name)
     assert serve.Server is server.Server
-    assert report.main is main
 
 
 def uses_of_what_is_not_available():

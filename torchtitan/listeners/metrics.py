@@ -132,16 +132,8 @@ class WandBLogger(BaseLogger):
         self.wandb = wandb
         self.tag = tag
         os.makedirs(log_dir, exist_ok=True)
-        options = {
-            "entity": "TEAM",
-            "name": "RUN_NAME",
-            "id": "RUN_ID",
-            "notes": "RUN_NOTES",
-            "group": "RUN_GROUP",
-            "job_type": "RUN_JOB_TYPE",
-            "resume_from": "RESUME_FROM",
-            "fork_from": "FORK_FROM",
-        }
+        options = {key: f"RUN_{key.upper()}" for key in "name id notes group job_type".split()}
+        options |= {"entity": "TEAM", "resume_from": "RESUME_FROM", "fork_from": "FORK_FROM"}
         run_tags = os.environ.get("WANDB_RUN_TAGS")
         wandb.init(
             project=os.environ.get("WANDB_PROJECT", "torchtitan"),

@@ -82,7 +82,6 @@ def follow_own_schedule(lr_schedulers: Any) -> None:
 
 
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
-    """Give each parameter group its learning rate."""
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep a reference to it
             group["lr"].fill_(lr)

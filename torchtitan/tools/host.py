@@ -39,7 +39,6 @@ def move_out(engine: object) -> None:
 
 
 def engines() -> list[Any]:
-    """Return the engines of this process."""
     return list(_engines)
 
 

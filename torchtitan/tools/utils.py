@@ -226,7 +226,6 @@ def check_if_feature_in_pytorch(
 
 @contextmanager
 def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Make `dtype` torch's default inside the block."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -4,7 +4,7 @@ import csv
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config.checks.common import (
@@ -316,13 +316,14 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
 
 
 def early_step(job_config: JobConfig) -> Iterator[str]:
-    if job_config.optimizer.early_step_in_backward:
-        yield from early_step_of(job_config.optimizer)
-        names = ("pipeline_parallel_degree", "expert_parallel_degree")
-        yield from early_step_with({name: getattr(job_config.parallelism, name) for name in names})
+    parallelism = job_config.parallelism
+    pp, ep = parallelism.pipeline_parallel_degree, parallelism.expert_parallel_degree
+    yield from early_step_with(job_config.optimizer, pp, ep)
 
 
-def early_step_of(optimizer: Optimizer) -> Iterator[str]:
+def early_step_with(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
+    if not optimizer.early_step_in_backward:
+        return
     if optimizer.name == "Muon":
         yield (
             "optimizer.early_step_in_backward updates one parameter at a time, and Muon shares out "
@@ -333,10 +334,7 @@ def early_step_of(optimizer: Optimizer) -> Iterator[str]:
             f"optimizer.early_step_in_backward gives all parameters one learning rate, got "
             f"{len(optimizer.groups)} tables in optimizer.groups; turn one of the two off"
         )
-
-
-def early_step_with(degrees: Mapping[str, int]) -> Iterator[str]:
-    for name, degree in degrees.items():
+    for name, degree in (("pipeline_parallel_degree", pp), ("expert_parallel_degree", ep)):
         if degree > 1:
             yield (
                 f"optimizer.early_step_in_backward does not work with parallelism.{name} above 1, "
