@@ -333,6 +333,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     signal.signal(signal.SIGINT, handler)
     counts = context.Array("q", 2)
     num_processes = min(job.processes, len(parts))
+    of_caller = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num_processes, context, _begin, (pickled, counts))
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
@@ -349,7 +350,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
             "command with fewer --processes"
         ) from error
     finally:
-        for worker in multiprocessing.active_children():
+        for worker in set(multiprocessing.active_children()) - of_caller:
             worker.kill()
         pool.shutdown()
 
