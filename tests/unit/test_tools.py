@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -317,9 +316,10 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
     ]
 
 
-def test_lock_file_has_what_the_project_asks_for():
-    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    packages = tomllib.loads(Path("uv.lock").read_text())["package"]
+def test_lock_file_has_what_the_project_asks_for(request):
+    root = request.config.rootpath
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    packages = tomllib.loads((root / "uv.lock").read_text())["package"]
     (own,) = [package for package in packages if package["name"] == project["name"]]
     locked = own["metadata"]["requires-dist"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
