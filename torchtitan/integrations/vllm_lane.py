@@ -69,7 +69,8 @@ class WeightLane:
         self._call = call
         size = 1 + call("get_world_size", None)["world_size"]
         to = urlsplit(url)
-        with socket.create_connection((to.hostname, to.port or 80), timeout_seconds) as connection:
+        server = to.hostname, to.port or (443 if to.scheme == "https" else 80)
+        with socket.create_connection(server, timeout_seconds) as connection:
             address = connection.getsockname()[0]
         timeout = timedelta(seconds=timeout_seconds)
         if backend == "gloo":
