@@ -319,12 +319,7 @@ def _cumulative(lengths: Tensor) -> Tensor:
 def apply_cp_to_attention_module(
     attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
 ) -> None:
-    """Raises NotImplementedError, or ValueError for an unknown `attention_type`.
-
-    Attention modules need no change, because the mask tells them that tokens are spread.
-    """
-    if attention_type not in ("sdpa", "flex", "varlen"):
-        raise ValueError(f"attention_type must be sdpa, flex or varlen, got {attention_type!r}")
+    """Raises NotImplementedError: the mask tells attention modules that tokens are spread."""
     raise NotImplementedError(
         "attention modules need no change for context parallelism here; drop this call, and give "
         "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "

@@ -12,9 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -33,6 +31,7 @@ from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
+from torchtitan.distributed import fsdp
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.loss.cross_entropy import LossFunction, default_head
@@ -106,10 +105,12 @@ class Engine(Protocol):
     """The parts of a `TrainingEngine` that a forward or backward uses."""
 
     job_config: JobConfig
-    loss_fn: LossFunction
     has_token_loss: bool
     runner: "Runner"
     update: Update
+
+    @property
+    def loss_fn(self) -> LossFunction: ...
 
     @property
     def packing(self) -> DocumentPolicy: ...
@@ -726,18 +727,13 @@ class Runner:
         if not (later and (self.defers_reduction or is_cheap)):
             yield
             return
-        self._reduce_later(True)
+        (model,) = self.model_parts
+        options = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
+        fsdp.reduce_later(model, True, **options)
         try:
             yield
         finally:
-            self._reduce_later(False)
-
-    def _reduce_later(self, later: bool) -> None:
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                fsdp.reduce_later(
-                    part, later, whole=self.defers_reduction, keeps_weights=self.keeps_weights
-                )
+            fsdp.reduce_later(model, False, **options)
 
     # ---- the model's state ----
 
@@ -756,48 +752,36 @@ class Runner:
         stack.callback(restore)
         return stack
 
-    def _fsdp(self) -> ModuleType | None:
-        """Our FSDP module; None if nothing can be sharded, because its import takes a second."""
-        if "torch.distributed.fsdp" not in sys.modules:
-            return None
-        from torchtitan.distributed import fsdp
-
-        return fsdp
-
     @functools.cached_property
     def _has_fsdp(self) -> bool:
         """True if FSDP holds parameters of the model. Kept, because walking over all modules costs 1 %
         of a small step."""
-        fsdp = self._fsdp()
         modules = (module for part in self.model_parts for module in part.modules())
-        return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
+        return any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
     def recover(self) -> None:
         """Make the model ready for its next forward after a failure.
 
         Drops gathered weights, and gradients that were not reduced yet.
         """
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                fsdp.recover_model(part)
+        for part in self.model_parts:
+            fsdp.recover_model(part)
 
     def reshard(self) -> None:
         """Free the weights that FSDP has gathered, also those of a client's own forward."""
         if self._has_fsdp:
             for part in self.model_parts:
-                self._fsdp().reshard_model(part)
+                fsdp.reshard_model(part)
 
     def bytes_to_keep_gathered(self) -> int:
         """Extra bytes that this rank would hold if forwards kept the weights that FSDP gathers."""
-        fsdp = self._fsdp()
-        return sum(fsdp.bytes_to_keep_gathered(part) for part in self.model_parts) if fsdp else 0
+        return sum(map(fsdp.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
         """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
         stack = contextlib.ExitStack()
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                stack.enter_context(fsdp.keep_gathered(part))
+        for part in self.model_parts:
+            stack.enter_context(fsdp.keep_gathered(part))
         return stack
 
 
