@@ -15,8 +15,7 @@ _MODULE_OF = {
     "apply_ddp": ".fsdp",
     "apply_fsdp": ".fsdp",
     "reshard_model": ".fsdp",
-    "HiddenStates": ".pipeline_stage",  # torch's schedules, which load the compiler
-    "VariableShapeStage": ".pipeline_stage",
+    "VariableShapeStage": ".pipeline_stage",  # torch's schedules, which load the compiler
     "PipelineSchedule": ".pipeline_schedule",
 }
 __getattr__ = load_on_access(__name__, _MODULE_OF)

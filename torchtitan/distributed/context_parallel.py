@@ -194,18 +194,8 @@ class ContextPart:
         return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
     def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how often to repeat each key head so that each rank gets its query heads' keys.
-
-        Raises ValueError if cp doesn't divide the query heads.
-        """
-        cp = self.shards.cp
-        if n_heads % cp:
-            raise ValueError(
-                f"parallelism.context_parallel_rotate_method = 'alltoall' deals {n_heads} "
-                f"attention heads to {cp} ranks; take a context_parallel_degree that divides "
-                "them, or 'allgather'"
-            )
-        repeats = math.lcm(n_kv_heads, cp) // n_kv_heads
+        """Return how often to repeat each key head so that each rank gets its query heads' keys."""
+        repeats = math.lcm(n_kv_heads, self.shards.cp) // n_kv_heads
         return repeats if n_heads % (n_kv_heads * repeats) == 0 else n_heads // n_kv_heads
 
     # ---- allgather ----
