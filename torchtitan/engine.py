@@ -35,7 +35,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan import build, rank_layout
-from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, batch_to
+from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, tensor_to
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
@@ -430,7 +430,7 @@ class TrainingEngine(EngineState):
 
     def to_device(self, batch: Mapping[str, Any]) -> Entries:
         """Return a copy of `batch` with its tensors on the engine's device; other values are kept."""
-        return batch_to(batch, self.device)
+        return {key: tensor_to(x, self.device) for key, x in batch.items()}
 
     def post_dataloading_process(
         self, input_dict: Batch | TokenBatch, labels: torch.Tensor | None

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
@@ -406,12 +406,12 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     stage.
     """
 
-    def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
-        return tree_map_only(Tensor, lambda tensor: _ScaleGradient.apply(tensor, factor), output)
+    def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda gradient: gradient * factor)
 
-    model.register_forward_hook(scale_output)
+    model.register_forward_hook(scale_gradient_of_output)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -430,16 +430,3 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         torch.distributed.all_reduce(flat, group=mesh.get_group())
         for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(summed.view_as(grad))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Return the tensor; in backward, multiply its gradient by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
