@@ -347,10 +347,10 @@ class Decoder(ModelProtocol):
         else:
             attn_type = self.model_args.attn_type
             masks = map_masks(lambda x: DocumentMask.of(x).lower(attn_type), attention_masks)
-        positions = positions_of_rank(masks, positions, seq_len)
         shards = shards_of(masks)
         row_len = seq_len if shards is None else shards.cp * seq_len
         self.check_rows(attention_masks, row_len)
+        positions = positions_of_rank(masks, positions, seq_len)
         if self.tok_embeddings is not None:
             h = sequence.reduce(self.tok_embeddings(tokens))
         else:
