@@ -14,6 +14,10 @@ _MODULE_OF = {
     "FSDPModule": ".fsdp",  # DTensor
     "apply_ddp": ".fsdp",
     "apply_fsdp": ".fsdp",
+    "bytes_to_keep_gathered": ".fsdp",
+    "keep_gathered": ".fsdp",
+    "recover_model": ".fsdp",
+    "reduce_later": ".fsdp",
     "reshard_model": ".fsdp",
     "VariableShapeStage": ".pipeline_stage",  # torch's schedules, which load the compiler
     "PipelineSchedule": ".pipeline_schedule",

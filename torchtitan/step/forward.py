@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan import distributed
 from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch
 from torchtitan.batch.documents import (
@@ -31,7 +32,6 @@ from torchtitan.batch.fillers import num_fillers, without_counting, zero_loss
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config import JobConfig
-from torchtitan.distributed import fsdp
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.loss.cross_entropy import LossFunction, default_head
@@ -711,11 +711,11 @@ class Runner:
             return
         (model,) = self.model_parts
         options = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
-        fsdp.reduce_later(model, True, **options)
+        distributed.reduce_later(model, True, **options)
         try:
             yield
         finally:
-            fsdp.reduce_later(model, False, **options)
+            distributed.reduce_later(model, False, **options)
 
     # ---- the model's state ----
 
@@ -739,7 +739,7 @@ class Runner:
         """True if FSDP holds parameters of the model. Kept, because walking over all modules costs 1 %
         of a small step."""
         modules = (module for part in self.model_parts for module in part.modules())
-        return any(isinstance(module, fsdp.FSDPModule) for module in modules)
+        return any(isinstance(module, distributed.FSDPModule) for module in modules)
 
     def recover(self) -> None:
         """Make the model ready for its next forward after a failure.
@@ -747,23 +747,23 @@ class Runner:
         Drops gathered weights, and gradients that were not reduced yet.
         """
         for part in self.model_parts:
-            fsdp.recover_model(part)
+            distributed.recover_model(part)
 
     def reshard(self) -> None:
         """Free the weights that FSDP has gathered, also those of a client's own forward."""
         if self._has_fsdp:
             for part in self.model_parts:
-                fsdp.reshard_model(part)
+                distributed.reshard_model(part)
 
     def bytes_to_keep_gathered(self) -> int:
         """Extra bytes that this rank would hold if forwards kept the weights that FSDP gathers."""
-        return sum(map(fsdp.bytes_to_keep_gathered, self.model_parts))
+        return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
         """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
-            stack.enter_context(fsdp.keep_gathered(part))
+            stack.enter_context(distributed.keep_gathered(part))
         return stack
 
 
