@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class EngineParts:
-    """The parts of an engine, in the order in which `build` makes them."""
+    """The parts of an engine, in the order in which `build` makes them; also the engine's attributes."""
 
     context_sharding: ContextSharding | None
     model_args: Any

@@ -35,7 +35,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan import build, rank_layout
-from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, batch_to
+from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, tensor_to
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
@@ -66,7 +66,7 @@ class _Loaded(NamedTuple):
     weights_version: int = 0
 
 
-class EngineState:
+class EngineState(build.EngineParts):
     """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
 
     job_config: JobConfig
@@ -79,31 +79,6 @@ class EngineState:
     ntokens_seen: int = 0
     _loaded = _Loaded()
     watch: Watch = Watch()
-
-    def _adopt(self, parts: build.EngineParts) -> None:
-        self.context_sharding = parts.context_sharding
-        self.model_args = parts.model_args
-        self.model_converters = parts.model_converters
-        self.num_params = parts.num_params
-        self.num_flops_per_token = parts.num_flops_per_token
-        self.flops_without_attention = parts.flops_without_attention
-        self.global_batch_size = parts.global_batch_size
-        self.gradient_accumulation_steps = parts.gradient_accumulation_steps
-        self.loss_fn = parts.loss_fn
-        self.has_token_loss = parts.has_token_loss
-        self.model_parts = parts.model_parts
-        self.pp_schedule = parts.pp_schedule
-        self.pp_has_first_stage = parts.pp_has_first_stage
-        self.pp_has_last_stage = parts.pp_has_last_stage
-        self.optimizers = parts.optimizers
-        self.lr_schedulers = parts.lr_schedulers
-        self.offloader = parts.offloader
-        self.checkpointer = parts.checkpointer
-        self.update = parts.update
-        self.train_context = parts.train_context
-        self.maybe_enable_amp = parts.maybe_enable_amp
-        self.watch = parts.watch
-        self.runner = parts.runner
 
     # ---- the layout ----
 
@@ -403,7 +378,8 @@ class TrainingEngine(EngineState):
                 has_clients_backward=self.builds_data and self.dataloader is None,
                 groups_before=groups_before,
             )
-            self._adopt(parts)
+            for name, part in vars(parts).items():
+                setattr(self, name, part)
         weakref.finalize(self, self.watch.close)
 
     @classmethod
@@ -454,7 +430,7 @@ class TrainingEngine(EngineState):
 
     def to_device(self, batch: Mapping[str, Any]) -> Entries:
         """Return a copy of `batch` with its tensors on the engine's device; other values are kept."""
-        return batch_to(batch, self.device)
+        return {key: tensor_to(x, self.device) for key, x in batch.items()}
 
     def post_dataloading_process(
         self, input_dict: Batch | TokenBatch, labels: torch.Tensor | None
@@ -689,8 +665,8 @@ class TrainingEngine(EngineState):
         with self.watch.call():
             # Parameters that a client's forward left gathered have no gradients.
             self.runner.reshard()
-            decision = self.update.decide(number, max_norm, denominator)
-        if decision.is_known:
+            grad_norm, skip = self.update.decide(number, max_norm, denominator)
+        if not isinstance(skip, torch.Tensor):  # the host knows it
             self.update.settle()
         with self.watch.call():
-            return self.update.apply(decision, lr, advance_schedule)
+            return self.update.apply(grad_norm, skip, lr, advance_schedule)

@@ -268,6 +268,19 @@ def test_temperature_is_a_column_of_the_table():
     assert meta_model(tiny_args(**tuning)).freqs_cis.shape == table.shape
 
 
+def test_router_takes_the_experts_that_a_batch_names():
+    model = tiny_model(attn_type="sdpa")
+    tokens, chosen = torch.randint(0, 64, (1, 4)), []
+    hook = model.layers["1"].moe.router.register_forward_hook(
+        lambda *call: chosen.append(call[2][1])
+    )
+    plain = model(tokens)
+    own = chosen[0].view(1, 4, 1, 1)
+    assert torch.equal(model(tokens, routed_experts=own), plain)
+    assert not torch.equal(model(tokens, routed_experts=(own + 1) % 4), plain)
+    hook.remove()
+
+
 # ---- bad values ----
 
 

@@ -145,7 +145,7 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> Self:
         """Return a copy with all tensors but `sample_ids` on the device."""
-        return self._with_each(lambda key, x: x if key == SAMPLE_IDS else _tensor_to(x, device))
+        return self._with_each(lambda key, x: x if key == SAMPLE_IDS else tensor_to(x, device))
 
     def with_tokens(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """Return a copy with `change(x, padding)` for every tensor that has a value per token.
@@ -230,12 +230,8 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def batch_to(batch: Mapping[str, Any], device: torch.device) -> Entries:
-    """Return a copy with its tensors on the device."""
-    return {key: _tensor_to(value, device) for key, value in batch.items()}
-
-
-def _tensor_to(x: Any, device: torch.device) -> Any:
+def tensor_to(x: Any, device: torch.device) -> Any:
+    """Return a tensor on the device; any other value as it is."""
     return to_device(x, device) if isinstance(x, Tensor) else x
 
 

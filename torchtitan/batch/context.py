@@ -30,7 +30,7 @@ from torchtitan.distributed.context_parallel import (
     deal_chunks,
     needed_keys,
 )
-from torchtitan.tools.host_copy import on_host, to_device
+from torchtitan.tools.host_copy import fetch, to_device
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def cp_shard(
 
     No communication. Raises ValueError if the load balancer cannot cut T into equal chunks, for a
     padding mask [B, T], and for "allgather" with a mask whose document boundaries are unknown.
-    Waits for the device once if "allgather" or "ptrr" needs boundaries that only the device has,
-    which happens if a mask was not made from a batch on the host (see `tools.host_copy`).
+    Waits for the device if "allgather" or "ptrr" needs boundaries that only the device has, which
+    happens if a mask was not made from a batch on the host (see `tools.host_copy`).
     """
     n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
     is_dict = isinstance(attention_masks, dict)
@@ -193,18 +193,8 @@ def cp_shard(
 
 
 def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
-    """Return the column where each token's document begins, [1 or B, T], from `boundaries`.
-
-    Waits for the device once if the host has no copy of some of them.
-    """
-    starts = {name: on_host(x) for name, x in boundaries.items()}
-    on_device = {name: x for name, x in starts.items() if x.device.type != "cpu"}
-    if on_device:
-        sizes = [x.numel() for x in on_device.values()]
-        read = torch.cat([x.flatten() for x in on_device.values()]).cpu().split(sizes)
-        starts |= {
-            name: x.view(on_device[name].shape) for name, x in zip(on_device, read, strict=True)
-        }
+    """Return the column where each token's document begins, [1 or B, T], from `boundaries`."""
+    starts = {name: fetch(x) for name, x in boundaries.items()}
     for name, lengths in starts.items():
         if lengths.dim() == 1:  # cumulative lengths, through all rows
             size = n_rows * seq_len

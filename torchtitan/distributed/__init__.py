@@ -19,8 +19,7 @@ _MODULE_OF = {
     "recover_model": ".fsdp",
     "reduce_later": ".fsdp",
     "reshard_model": ".fsdp",
-    "HiddenStates": ".pipeline_stage",  # torch's schedules, which load the compiler
-    "VariableShapeStage": ".pipeline_stage",
+    "VariableShapeStage": ".pipeline_stage",  # torch's schedules, which load the compiler
     "PipelineSchedule": ".pipeline_schedule",
 }
 __getattr__ = load_on_access(__name__, _MODULE_OF)

@@ -194,18 +194,8 @@ class ContextPart:
         return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
     def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how often to repeat each key head so that each rank gets its query heads' keys.
-
-        Raises ValueError if cp doesn't divide the query heads.
-        """
-        cp = self.shards.cp
-        if n_heads % cp:
-            raise ValueError(
-                f"parallelism.context_parallel_rotate_method = 'alltoall' deals {n_heads} "
-                f"attention heads to {cp} ranks; take a context_parallel_degree that divides "
-                "them, or 'allgather'"
-            )
-        repeats = math.lcm(n_kv_heads, cp) // n_kv_heads
+        """Return how often to repeat each key head so that each rank gets its query heads' keys."""
+        repeats = math.lcm(n_kv_heads, self.shards.cp) // n_kv_heads
         return repeats if n_heads % (n_kv_heads * repeats) == 0 else n_heads // n_kv_heads
 
     # ---- allgather ----
@@ -319,12 +309,7 @@ def _cumulative(lengths: Tensor) -> Tensor:
 def apply_cp_to_attention_module(
     attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
 ) -> None:
-    """Raises NotImplementedError, or ValueError for an unknown `attention_type`.
-
-    Attention modules need no change, because the mask tells them that tokens are spread.
-    """
-    if attention_type not in ("sdpa", "flex", "varlen"):
-        raise ValueError(f"attention_type must be sdpa, flex or varlen, got {attention_type!r}")
+    """Raises NotImplementedError: the mask tells attention modules that tokens are spread."""
     raise NotImplementedError(
         "attention modules need no change for context parallelism here; drop this call, and give "
         "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "

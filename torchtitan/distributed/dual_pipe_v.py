@@ -1,8 +1,7 @@
 """Overlapping one microbatch's experts with another microbatch's attention: not available.
 
 The schedule DualPipeV runs, but without that overlap. The names exist so that programs written
-against the reference can import them. Names that stand for the overlap raise NotImplementedError
-when used.
+against the reference can import them; those that stand for the overlap raise when used.
 """
 
 from typing import Any, NoReturn

@@ -28,6 +28,7 @@ from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.distributed.collectives import AllToAll, all_to_all
+from torchtitan.distributed.deepep import dispatch_tokens
 from torchtitan.distributed.device_reads import read_once
 from torchtitan.distributed.tensor_parallel import split_parameter
 from torchtitan.distributed.token_groups import (
@@ -186,13 +187,7 @@ class ReordererSequenceParallel(ParallelStyle):
 
 
 class DeepEPExpertParallel(ExpertParallel):
-    """Not available: raises NotImplementedError when built."""
-
-    def __init__(self, score_before_experts: bool = True) -> None:
-        raise NotImplementedError(
-            "tokens travel to experts by torch's all-to-all only, not by DeepEP kernels; use "
-            "ExpertParallel(), and parallelism.expert_parallel_comm_backend = 'standard'"
-        )
+    __init__ = dispatch_tokens
 
 
 def _split(

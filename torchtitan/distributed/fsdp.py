@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
@@ -262,7 +262,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
-        if any(group.mesh_info.mesh.size() > 1 for group in _param_groups(unit)):
+        if any(group.mesh_info.mesh.size() > 1 for group in _param_groups([unit])):
             unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective applies the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
@@ -276,24 +276,23 @@ def reshard_model(model: nn.Module) -> None:
     """
     for unit in _units_of(model):
         unit.reshard()
-        # Read in torch 2.13: backward prefetches parameters in the recorded order of the forwards
-        # since the last backward. Without clearing it, a forward without backward is prefetched too.
-        for group in _param_groups(unit):
-            if hasattr(group.comm_ctx, "post_forward_order"):  # set by the first forward
-                group.comm_ctx.post_forward_order.clear()
-                group._post_forward_indices.clear()
+    # Read in torch 2.13: backward prefetches parameters in the recorded order of the forwards since
+    # the last backward. Without clearing it, a forward without backward is prefetched too.
+    for group in _param_groups(_units_of(model)):
+        if hasattr(group.comm_ctx, "post_forward_order"):  # set by the first forward
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
 
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
     total = 0
-    for unit in _units_of(model):
-        for group in _param_groups(unit):
-            if group.post_forward_mesh_info is None:  # forward keeps the parameters already
-                continue
-            for parameter in group.fsdp_params:
-                dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
-                total += math.prod(parameter._orig_size) * dtype.itemsize
+    for group in _param_groups(_units_of(model)):
+        if group.post_forward_mesh_info is None:  # forward keeps the parameters already
+            continue
+        for parameter in group.fsdp_params:
+            dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
+            total += math.prod(parameter._orig_size) * dtype.itemsize
     return total
 
 
@@ -304,11 +303,7 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     Read in torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
     gathered if `post_forward_mesh_info` is None. We set it because only some forwards keep weights.
     """
-    before = [
-        (group, group.post_forward_mesh_info)
-        for unit in _units_of(model)
-        for group in _param_groups(unit)
-    ]
+    before = [(group, group.post_forward_mesh_info) for group in _param_groups(_units_of(model))]
     for group, _ in before:
         group.post_forward_mesh_info = None
     try:
@@ -319,12 +314,16 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
             group.post_forward_mesh_info = mesh_info
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's private parameter groups of a unit (torch 2.13), which have no public access."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
+def _param_groups(units: list[FSDPModule]) -> list[Any]:
+    """Return the private parameter groups of these units (torch 2.13); there is no public access."""
+    groups: list[Any] = []
+    for unit in units:
+        state = unit._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # torch 2.11
+            groups.append(state._fsdp_param_group)
+    return groups
 
 
 def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
@@ -358,13 +357,11 @@ def recover_model(model: nn.Module) -> None:
         _reset_iter_state(model)
     # Drop gradients of gathered parameters, which the next backward would reduce with its own.
     # `reset_iter_state` of torch 2.13 leaves them, and they are in private fields only.
-    for unit in _units_of(model):
-        for group in _param_groups(unit):
-            for fsdp_param in group.fsdp_params:
-                fsdp_param.unsharded_accumulated_grad = None
-                parameter = getattr(fsdp_param, "_unsharded_param", None)
-                if parameter is not None:
-                    parameter.grad = None
+    for fsdp_param in (p for group in _param_groups(_units_of(model)) for p in group.fsdp_params):
+        fsdp_param.unsharded_accumulated_grad = None
+        parameter = getattr(fsdp_param, "_unsharded_param", None)
+        if parameter is not None:
+            parameter.grad = None
 
 
 def _reset_iter_state(model: FSDPModule) -> None:
@@ -379,13 +376,12 @@ def _reset_iter_state(model: FSDPModule) -> None:
     for state in root._state_ctx.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-    for unit in _units_of(model):
-        for group in _param_groups(unit):
-            group._all_gather_result = group._all_reduce_state = None
-            group._post_reduce_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group.reshard()
+    for group in _param_groups(_units_of(model)):
+        group._all_gather_result = group._all_reduce_state = None
+        group._post_reduce_event = group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group.reshard()
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
@@ -410,12 +406,12 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     stage.
     """
 
-    def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
-        return tree_map_only(Tensor, lambda tensor: _ScaleGradient.apply(tensor, factor), output)
+    def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda gradient: gradient * factor)
 
-    model.register_forward_hook(scale_output)
+    model.register_forward_hook(scale_gradient_of_output)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -434,16 +430,3 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         torch.distributed.all_reduce(flat, group=mesh.get_group())
         for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(summed.view_as(grad))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Return the tensor; in backward, multiply its gradient by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None

@@ -125,14 +125,11 @@ class ParallelDims:
 
         self._world_mesh = world_mesh
         self._global_meshes = cuts | {"loss": loss_mesh}
-        self._meshes = {}
-        for name, size in sizes.items():
-            mesh = loss_mesh
-            if name != "loss":
-                # From the first cut that has this axis.
-                mesh = next(cuts[cut] for cut, axes in _AXES_OF_CUT.items() if name in axes)[name]
-            assert mesh.size() == size, f"{name}: {mesh.size()} != {size}"
-            self._meshes[name] = mesh
+        # Each axis from the first cut that has it.
+        cut_of = {name: cut for cut, axes in reversed(_AXES_OF_CUT.items()) for name in axes}
+        self._meshes = {
+            name: loss_mesh if name == "loss" else cuts[cut_of[name]][name] for name in sizes
+        }
         active = {n: m.size() for n, m in self.get_all_one_dimensional_meshes().items()}
         logger.info("%s, active mesh axes: %s", self, active or "none (one rank)")
         return world_mesh

@@ -77,7 +77,7 @@ def pipeline_llm(
     training, uses_fsdp = job_config.training, isinstance(parts[0], distributed.FSDPModule)
     dtype = training.mixed_precision_param if uses_fsdp else training.dtype
     for stage in stages:
-        stage.hidden_states = distributed.HiddenStates(model_args.dim, TORCH_DTYPE_MAP[dtype])
+        stage.hidden_states = model_args.dim, TORCH_DTYPE_MAP[dtype]
 
     schedule = build_pipeline_schedule(job_config, stages, loss_fn)
     if parallel_dims.dp_replicate_enabled and not uses_fsdp:
@@ -126,7 +126,7 @@ def pipeline_module_split(
             device,
             group=pp_mesh.get_group("pp"),
             # For clients that call this function themselves; `pipeline_llm` sets it again.
-            hidden_states=None if dim is None else distributed.HiddenStates(dim, dtype),
+            hidden_states=None if dim is None else (dim, dtype),
         )
         stages.append(stage)
         models.append(model)

@@ -6,7 +6,6 @@ message follows from the shape [B, T] of the microbatch's input, so microbatches
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +20,18 @@ InputShape = tuple[int, int]
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class HiddenStates:
-    """Size and dtype of hidden states [B, T, dim] between two stages."""
-
-    dim: int
-    dtype: torch.dtype
-
-    def shape(self, input_shape: InputShape) -> torch.Size:
-        return torch.Size((*input_shape, self.dim))
-
-
 class VariableShapeStage(PipelineStage):
     """One stage of a pipeline whose microbatches may differ in shape.
 
-    hidden_states: size and dtype of what is sent between stages; a stage with None cannot run.
+    hidden_states: dim and dtype of what is sent between stages; a stage with None cannot run.
 
     Read in torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
     override its private methods to allocate for each microbatch; forward and backward are torch's.
     """
 
-    def __init__(self, *args: Any, hidden_states: HiddenStates | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, hidden_states: tuple[int, torch.dtype] | None = None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.hidden_states = hidden_states
         self._input_shapes: list[InputShape] = []
@@ -113,13 +103,12 @@ class VariableShapeStage(PipelineStage):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             # The next stage allocated a buffer for this. Another size would be garbage, or a hang.
-            input_shape = self._input_shapes[fwd_chunk_id]
-            expected = self.hidden_states.shape(input_shape)
-            if (output.shape, output.dtype) != (expected, self.hidden_states.dtype):
+            input_shape, (dim, dtype) = self._input_shapes[fwd_chunk_id], self.hidden_states
+            if (*output.shape, output.dtype) != (*input_shape, dim, dtype):
                 raise RuntimeError(
-                    f"pipeline stage {self.stage_index} must return {self.hidden_states.dtype} of "
-                    f"shape {tuple(expected)} for an input of {input_shape}, got "
-                    f"{output.dtype} of shape {tuple(output.shape)}"
+                    f"pipeline stage {self.stage_index} must return {dtype} of shape "
+                    f"{(*input_shape, dim)} for an input of {input_shape}, got {output.dtype} of "
+                    f"shape {tuple(output.shape)}"
                 )
         if self.is_last and not self.has_backward:
             del self.fwd_cache[fwd_chunk_id]  # don't accumulate logits
@@ -198,8 +187,8 @@ class VariableShapeStage(PipelineStage):
         return dist.P2POp(operation, tensor.contiguous(), group=group, group_peer=peer)
 
     def _empty(self, microbatch: int) -> Tensor:
-        shape = self.hidden_states.shape(self._input_shapes[microbatch])
-        return torch.empty(shape, dtype=self.hidden_states.dtype, device=self.device)
+        dim, dtype = self.hidden_states
+        return torch.empty(*self._input_shapes[microbatch], dim, dtype=dtype, device=self.device)
 
     def _validate_fwd_input(self, *args: Any, **kwargs: Any) -> None:
         """Torch 2.11 checks here that all microbatches have one shape."""

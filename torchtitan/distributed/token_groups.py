@@ -182,20 +182,6 @@ def fill_indices_wrapper(
     return torch.where(filled, token, -1).int()
 
 
-def fill_indices_cpu(
-    tokens_per_expert_group: Tensor,
-    start_index_values: Tensor,
-    write_offsets: Tensor,
-    experts_per_rank: int,
-    num_ranks: int,
-    max_len: int,
-) -> Tensor:
+def fill_indices_cpu(*arguments: Any) -> Tensor:
     """`fill_indices_wrapper`, computed on the CPU whatever the inputs' device."""
-    return fill_indices_wrapper(
-        tokens_per_expert_group.cpu(),
-        start_index_values.cpu(),
-        write_offsets.cpu(),
-        experts_per_rank,
-        num_ranks,
-        max_len,
-    )
+    return fill_indices_wrapper(*(x.cpu() if isinstance(x, Tensor) else x for x in arguments))

@@ -155,6 +155,7 @@ class CachedForward:
         exact = any(getattr(layer.inner_attention, "exact", False) for layer in layers)
         self.kernels = [CachedAttention(max_length, exact) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
+        self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]
         self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         row = DocumentMask.of_rows(1, max_length, self._device)
@@ -238,19 +239,15 @@ class CachedForward:
         self.lengths = self.lengths or [0] * len(places)
         for place, row in zip(places, rows, strict=True):
             self.lengths[place] = other.lengths[row]
-        for kernel, given in zip(self.kernels, other.kernels, strict=True):
-            kernel.put_rows(at, given, index)
-        if self.experts is not None:
-            self.experts.put_rows(at, other.experts, index)
+        for store, given in zip(self._stores, other._stores, strict=True):
+            store.put_rows(at, given, index)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
-        for kernel in self.kernels:
-            kernel.keep_rows(index)
-        if self.experts is not None:
-            self.experts.keep_rows(index)
+        for store in self._stores:
+            store.keep_rows(index)
 
     @contextmanager
     def _only_last(self, counts: Sequence[int]) -> Iterator[None]:

@@ -8,7 +8,7 @@ R rows, M model dim, H query heads, K key/value heads, D head size, V vocabulary
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +38,6 @@ _PLAIN = (
     (RMSNorm, ("forward",)),
     (nn.Embedding, ("forward",)),
 )
-
-
-class _Layer(NamedTuple):
-    block: Any
-    rotate: Callable[[Tensor, Tensor], Tensor] | None
-    qkv: Product
-    wo: Product
-    w13: Product
-    w2: Product
 
 
 def is_plain(parts: Sequence[nn.Module]) -> bool:
@@ -90,7 +81,13 @@ class OneTokenForward:
 
     def __init__(self, model: Any, dtype: torch.dtype | None):
         self._model = model
-        self._layers = [self._layer(block, dtype) for block in model.layers.values()]
+        self._layers = []
+        for block in model.layers.values():
+            attention, feed_forward = block.attention, block.feed_forward
+            rotate = None if attention.apply_rope is None else rotation(attention.apply_rope)
+            qkv = [attention.wq, attention.wk, attention.wv]
+            linears = qkv, [attention.wo], [feed_forward.w1, feed_forward.w3], [feed_forward.w2]
+            self._layers.append((block, rotate, *(self._product(x, dtype) for x in linears)))
         head = model.output
         if head.in_fp32:
             dtype = torch.promote_types(head.weight.dtype, torch.float32)
@@ -114,18 +111,6 @@ class OneTokenForward:
             return lambda x: product(x.to(dtype))
         in_fp32 = packed_linear(weight.float(), None if bias is None else bias.float())
         return lambda x: in_fp32(x.to(dtype).float()).to(dtype)
-
-    def _layer(self, block: Any, dtype: torch.dtype | None) -> _Layer:
-        attention, feed_forward = block.attention, block.feed_forward
-        rotate = None if attention.apply_rope is None else rotation(attention.apply_rope)
-        return _Layer(
-            block,
-            rotate,
-            self._product([attention.wq, attention.wk, attention.wv], dtype),
-            self._product([attention.wo], dtype),
-            self._product([feed_forward.w1, feed_forward.w3], dtype),
-            self._product([feed_forward.w2], dtype),
-        )
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, kernels: Sequence[Any], hidden: Tensor | None

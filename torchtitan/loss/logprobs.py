@@ -143,6 +143,9 @@ class SummedCrossEntropy:
     positive.
     """
 
+    temperature = 1.0
+    product = staticmethod(linear)
+
     chunk_tokens: int | None = None
     compile_backend: str | None = None
 
@@ -268,16 +271,10 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         own_labels = labels.flatten() - first
         of_chunks = []
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
         for rows in _chunks(x, head):
-            labels_and_entropy = own_labels[rows], head.entropy
-            if head.compile_backend is None:
-                logits = _logits(x, weight, bias, head.temperature, rows, head.product)
-                of_chunks.append(_statistics(logits, *labels_and_entropy))
-            else:
-                run = _compiled(_chunk_statistics, head.compile_backend)
-                logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
-                temperature = _of_rows(head.temperature, rows)
-                of_chunks.append(run(logits, temperature, *labels_and_entropy))
+            logits, temperature = _logits(x, weight, bias, head, rows)
+            of_chunks.append(statistics_of(logits, temperature, own_labels[rows], head.entropy))
             del logits  # before the next chunk's exist
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
@@ -294,14 +291,17 @@ class _LogProbs(torch.autograd.Function):
         x, weight, bias, *of_tokens = ctx.saved_tensors
         of_tokens = [None if t is None else t.flatten() for t in (*of_tokens, *grads)]
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
+        gradient_of = _maybe_compiled(_gradient_of_logits, ctx.head.compile_backend)
         with torch.autocast(x.device.type, enabled=False):
             for rows in _chunks(x, ctx.head):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[rows] for t in of_tokens
                 )
-                temperature = _of_rows(ctx.head.temperature, rows)
+                logits, temperature = _logits(x, weight, bias, ctx.head, rows)
                 divisor = temperature[:, 0] if isinstance(temperature, Tensor) else temperature
-                of_rows = (
+                grad_logits = gradient_of(
+                    logits,
+                    temperature,
                     labels,
                     ctx.first,
                     log_normalizer,
@@ -309,13 +309,6 @@ class _LogProbs(torch.autograd.Function):
                     None if grad is None else grad / divisor,
                     None if grad_entropy is None else grad_entropy / divisor,
                 )
-                if (backend := ctx.head.compile_backend) is None:
-                    logits = _logits(x, weight, bias, ctx.head.temperature, rows, ctx.head.product)
-                    grad_logits = _gradient_of_logits(logits, *of_rows)
-                else:
-                    logits = x[rows] if weight is None else ctx.head.product(x[rows], weight, bias)
-                    run = _compiled(_chunk_gradient_of_logits, backend)
-                    grad_logits = run(logits, temperature, *of_rows)
                 del logits
                 gradients.add(rows, grad_logits)
                 del grad_logits  # before the next chunk's exist
@@ -341,26 +334,18 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
         losses = []
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
+        gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
         for rows in _chunks(x, head):
             own_labels, is_ignored = labels[rows] - first, labels[rows] == IGNORE_INDEX
-            if head.compile_backend is None:
-                logits = _logits(x, weight, bias, 1.0, rows)
-                statistics = _statistics(logits, own_labels, wants_entropy=False)
-            else:
-                logits = linear(x[rows], weight, bias)
-                run = _compiled(_chunk_statistics, head.compile_backend)
-                statistics = run(logits, 1.0, own_labels, False)
+            logits, temperature = _logits(x, weight, bias, head, rows)
+            statistics = statistics_of(logits, temperature, own_labels, False)
             highest = statistics[:, 0]
             top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
             losses.append(-logprobs.sum())
             if any(gradients.wanted):
                 scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
-                of_tokens = scale, own_labels, is_ignored
-                if head.compile_backend is None:
-                    grad_logits = _gradient_of_loss(logits, *of_tokens)
-                else:
-                    run = _compiled(_chunk_gradient_of_loss, head.compile_backend)
-                    grad_logits = run(logits, highest, *of_tokens)
+                grad_logits = gradient_of(logits, highest, scale, own_labels, is_ignored)
                 gradients.add(rows, grad_logits)
                 del grad_logits
             del logits  # before the next chunk's exist
@@ -426,34 +411,45 @@ def _logits(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    temperature: float | Tensor,
+    head: TokenLogProbs | SummedCrossEntropy,
     rows: slice,
-    product: Callable[..., Tensor] = linear,
-) -> Tensor:
-    """Return logits [n, v] / temperature in fp32 (fp64 if x is), in memory of their own."""
-    x = x[rows]
-    logits = x if weight is None else product(x, weight, bias)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.to(dtype, copy=weight is None)
-    return _divide(logits, _of_rows(temperature, rows))
+) -> tuple[Tensor, float | Tensor]:
+    """Return the logits [n, v] of a chunk, and its temperature.
+
+    As the functions below take them: to be compiled, in any dtype, because compiled code stores nothing
+    but its result; else divided by the temperature, in fp32 (fp64 if x is) and memory of their own.
+    """
+    temperature = head.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature[rows]
+    logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
+    if head.compile_backend is None:
+        logits = _in_fp32(logits, temperature, copy=weight is None)
+    return logits, temperature
 
 
-def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
-    return temperature[rows] if isinstance(temperature, Tensor) else temperature
-
-
-def _divide(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Overwrites the logits."""
+def _in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
     is_one = not isinstance(temperature, Tensor) and temperature == 1
     return logits if is_one else logits.div_(temperature)
 
 
-def _statistics(logits: Tensor, own_labels: Tensor, wants_entropy: bool) -> Tensor:
-    """Return the numbers [n, 4] that ranks exchange about logits z [n, v]; overwrites the logits.
+@functools.cache
+def _maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
+    return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _statistics(
+    logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
+) -> Tensor:
+    """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
 
     The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
-    sum of e * (z - maximum), 0 without wants_entropy. Without wants_entropy `logits` become e.
+    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, it overwrites the logits:
+    without wants_entropy they become e.
     """
+    if torch.compiler.is_compiling():
+        logits = _in_fp32(logits, temperature, copy=True)
     index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
     if wants_entropy:
@@ -507,6 +503,7 @@ def _over_ranks(
 
 def _gradient_of_logits(
     logits: Tensor,
+    temperature: float | Tensor,
     labels: Tensor,
     first: int,
     log_normalizer: Tensor,
@@ -514,11 +511,14 @@ def _gradient_of_logits(
     grad: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return [n, v] in the memory of `logits`, from gradients [n] of logprobs and entropies.
+    """Return [n, v] in the dtype of `logits`, from gradients [n] of logprobs and entropies.
 
-    With p the probabilities, H the entropy: d logprob / dz_j = [j is the label] - p_j and
+    If not compiled, it overwrites the logits. With p the probabilities, H the entropy: d logprob / dz_j = [j is the label] - p_j and
     dH / dz_j = -p_j (log p_j + H).
     """
+    dtype = logits.dtype
+    if torch.compiler.is_compiling():
+        logits = _in_fp32(logits, temperature, copy=True)
     if grad is None:
         grad = torch.zeros_like(log_normalizer)
     grad = grad.masked_fill(labels == IGNORE_INDEX, 0)
@@ -529,18 +529,22 @@ def _gradient_of_logits(
         probs = log_probs.exp()
         result = log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         result = result.sub_(grad[:, None]).mul_(probs)
-    return _add_at_labels(result, labels - first, grad)
+    return _add_at_labels(result, labels - first, grad).to(dtype)
 
 
 def _gradient_of_loss(
-    exps: Tensor, scale: Tensor, own_labels: Tensor, is_ignored: Tensor
+    logits: Tensor, highest: Tensor, scale: Tensor, own_labels: Tensor, is_ignored: Tensor
 ) -> Tensor:
-    """Return p_j - [j is the label], in the memory of `exps` [n, v], which are p_j / scale.
+    """Return p_j - [j is the label], [n, v] in the dtype of `logits`, with p_j = scale * e_j.
 
+    logits: if not compiled, e = exp(z - highest), which is overwritten.
     scale: [n], 0 for labels that are ignored.
     """
+    exps = logits
+    if torch.compiler.is_compiling():
+        exps = _in_fp32(logits, 1.0, copy=True).sub_(highest[:, None]).exp_()
     minus_one = -(~is_ignored).to(exps.dtype)
-    return _add_at_labels(exps.mul_(scale[:, None]), own_labels, minus_one)
+    return _add_at_labels(exps.mul_(scale[:, None]), own_labels, minus_one).to(logits.dtype)
 
 
 def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor:
@@ -551,36 +555,6 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
         columns = torch.arange(result.shape[1], device=result.device)
         return result + torch.where(columns == index, values, 0)
     return result.scatter_add_(1, index, values)
-
-
-# ---- the same of a chunk's logits in any dtype, to be compiled: nothing but the result is stored ----
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
-    return torch.compile(function, backend=backend, fullgraph=True)
-
-
-def _in_fp32(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    copy = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    return _divide(copy, temperature)
-
-
-def _chunk_statistics(
-    logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
-) -> Tensor:
-    return _statistics(_in_fp32(logits, temperature), own_labels, wants_entropy)
-
-
-def _chunk_gradient_of_loss(logits: Tensor, highest: Tensor, *of_tokens: Tensor) -> Tensor:
-    exps = _in_fp32(logits, 1.0).sub_(highest[:, None]).exp_()
-    return _gradient_of_loss(exps, *of_tokens).to(logits.dtype)
-
-
-def _chunk_gradient_of_logits(
-    logits: Tensor, temperature: float | Tensor, *of_tokens: Any
-) -> Tensor:
-    return _gradient_of_logits(_in_fp32(logits, temperature), *of_tokens).to(logits.dtype)
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:

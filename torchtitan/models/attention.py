@@ -361,13 +361,8 @@ def _varlen(
         out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
-    if return_lse:  # torch's kernel returns it, but ignores its gradient
-        raise ValueError(
-            "attn_type 'varlen' gives no gradient through the log-sum-exp of the scores on "
-            f"device type {q.device.type!r}, and this model needs it; set model.attn_type to "
-            "'flex'"
-        )
-
+    # torch's kernel returns it, but ignores its gradient; `config.checks.device` refuses such models.
+    assert not return_lse, "attn_type 'varlen' gives no log-sum-exp on an accelerator"
     varlen_attn = load_varlen().varlen_attn
     extra = {}
     if q.shape[1] != k.shape[1]:
@@ -448,12 +443,6 @@ def attend(
     window = window if mask.window is None else mask.window
     rows, part = (q.shape[0], q.shape[2]), mask.part
     if part is not None and part.rotate_method == "allgather":
-        if return_lse and q.device.type != "cpu":
-            raise ValueError(
-                "parallelism.context_parallel_rotate_method = 'allgather' gives no log-sum-exp of "
-                f"the scores on device type {q.device.type!r}, and this model needs it; set it to "
-                "'alltoall'"
-            )
         # The gathered keys come with cumulative lengths, so varlen's kernel serves every attn_type.
         part = part if part.gathering is not None else part.start_gathering(k, v)
         k, v = part.gathered_keys().split((k.shape[-1], v.shape[-1]), dim=-1)

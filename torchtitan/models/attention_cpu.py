@@ -277,15 +277,12 @@ def _backward(
     return grad_q, grad_k, grad_v
 
 
-class _DocumentAttention(torch.autograd.Function):
+class DocumentAttention(torch.autograd.Function):
+    """Attention of any kernel within documents, with the gradient of `_backward`."""
+
     @staticmethod
-    def forward(ctx, q, k, v, cu_seq_q, cu_seq_k, scale, window):
-        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
-        # call reaches the kernel of the device.
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.torchtitan.document_attention(
-                q, k, v, cu_seq_q, cu_seq_k, scale, window
-            )
+    def forward(ctx, kernel, q, k, v, cu_seq_q, cu_seq_k, scale, window):
+        out, lse = kernel(q, k, v, cu_seq_q, cu_seq_k, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, cu_seq_q, cu_seq_k)
         ctx.scale, ctx.window = scale, window
         # Backward gets None for an unused log-sum-exp instead of zeros, and is faster then.
@@ -299,7 +296,13 @@ class _DocumentAttention(torch.autograd.Function):
         grads = torch.ops.torchtitan.document_attention_backward(
             grad_out, grad_lse, q, k, v, out, lse, *cu_seqlens, ctx.scale, ctx.window
         )
-        return *grads, None, None, None, None
+        return None, *grads, None, None, None, None
+
+
+def _kernel_of_device(*arguments):
+    # Private (torch 2.13): skips the "Autograd" kernel, which calls this function.
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.torchtitan.document_attention(*arguments)
 
 
 _library.impl("document_attention", _forward, "CPU")
@@ -308,7 +311,9 @@ _library.impl(
     lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_kernel_dtype(q.dtype))),
     "Meta",
 )
-_library.impl("document_attention", _DocumentAttention.apply, "Autograd")
+_library.impl(
+    "document_attention", functools.partial(DocumentAttention.apply, _kernel_of_device), "Autograd"
+)
 _library.impl("document_attention_backward", _backward, "CPU")
 _library.impl(
     "document_attention_backward",

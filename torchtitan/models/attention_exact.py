@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.models.attention_cpu import DocumentAttention
 from torchtitan.numerics.exact import KEYS, attend_in_tiles
 
 
@@ -39,43 +40,20 @@ def exact_heads_attention(
     return of_heads(results[0]), of_heads(results[1])
 
 
-def exact_document_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+def exact_document_attention(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention_cpu.document_attention` of documents whose queries and keys are the same tokens."""
-    return _ExactAttention.apply(q, k, v, cu_seq_q, scale, window)
-
-
-class _ExactAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(q, k, v, ends, scale, window)
-        ctx.save_for_backward(q, k, v, out, lse, ends)
-        ctx.scale, ctx.window = scale, window
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-        q, k, v, out, lse, ends = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = torch.ops.torchtitan.document_attention_backward(
-            grad_out, grad_lse, q, k, v, out, lse, ends, ends, ctx.scale, ctx.window
-        )
-        return *grads, None, None, None
+    with torch.autocast(q.device.type, enabled=False):
+        return DocumentAttention.apply(_forward, q, *arguments)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    _ends_of_keys: Tensor,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """q: [N, H, D]; k, v: [N, K, D]; ends: int [S + 1], from 0 to N."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -311,6 +311,9 @@ class Decoder(ModelProtocol):
         """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
         raise NotImplementedError
 
+    def check_rows(self, attention_masks: Any, row_len: int) -> None:
+        """Raise ValueError for rows that the model cannot take. row_len: the tokens of whole rows."""
+
     # ---- the same for all families ----
 
     def forward(
@@ -344,14 +347,15 @@ class Decoder(ModelProtocol):
         else:
             attn_type = self.model_args.attn_type
             masks = map_masks(lambda x: DocumentMask.of(x).lower(attn_type), attention_masks)
+        shards = shards_of(masks)
+        row_len = seq_len if shards is None else shards.cp * seq_len
+        self.check_rows(attention_masks, row_len)
         positions = positions_of_rank(masks, positions, seq_len)
         if self.tok_embeddings is not None:
             h = sequence.reduce(self.tok_embeddings(tokens))
         else:
             h = sequence.split(tokens)
         # All layers use the same rows of the table, so look them up once.
-        shards = shards_of(masks)
-        row_len = seq_len if shards is None else shards.cp * seq_len
         rope = select_positions(self._rope_table(positions, row_len), positions, seq_len)
         for layer_id, layer in self.layers.items():
             experts = self._routed_experts_of(int(layer_id), routed_experts)

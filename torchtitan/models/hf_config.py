@@ -111,13 +111,13 @@ COMMON = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_seq_len",
 }
-GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
-_LLAMA = COMMON | GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
+_GROUPED_HEADS = {"num_key_value_heads": "n_kv_heads"}
+LLAMA = COMMON | _GROUPED_HEADS | {"intermediate_size": "hidden_dim"}
 _EXPERTS = {
     "num_local_experts": "moe_args.num_experts",
     "num_experts_per_tok": "moe_args.top_k",
 }
-_QWEN_MOE = _LLAMA | _EXPERTS | {"moe_intermediate_size": "moe_inter_dim"}
+QWEN_MOE = LLAMA | _EXPERTS | {"moe_intermediate_size": "moe_inter_dim"}
 DEEPSEEK = (
     COMMON
     | _EXPERTS
@@ -135,11 +135,11 @@ DEEPSEEK = (
 )
 _WIDE_EXPERTS = (
     COMMON
-    | GROUPED_HEADS
+    | _GROUPED_HEADS
     | _EXPERTS
     | {"head_dim": "head_dim", "intermediate_size": "moe_inter_dim"}
 )
-_LLAMA4 = _WIDE_EXPERTS | {
+LLAMA4 = _WIDE_EXPERTS | {
     "intermediate_size_mlp": "hidden_dim",
     "attention_chunk_size": "fixed_attn_block_size",
 }
@@ -150,6 +150,16 @@ LLAMA3_SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
+# Fields of the same name here and there -> the value for configs without the field.
+LLAMA_OPTIONS = {"head_dim": None, "attention_bias": False, "mlp_bias": False}
+LLAMA4_OPTIONS = {
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "attention_bias": False,
+}
 YARN = {"factor": "rope_factor", "original_max_position_embeddings": "original_seq_len"}
 
 # Larger sizes must be mistakes, and are refused before anything is allocated.
@@ -157,7 +167,7 @@ _LARGEST_SIZE = 2**24
 _LARGEST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31 - 1}
 _MAY_BE_ZERO = {"first_k_dense_replace", "n_shared_experts", "sliding_window", "q_lora_rank"}
 _SIZES = {
-    *(_LLAMA | _QWEN_MOE | DEEPSEEK | _LLAMA4 | GPT_OSS),
+    *(QWEN_MOE | DEEPSEEK | LLAMA4 | GPT_OSS),
     "q_lora_rank",
     "interleave_moe_layer_step",
     "no_rope_layer_interval",
@@ -180,12 +190,7 @@ _SAME_FIELD = {  # other HF names of a field -> its name in the tables
 
 
 def _llama3(config: Config) -> dict[str, Any]:
-    args = {
-        "head_dim": config.get("head_dim"),
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-    }
-    return _take(config, _LLAMA) | _llama3_rope(config) | args
+    return _take(config, LLAMA, LLAMA_OPTIONS) | _llama3_rope(config)
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def _qwen3(config: Config) -> dict[str, Any]:
         "qkv_bias": is_qwen2,
     }
     if config["model_type"] != "qwen3_moe":
-        return _take(config, _LLAMA) | args
+        return _take(config, LLAMA) | args
     _require(config, "decoder_sparse_step", {1}, "every layer has experts")
     if config.get("mlp_only_layers"):
         raise _refusal(config, "mlp_only_layers", "every layer has experts")
@@ -214,7 +219,7 @@ def _qwen3(config: Config) -> dict[str, Any]:
         "moe_args.route_norm": config.get("norm_topk_prob", False),
         "moe_args.score_before_experts": False,
     }
-    return _take(config, _QWEN_MOE) | args | experts
+    return _take(config, QWEN_MOE) | args | experts
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
@@ -247,10 +252,9 @@ def _deepseek_v3(config: Config) -> dict[str, Any]:
 
 
 def _llama4(config: Config) -> dict[str, Any]:
-    n_layers = config["num_hidden_layers"]
-    step = config.get("interleave_moe_layer_step", 1)
-    moe_layers = config.get("moe_layers")
-    if moe_layers is not None:
+    args = _take(config, LLAMA4, LLAMA4_OPTIONS) | _llama3_rope(config)
+    n_layers, step = args["n_layers"], args["interleave_moe_layer_step"]
+    if config.get("moe_layers") is not None:
         _require_layers(config, "moe_layers", list(range(step - 1, n_layers, step)))
     # 1 for a layer with RoPE, else 0.
     has_rope = config.get("no_rope_layers") or [
@@ -263,18 +267,12 @@ def _llama4(config: Config) -> dict[str, Any]:
     if config.get("layer_types"):
         kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
         _require_layers(config, "layer_types", kinds)
-    args = {
-        "interleave_moe_layer_step": step,
+    return args | {
         "every_n_layers_nope": interval,
-        "use_qk_norm": config.get("use_qk_norm", True),
-        "attn_temperature_tuning": bool(config.get("attn_temperature_tuning", True)),
-        "floor_scale": config.get("floor_scale", 8192),
-        "attn_scale": config.get("attn_scale", 0.1),
-        "attention_bias": config.get("attention_bias", False),
+        "attn_temperature_tuning": bool(args["attn_temperature_tuning"]),
         "moe_args.num_shared_experts": 1,
         "moe_args.score_func": "sigmoid",
     }
-    return _take(config, _LLAMA4) | _llama3_rope(config) | args
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:
@@ -362,13 +360,19 @@ def _check_numbers(config: Config) -> None:
             raise _refusal(config, name, "it must be true or false")
 
 
-def _take(config: Config, table: Mapping[str, str]) -> dict[str, Any]:
-    """Return our field -> value. num_key_value_heads defaults to the number of query heads."""
+def _take(
+    config: Config, table: Mapping[str, str], options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return our field -> value. num_key_value_heads defaults to the number of query heads.
+
+    options: fields of the same name here and there -> the value if the config lacks the field.
+    """
     defaults = {"num_key_value_heads": config.get("num_attention_heads")}
     values = {hf: config[hf] if config.get(hf) is not None else defaults.get(hf) for hf in table}
     if missing := [hf for hf, value in values.items() if value is None]:
         raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add them")
-    return {ours: values[hf] for hf, ours in table.items()}
+    taken = {ours: values[hf] for hf, ours in table.items()}
+    return taken | {name: config.get(name, value) for name, value in (options or {}).items()}
 
 
 def _llama3_rope(config: Config) -> dict[str, Any]:

@@ -5,11 +5,10 @@ read.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan.models import hf_config
-from torchtitan.models.args import DecoderArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 
@@ -51,27 +50,32 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     return config
 
 
-def _give(model_args: DecoderArgs, table: Mapping[str, str]) -> dict[str, Any]:
-    """Return HF field -> value, by a table HF field -> our field."""
-    return {hf: operator.attrgetter(ours)(model_args) for hf, ours in table.items()}
+# Our field -> the property that has its value, in families that compute it if it is None.
+_COMPUTED = {
+    "hidden_dim": "ffn_hidden_dim",
+    "moe_inter_dim": "expert_hidden_dim",
+    "head_dim": "attention_head_dim",
+}
+
+
+def _give(args: Any, table: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, Any]:
+    """Return HF field -> value, by a table HF field -> our field. options: fields of the same name."""
+    fields = {}
+    for hf, ours in (dict(table) | {name: name for name in options}).items():
+        computed = _COMPUTED.get(ours, ours)
+        value = operator.attrgetter(computed if hasattr(args, computed) else ours)(args)
+        fields[hf] = args.n_heads if ours == "n_kv_heads" and value is None else value
+    return fields
 
 
 def _llama3(args: Any) -> tuple[str, dict[str, Any]]:
-    return "Llama", {
-        "model_type": "llama",
-        "num_key_value_heads": _n_kv_heads(args),
-        "intermediate_size": args.ffn_hidden_dim,
-        "head_dim": args.attention_head_dim,
-        "attention_bias": args.attention_bias,
-        "mlp_bias": args.mlp_bias,
-        "rope_scaling": _llama3_scaling(args),
-    }
+    fields = _give(args, hf_config.LLAMA, hf_config.LLAMA_OPTIONS)
+    return "Llama", fields | {"model_type": "llama", "rope_scaling": _llama3_scaling(args)}
 
 
 def _qwen3(args: Any) -> tuple[str, dict[str, Any]]:
-    fields = _give(args, hf_config.GROUPED_HEADS) | {
+    fields = _give(args, hf_config.LLAMA) | {
         "head_dim": args.head_dim,
-        "intermediate_size": args.hidden_dim,
         "attention_bias": False,
         "rope_scaling": None,
         "sliding_window": None,
@@ -80,11 +84,10 @@ def _qwen3(args: Any) -> tuple[str, dict[str, Any]]:
     if not args.moe_enabled:
         name, model_type = ("Qwen3", "qwen3") if args.qk_norm else ("Qwen2", "qwen2")
         return name, fields | {"model_type": model_type}
+    fields |= _give(args, hf_config.QWEN_MOE)
+    fields["num_experts"] = fields.pop("num_local_experts")
     return "Qwen3Moe", fields | {
         "model_type": "qwen3_moe",
-        "num_experts": args.moe_args.num_experts,
-        "num_experts_per_tok": args.moe_args.top_k,
-        "moe_intermediate_size": args.moe_inter_dim,
         "norm_topk_prob": args.moe_args.route_norm,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -118,28 +121,10 @@ def _deepseek_v3(args: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _llama4(args: Any) -> tuple[str, dict[str, Any]]:
-    return "Llama4", {
+    return "Llama4", _give(args, hf_config.LLAMA4, hf_config.LLAMA4_OPTIONS) | {
         "model_type": "llama4_text",
-        "num_key_value_heads": _n_kv_heads(args),
-        "head_dim": args.attention_head_dim,
-        "intermediate_size": args.expert_hidden_dim,
-        "intermediate_size_mlp": args.ffn_hidden_dim,
-        "attention_chunk_size": args.fixed_attn_block_size,
-        "num_local_experts": args.moe_args.num_experts,
-        "num_experts_per_tok": args.moe_args.top_k,
-        "interleave_moe_layer_step": args.interleave_moe_layer_step,
         "no_rope_layers": [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
         "rope_scaling": _llama3_scaling(args),
-        **{
-            name: getattr(args, name)
-            for name in (
-                "attention_bias",
-                "use_qk_norm",
-                "attn_temperature_tuning",
-                "floor_scale",
-                "attn_scale",
-            )
-        },
     }
 
 
@@ -160,10 +145,6 @@ _WRITERS: dict[str, Callable[[Any], tuple[str, dict[str, Any]]]] = {
     "llama4": _llama4,
     "gpt_oss": _gpt_oss,
 }
-
-
-def _n_kv_heads(args: Any) -> int:
-    return args.n_heads if args.n_kv_heads is None else args.n_kv_heads
 
 
 def _llama3_scaling(args: Any) -> dict[str, Any] | None:

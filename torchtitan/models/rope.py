@@ -160,14 +160,17 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None
 
 def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
     """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. fp32 inside, x's dtype out."""
-    pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
         # inductor has no complex kernels; real arithmetic fuses with the operations around it
-        cos, sin = torch.view_as_real(rows).unbind(-1)
-        first, second = pairs.unbind(-1)
-        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * rows)
+        return _rotate_by_real_numbers(x, rows)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rows).flatten(-2).to(x.dtype)
+
+
+def _rotate_by_real_numbers(x: Tensor, rows: Tensor) -> Tensor:
+    cos, sin = torch.view_as_real(rows).unbind(-1)
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
 
 
@@ -240,14 +243,8 @@ def rotation(
 def _exact_neighbours(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    cos, sin = torch.view_as_real(reshape_for_broadcast(freqs_cis, xq, positions)).unbind(-1)
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-        return turned.flatten(-2).to(x.dtype)
-
-    return rotate(xq), rotate(xk)
+    rows = reshape_for_broadcast(freqs_cis, xq, positions)
+    return _rotate_by_real_numbers(xq, rows), _rotate_by_real_numbers(xk, rows)
 
 
 def _exact_halves(

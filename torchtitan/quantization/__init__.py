@@ -52,23 +52,18 @@ class GroupedMMConverter(QuantizationConverter):
     """Base class of the converters of experts, for modules whose name contains one of `fqns`."""
 
     fqns: list[str]
+    number_format: str
+    alignment: int
 
-    def set_up(
-        self,
-        job_config: JobConfig,
-        fqns: list[str] | str,
-        config: Any,
-        number_format: str,
-        alignment: int,
-    ) -> None:
+    def set_up(self, job_config: JobConfig, fqns: list[str] | str, config: Any) -> None:
         """fqns: TOML may give a single name as a plain string."""
         if not job_config.compile.applies_to("model"):
-            logger.warning(f"{number_format} grouped products are slow without compile.enable")
+            logger.warning(f"{self.number_format} grouped products are slow without compile.enable")
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
         if self.fqns:
-            set_token_group_alignment_size_m(alignment)
+            set_token_group_alignment_size_m(self.alignment)
         self.config = config
-        self.message = f"Grouped matrix products of {self.fqns} compute in {number_format}"
+        self.message = f"Grouped matrix products of {self.fqns} compute in {self.number_format}"
         self.enabled = True
 
     def is_target(self, module: nn.Module, fqn: str) -> bool:

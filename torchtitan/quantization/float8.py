@@ -105,6 +105,8 @@ class Float8GroupedMMConverter(GroupedMMConverter):
     ValueError on hardware without float8, and with pipeline or context parallelism.
     """
 
+    number_format, alignment = "float8", FP8_GROUP_ALIGNMENT_SIZE
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         name = "quantize.grouped_mm.float8"
@@ -121,6 +123,4 @@ class Float8GroupedMMConverter(GroupedMMConverter):
                 )
         config = import_torchao("torchao.prototype.moe_training.config", name)
         fqns = job_config.quantize.grouped_mm.float8.fqns
-        self.set_up(
-            job_config, fqns, config.Float8TrainingOpConfig(), "float8", FP8_GROUP_ALIGNMENT_SIZE
-        )
+        self.set_up(job_config, fqns, config.Float8TrainingOpConfig())

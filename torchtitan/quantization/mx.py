@@ -73,13 +73,14 @@ class MXGroupedMMConverter(GroupedMMConverter):
     ImportError without torchao, ValueError on hardware without MXFP8.
     """
 
+    number_format, alignment = "MXFP8", MXFP8_GROUP_ALIGNMENT_SIZE
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.grouped_mm.mx
         torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.grouped_mm.mx")
         _check_hardware("quantize.grouped_mm.mx")
-        config = _from_recipe(torchao_config, "MXFP8_RCEIL")
-        self.set_up(job_config, options.fqns, config, "MXFP8", MXFP8_GROUP_ALIGNMENT_SIZE)
+        self.set_up(job_config, options.fqns, _from_recipe(torchao_config, "MXFP8_RCEIL"))
         self.moe_fqns, self.recipe_name = self.fqns, options.recipe_name
 
 

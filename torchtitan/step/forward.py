@@ -12,15 +12,14 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan import distributed
 from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch
 from torchtitan.batch.documents import (
@@ -106,10 +105,12 @@ class Engine(Protocol):
     """The parts of a `TrainingEngine` that a forward or backward uses."""
 
     job_config: JobConfig
-    loss_fn: LossFunction
     has_token_loss: bool
     runner: "Runner"
     update: Update
+
+    @property
+    def loss_fn(self) -> LossFunction: ...
 
     @property
     def packing(self) -> DocumentPolicy: ...
@@ -131,11 +132,7 @@ def forward(
     """See `TrainingEngine.forward_step`."""
     runner = engine.runner
     check_head(runner, head)
-    has_head = head is not None
-    batches, is_single = read_batches(
-        engine.packing, microbatches, labels, needs_labels=has_head, are_tokens=has_head
-    )
-    check_routed_experts(runner, batches)
+    batches, is_single = read_batches(engine, microbatches, labels, head is not None)
     # A call with a single batch has one on every rank, and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
@@ -168,14 +165,10 @@ def forward_backward(
     needs_logits = loss_fn is None and engine.has_token_loss
     check_head(runner, head, needs_logits)
     collected = None if metrics is None else StepMetrics(metrics, runner.device)
+    are_tokens = head is not None or needs_logits
     batches, is_single = read_batches(
-        engine.packing,
-        input_dict,
-        labels,
-        needs_labels=loss_fn is None or head is not None,
-        are_tokens=head is not None or needs_logits,
+        engine, input_dict, labels, are_tokens, needs_labels=loss_fn is None
     )
-    check_routed_experts(runner, batches)
     if global_valid_tokens is None:
         if loss_fn is None:
             raise ValueError(
@@ -266,11 +259,7 @@ def prepare(engine: Engine, batch: Batch, labels: Tensor | None, head: Head | No
     """See `TrainingEngine.prepare`."""
     check_own_forward(engine.runner, "prepare")
     check_head(engine.runner, head)
-    has_head = head is not None
-    (checked,), _ = read_batches(
-        engine.packing, batch, labels, needs_labels=has_head, are_tokens=has_head
-    )
-    check_routed_experts(engine.runner, [checked])
+    (checked,), _ = read_batches(engine, batch, labels, head is not None)
     return engine.runner.prepare(checked, head)
 
 
@@ -290,17 +279,18 @@ def backward(engine: Engine, loss: Tensor) -> None:
 
 
 def read_batches(
-    policy: DocumentPolicy,
+    engine: Engine,
     microbatches: Microbatches,
     labels: Labels,
-    needs_labels: bool,
     are_tokens: bool,
+    needs_labels: bool = False,
 ) -> tuple[list[TokenBatch], bool]:
     """(the caller's batches with their labels, True if the caller gave one batch and no list).
 
-    needs_labels: False if only a loss_fn sees the labels, which may then have any shape.
-    are_tokens: the labels must be token ids.
+    are_tokens: there must be labels that are token ids. needs_labels: there must be labels. Without
+        both, only a loss_fn sees the labels, which may have any shape.
     """
+    policy, model = engine.packing, engine.runner.model_parts[0]
     is_single = isinstance(microbatches, dict | TokenBatch)
     given = [microbatches] if is_single else list(microbatches)
     labels = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(given))
@@ -314,7 +304,7 @@ def read_batches(
         if own is None and isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
             own = batch["labels"]
         batches.append(policy.token_batch(batch, own))
-    for batch in batches if needs_labels else ():
+    for batch in batches if needs_labels or are_tokens else ():
         if batch.labels is None:
             raise ValueError(
                 "the default loss and a head need labels [B, T], got None and a batch of "
@@ -324,6 +314,10 @@ def read_batches(
         batch.check_labels()
     if are_tokens:
         batches = [batch.with_token_labels(policy.vocab_size) for batch in batches]
+    for batch in batches if hasattr(model, "check_routed_experts") else ():
+        routed_experts = batch.entries.get("routed_experts")
+        if routed_experts is not None:
+            model.check_routed_experts(batch.tokens, routed_experts)
     return batches, is_single
 
 
@@ -352,15 +346,6 @@ def check_head(runner: "Runner", head: Head | None, needs_logits: bool = False) 
             "a model with a value head gives values [B, T, 1], and the default loss needs logits; "
             "give a loss_fn(values, labels, batch)"
         )
-
-
-def check_routed_experts(runner: "Runner", batches: Sequence[TokenBatch]) -> None:
-    """Raise ValueError if the model takes `routed_experts`, and a batch's do not fit it."""
-    model = runner.model_parts[0]
-    for batch in batches if hasattr(model, "check_routed_experts") else ():
-        routed_experts = batch.entries.get("routed_experts")
-        if routed_experts is not None:
-            model.check_routed_experts(batch.tokens, routed_experts)
 
 
 def check_own_forward(runner: "Runner", method: str) -> None:
@@ -699,11 +684,9 @@ class Runner:
     @contextlib.contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
         """A context in which experts do not count tokens, if the microbatch is a filler; and `around`."""
-        with contextlib.ExitStack() as stack:
-            if microbatch.is_filler:
-                stack.enter_context(without_counting(self.model_parts))
-            if self.around is not None:
-                stack.enter_context(self.around(microbatch))
+        counting_parts = self.model_parts if microbatch.is_filler else []
+        around = self.around(microbatch) if self.around else contextlib.nullcontext()
+        with without_counting(counting_parts), around:
             yield
 
     @contextlib.contextmanager
@@ -726,18 +709,13 @@ class Runner:
         if not (later and (self.defers_reduction or is_cheap)):
             yield
             return
-        self._reduce_later(True)
+        (model,) = self.model_parts
+        options = {"whole": self.defers_reduction, "keeps_weights": self.keeps_weights}
+        distributed.reduce_later(model, True, **options)
         try:
             yield
         finally:
-            self._reduce_later(False)
-
-    def _reduce_later(self, later: bool) -> None:
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                fsdp.reduce_later(
-                    part, later, whole=self.defers_reduction, keeps_weights=self.keeps_weights
-                )
+            distributed.reduce_later(model, False, **options)
 
     # ---- the model's state ----
 
@@ -756,48 +734,36 @@ class Runner:
         stack.callback(restore)
         return stack
 
-    def _fsdp(self) -> ModuleType | None:
-        """Our FSDP module; None if nothing can be sharded, because its import takes a second."""
-        if "torch.distributed.fsdp" not in sys.modules:
-            return None
-        from torchtitan.distributed import fsdp
-
-        return fsdp
-
     @functools.cached_property
     def _has_fsdp(self) -> bool:
         """True if FSDP holds parameters of the model. Kept, because walking over all modules costs 1 %
         of a small step."""
-        fsdp = self._fsdp()
         modules = (module for part in self.model_parts for module in part.modules())
-        return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
+        return any(isinstance(module, distributed.FSDPModule) for module in modules)
 
     def recover(self) -> None:
         """Make the model ready for its next forward after a failure.
 
         Drops gathered weights, and gradients that were not reduced yet.
         """
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                fsdp.recover_model(part)
+        for part in self.model_parts:
+            distributed.recover_model(part)
 
     def reshard(self) -> None:
         """Free the weights that FSDP has gathered, also those of a client's own forward."""
         if self._has_fsdp:
             for part in self.model_parts:
-                self._fsdp().reshard_model(part)
+                distributed.reshard_model(part)
 
     def bytes_to_keep_gathered(self) -> int:
         """Extra bytes that this rank would hold if forwards kept the weights that FSDP gathers."""
-        fsdp = self._fsdp()
-        return sum(fsdp.bytes_to_keep_gathered(part) for part in self.model_parts) if fsdp else 0
+        return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
         """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
         stack = contextlib.ExitStack()
-        if fsdp := self._fsdp():
-            for part in self.model_parts:
-                stack.enter_context(fsdp.keep_gathered(part))
+        for part in self.model_parts:
+            stack.enter_context(distributed.keep_gathered(part))
         return stack
 
 

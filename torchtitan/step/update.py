@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,23 +68,6 @@ class _Verdict:
     step: int
     read: Callable[[], list[float]]
     log_bad_losses: Callable[[], None]
-
-
-class Decision(NamedTuple):
-    """A step before its update.
-
-    skip: True if the optimizers must not update; a bool on the device if only the device knows; None
-        if every step updates.
-    """
-
-    grad_norm: Tensor
-    skip: Tensor | bool | None
-    verdict: _Verdict | None
-
-    @property
-    def is_known(self) -> bool:
-        """True if the host knows whether the step is skipped."""
-        return not isinstance(self.skip, Tensor)
 
 
 class StepLosses:
@@ -245,10 +227,12 @@ class Update:
 
     def decide(
         self, number: int, max_norm: float | None, denominator: Tensor | float | None
-    ) -> Decision:
+    ) -> tuple[Tensor, Tensor | bool | None]:
         """Divide and clip the gradients, and decide whether the step is skipped; see
         `TrainingEngine.optim_step`. number: of this step, for messages.
 
+        Returns the gradients' norm before clipping; and True if the optimizers must not update, as a
+        bool on the device if only the device knows, None if every step updates.
         The step before must be settled.
         """
         total = None if denominator is None else self._divide_gradients(denominator)
@@ -268,13 +252,19 @@ class Update:
         elif skip is not None:
             known = [float(skip), grad_norm.item(), 1.0]
             self._verdict = _Verdict(number, lambda: known, lambda: self.losses.take(number)())
-        return Decision(grad_norm, skip, self._verdict)
+        return grad_norm, skip
 
     def apply(
-        self, decision: Decision, lr: float | None, advance_schedule: bool
+        self,
+        grad_norm: Tensor,
+        skip: Tensor | bool | None,
+        lr: float | None,
+        advance_schedule: bool,
     ) -> OptimStepResult:
-        """Update the weights, unless the step is skipped; advance the schedule and zero the gradients."""
-        grad_norm, skip, verdict = decision
+        """Update the weights, unless the step is skipped; advance the schedule and zero the gradients.
+
+        grad_norm, skip: what `decide` returned.
+        """
         self.before_update()
         if lr is not None:
             lr = float(lr)  # parameter groups would keep a reference to a tensor
@@ -297,8 +287,8 @@ class Update:
         self.optimizers.zero_grad()
         self._begin_step()
         if isinstance(skip, Tensor):
-            assert verdict is not None
-            return _LateOptimStepResult(grad_norm, lr, verdict)
+            assert self._verdict is not None
+            return _LateOptimStepResult(grad_norm, lr, self._verdict)
         return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
@@ -345,7 +335,7 @@ class Update:
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        """See `Decision.skip`. total: what `_divide_gradients` returned."""
+        """See `decide`. total: what `_divide_gradients` returned."""
         skip = None
         # Steps in backward have been made already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":

@@ -1,7 +1,7 @@
 """DeepEP's kernels for experts on several ranks: not available.
 
 The names exist so that programs written against the reference can import them; each raises
-NotImplementedError when used. `expert_parallel.ExpertParallel` deals experts to ranks.
+NotImplementedError when used.
 """
 
 from typing import Any, NoReturn
@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
     """Raises NotImplementedError."""
     raise NotImplementedError(
-        "there are no DeepEP kernels here; set parallelism.expert_parallel_comm_backend = "
-        "'standard', whose ExpertParallel dispatches and combines by torch's all-to-all"
+        "there are no DeepEP kernels here, tokens travel to experts by torch's all-to-all; set "
+        "parallelism.expert_parallel_comm_backend = 'standard', use ExpertParallel() for the "
+        "experts, and build MoE(moe_args, dim, hidden_dim)"
     )
 
 

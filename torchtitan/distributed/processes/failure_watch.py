@@ -175,7 +175,9 @@ class FailureWatch(Watch):
             if self._lost is not None or self._store.check(["lost"]):
                 return False
             for group in self._groups:
-                number = _number_of_collectives(group)
+                number = "none"
+                with contextlib.suppress(RuntimeError):  # of simulated ranks
+                    number = str(group._get_sequence_number_for_group())
                 if meeting.compare_set(group.group_name, "", number).decode() != number:
                     meeting.set("differ", "")
             if not self.counts_collectives:
@@ -251,13 +253,6 @@ class FailureWatch(Watch):
                     self._reported = call, rank, text
                 if store.add(f"{name}/num_know", 1) == self._num_ranks:
                     store.set(f"{name}/known", "")
-
-
-def _number_of_collectives(group: dist.ProcessGroup) -> str:
-    try:
-        return str(group._get_sequence_number_for_group())
-    except RuntimeError:  # simulated ranks
-        return "none"
 
 
 def _text_of(error: BaseException) -> str:

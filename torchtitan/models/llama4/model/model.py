@@ -4,7 +4,6 @@ B rows, T tokens, H query heads, K key/value heads, D head size.
 """
 # ruff: noqa: F401 (names of the reference)
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.batch.mask import DocumentMask, Masks, shards_of
-from torchtitan.models.attention import AttentionMasksType
+from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.llama3.model.model import Transformer as Llama3
 from torchtitan.models.llama4.model.args import TransformerModelArgs
@@ -27,7 +25,7 @@ class Transformer(Llama3):
     Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the RoPE
     table is complex64 [L, D/2 + 1]; the last column is the queries' factor at each position.
 
-    Raises ValueError like `TransformerModelArgs.check_layers`.
+    Raises ValueError like `TransformerModelArgs.check_layers`, and forward like `check_chunks`.
     """
 
     model_args: TransformerModelArgs
@@ -36,19 +34,10 @@ class Transformer(Llama3):
         model_args.check_layers()
         super().__init__(model_args)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        attention_masks: AttentionMasksType | Masks | Tensor | None = None,
-        positions: Tensor | None = None,
-        head: Callable[..., Any] | None = None,
-    ) -> Any:
-        """As `Decoder.forward`. Raises ValueError for sdpa with rows longer than a chunk."""
+    def check_rows(self, attention_masks: Any, row_len: int) -> None:
         # Without a mask of chunks, which only a dict has, sdpa needs rows that fit into one chunk.
         if not isinstance(attention_masks, dict):
-            shards = shards_of(attention_masks)
-            self.model_args.check_chunks(tokens.shape[1] * (1 if shards is None else shards.cp))
-        return super().forward(tokens, attention_masks, positions, head)
+            self.model_args.check_chunks(row_len)
 
     def is_moe_layer(self, layer_id: int) -> bool:
         return (layer_id + 1) % self.model_args.interleave_moe_layer_step == 0
