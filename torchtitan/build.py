@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine, in the order in which `build` makes them; also the engine's attributes."""
+    """The parts of an engine, in the order in which `build` makes them."""
 
     context_sharding: ContextSharding | None
     model_args: Any

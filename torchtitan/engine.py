@@ -66,7 +66,7 @@ class _Loaded(NamedTuple):
     weights_version: int = 0
 
 
-class EngineState(build.EngineParts):
+class EngineState:
     """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
 
     job_config: JobConfig
@@ -79,6 +79,31 @@ class EngineState(build.EngineParts):
     ntokens_seen: int = 0
     _loaded = _Loaded()
     watch: Watch = Watch()
+
+    def _adopt(self, parts: build.EngineParts) -> None:
+        self.context_sharding = parts.context_sharding
+        self.model_args = parts.model_args
+        self.model_converters = parts.model_converters
+        self.num_params = parts.num_params
+        self.num_flops_per_token = parts.num_flops_per_token
+        self.flops_without_attention = parts.flops_without_attention
+        self.global_batch_size = parts.global_batch_size
+        self.gradient_accumulation_steps = parts.gradient_accumulation_steps
+        self.loss_fn = parts.loss_fn
+        self.has_token_loss = parts.has_token_loss
+        self.model_parts = parts.model_parts
+        self.pp_schedule = parts.pp_schedule
+        self.pp_has_first_stage = parts.pp_has_first_stage
+        self.pp_has_last_stage = parts.pp_has_last_stage
+        self.optimizers = parts.optimizers
+        self.lr_schedulers = parts.lr_schedulers
+        self.offloader = parts.offloader
+        self.checkpointer = parts.checkpointer
+        self.update = parts.update
+        self.train_context = parts.train_context
+        self.maybe_enable_amp = parts.maybe_enable_amp
+        self.watch = parts.watch
+        self.runner = parts.runner
 
     # ---- the layout ----
 
@@ -378,8 +403,7 @@ class TrainingEngine(EngineState):
                 has_clients_backward=self.builds_data and self.dataloader is None,
                 groups_before=groups_before,
             )
-            for name, part in vars(parts).items():
-                setattr(self, name, part)
+            self._adopt(parts)
         weakref.finalize(self, self.watch.close)
 
     @classmethod

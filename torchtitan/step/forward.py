@@ -105,12 +105,10 @@ class Engine(Protocol):
     """The parts of a `TrainingEngine` that a forward or backward uses."""
 
     job_config: JobConfig
+    loss_fn: LossFunction
     has_token_loss: bool
     runner: "Runner"
     update: Update
-
-    @property
-    def loss_fn(self) -> LossFunction: ...
 
     @property
     def packing(self) -> DocumentPolicy: ...
