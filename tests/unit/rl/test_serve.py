@@ -248,7 +248,7 @@ def test_failed_call_fails_the_step(run):
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        ("dro", "loss_fn must be one of cross_entropy, .* got 'dro'"),
+        ("stable_reinforce", "loss_fn must be one of cross_entropy, .* got 'stable_reinforce'"),
         ("importance_sampling", "a policy loss needs logprobs"),
     ],
 )

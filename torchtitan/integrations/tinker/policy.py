@@ -26,7 +26,6 @@ from torchtitan.integrations.tinker.types import (
     ForwardBackwardOutput,
     ModelInput,
     SampleResponse,
-    SamplingParams,
 )
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.job_config import JobConfig
@@ -148,7 +147,7 @@ class Policy:
 
     def save(self, path: str, model: str = "", rank: int | None = None) -> None:
         self._use(model)
-        self._client.save_state(path, rank).result()
+        self._client.save_state(path, rank=rank).result()
 
     def save_external(self, path: str, model: str = "", rank: int | None = None) -> None:
         self._use(model)
@@ -168,17 +167,12 @@ class Policy:
             self._samplers.pop(sampler, None)
 
     def sample(
-        self, items: list[ModelInput], sampler: str, num_samples: int, params: SamplingParams
+        self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
     ) -> list[SampleResponse]:
-        return self._sampler(sampler).sample_all(items, num_samples, params).result()
-
-    def logprobs(self, items: list[ModelInput], sampler: str) -> list[list[float | None]]:
-        return self._sampler(sampler).compute_all_logprobs(items).result()
-
-    def _sampler(self, name: str) -> LocalSamplingClient:
-        if name not in self._samplers:
-            raise ValueError(f"the sampler {name} does not exist or was dropped; make another")
-        return self._samplers[name]
+        """items, settings: the arguments of `LocalSamplingClient.sample_all`."""
+        if sampler not in self._samplers:
+            raise ValueError(f"the sampler {sampler} does not exist or was dropped; make another")
+        return self._samplers[sampler].sample_all(items, *settings).result()
 
 
 class CommandLoop:

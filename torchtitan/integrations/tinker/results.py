@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.requests import Refused, take
-from torchtitan.integrations.tinker.types import ForwardBackwardOutput, SampledSequence
+from torchtitan.integrations.tinker.types import ForwardBackwardOutput, SampleResponse
 
 if TYPE_CHECKING:
     from torchtitan.integrations.tinker.lanes import Command
@@ -196,12 +196,11 @@ def write_output(output: ForwardBackwardOutput) -> Answer:
     return Answer(values, protobuf=wire.write_forward_backward(logprobs, metrics))
 
 
-def write_samples(
-    sequences: Sequence[SampledSequence], prompt_logprobs: list[float | None] | None
-) -> Answer:
+def write_samples(response: SampleResponse, k: int) -> Answer:
+    """k: the number of most probable tokens at each place of the prompt; 0 for none."""
     values = {
         "type": "sample",
-        "sequences": [vars(sequence) for sequence in sequences],
-        "prompt_logprobs": prompt_logprobs,
+        **vars(response),
+        "sequences": [vars(x) for x in response.sequences],
     }
-    return Answer(values, protobuf=wire.write_samples(sequences, prompt_logprobs))
+    return Answer(values, protobuf=wire.write_samples(response, k))

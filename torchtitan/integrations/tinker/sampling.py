@@ -10,14 +10,13 @@ from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
 from torchtitan.integrations.tinker.results import Answer, Pending, Results, write_samples
-from torchtitan.integrations.tinker.types import ModelInput
 
 _MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
+_TOP_K, _MAX_TOP_K = "topk_prompt_logprobs", 1024
 
 # Options of a sample request that are refused -> the value that leaves them off.
 _NOT_SUPPORTED = {
-    "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
@@ -101,12 +100,14 @@ class Sampling:
                 f"the prompt must have at most {self._max_len} tokens, a row's length, got "
                 f"{prompt.length}; shorten it, or raise training.seq_len"
             )
-        eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
-        params = sampling_params(values, room, eos_id, self._vocab_size)
+        params = sampling_params(values, room, self._vocab_size)
         params.to_config(self._tokenizer)
-        n_scored = None  # how many of the prompt's last tokens to score; None scores none
-        if take(values, "prompt_logprobs", bool, False):
-            n_scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        is_scored, k = take(values, "prompt_logprobs", bool, False), take(values, _TOP_K, int, 0)
+        if not 0 <= k <= (limit := min(_MAX_TOP_K, self._vocab_size)):
+            raise Refused(f"{_TOP_K} must be 0 to {limit}, got {k}")
+        last_n = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        if not 1 <= last_n <= prompt.length:
+            raise Refused(f"prompt_logprobs_last_n must be 1 to {prompt.length}, got {last_n}")
         request_id = f"{session}:{number}"
         ids = [f"{request_id}:{i}" for i in range(n_samples)]
         pending = Pending(
@@ -116,42 +117,20 @@ class Sampling:
         )
         if (answer := self._results.accept(pending)) is not None:
             return answer
-        logprobs: list[float | None] | None = None
-
-        def take_logprobs(result: Any) -> None:
-            nonlocal logprobs
-            if isinstance(result, Exception):
-                self._results.finish(pending, result)
-                return
-            n_hidden = max(prompt.length - (n_scored or 0), 0)
-            logprobs = [None] * n_hidden + result[0][n_hidden:]
 
         def finish(result: Any) -> None:
-            if not isinstance(result, Exception):
-                result = write_samples(result[0].sequences, logprobs)
-            self._results.finish(pending, result)
+            is_error = isinstance(result, Exception)
+            self._results.finish(pending, result if is_error else write_samples(result[0], k))
 
-        if n_scored is not None:
-            key = ("logprobs", sampler)
-            self._submit("logprobs", {"sampler": sampler}, take_logprobs, key, prompt)
+        settings = n_samples, params, is_scored, k
         # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
-        key = ("sample", sampler, n_samples, params) if params.seed is None else object()
-        arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
-        self._submit("sample", arguments, finish, key, prompt)
-        return pending.accepted()
-
-    def _submit(
-        self,
-        method: str,
-        arguments: dict[str, Any],
-        answer: Callable[[Any], None],
-        key: Any,
-        prompt: ModelInput,
-    ) -> None:
-        lane = arguments["sampler"]
+        key = ("sample", sampler, settings) if params.seed is None else object()
+        arguments = {"sampler": sampler, "settings": settings}
+        items = [(prompt, last_n)]
         self._put(
-            Command(method, arguments, answer, key, [prompt], lane=lane, comes_in_bursts=True)
+            Command("sample", arguments, finish, key, items, lane=sampler, comes_in_bursts=True)
         )
+        return pending.accepted()
 
     def retrieve_many(self, values: dict[str, Any]) -> Answer:
         target = take(values, "target", dict)

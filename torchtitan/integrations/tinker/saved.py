@@ -5,6 +5,7 @@ Tinker's client downloads from URLs without its key. They are signed by this ser
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import shutil
@@ -59,6 +60,14 @@ class SavedFiles:
         if folder_of(path).split("/")[1] == EXTERNAL:
             raise Refused(f"{path} is for other programs; give a state that save_state saved")
         return self.folder(path)
+
+    def lora_rank(self, path: str) -> int | None:
+        """Return the rank of a saved state's adapters; None for a state without adapters."""
+        file = os.path.join(self.folder(path), _PEFT, "adapter_config.json")
+        if not os.path.isfile(file):
+            return None
+        with open(file) as config:
+            return json.load(config)["r"]
 
     # ---- downloads ----
 

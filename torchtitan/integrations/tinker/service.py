@@ -7,7 +7,6 @@ is the session's training run, and a sampling session is a sampler of the weight
 import math
 import os
 import re
-import secrets
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any
 
 from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.conversions import adapters_of
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
 from torchtitan.integrations.tinker.results import Answer, Results, write_output
@@ -238,25 +238,9 @@ class Service:
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
         config, lora = take(values, "lora_config", dict, {}), self._lora
-        arguments: dict[str, Any] = {}
         rank = take(config, "rank", int, 1 if lora is None else lora.rank)
-        if rank < 1:
-            raise Refused(f"lora_config.rank must be at least 1, got {rank}; correct it")
-        if lora is not None:
-            if rank > lora.rank:
-                raise Refused(
-                    f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
-                    "ask for less, or start the server with a larger one"
-                )
-            parts = {"train_attn": "self_attn", "train_mlp": "mlp"}
-            layers = [name for key, name in parts.items() if take(config, key, bool, True)]
-            if not layers:
-                raise Refused(
-                    "lora_config must train attention or feed-forward, got train_attn and train_mlp "
-                    "false: the output projection has no adapter; set one of them to true"
-                )
-            seed = take(config, "seed", int, secrets.randbits(31))
-            arguments["adapters"] = {"seed": seed, "rank": rank, "layers": layers}
+        parts = (take(config, f"train_{part}", bool, True) for part in ("attn", "mlp", "unembed"))
+        arguments = {"adapters": adapters_of(lora, rank, take(config, "seed", int, None), *parts)}
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
     def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
@@ -319,8 +303,8 @@ class Service:
         return Answer(info | self._lora_info(rank) | {"model_name": base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
-        self.files.folder(take(values, "tinker_path", str))
-        return Answer({"base_model": self._base_model} | self._lora_info())
+        rank = self.files.lora_rank(take(values, "tinker_path", str))
+        return Answer({"base_model": self._base_model} | self._lora_info(rank))
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
@@ -393,10 +377,14 @@ class Service:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
         arguments = {"path": self.files.loadable(path), "with_optimizer": optimizer}
         result = {"type": "load_weights", "path": path}
+        rank = self.files.lora_rank(path) or self._config.lora.rank
         if values.get("session_id") is not None:
             arguments |= {"is_new": True} if self._lora is not None else {}
-            return self._start_model(values, "load", arguments, result, self._config.lora.rank)
+            return self._start_model(values, "load", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
+        if self._lora is not None:
+            with self._lock:
+                self._models[model_id] = rank, self._models[model_id][1]
         command = self._command("load", model_id, **arguments)
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
