@@ -16,9 +16,11 @@ from tests.reliability import jobs
 from tests.unit.rl.tinker_server import Http, forward_backward_message, part, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, wire
+from torchtitan.integrations.tinker import http, results, sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.lanes import Command
+from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
@@ -219,7 +221,8 @@ def test_second_session_waits_for_the_policy(run, url):
 
 
 def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.integrations.tinker.service._SECONDS_UNTIL_GONE", 0.2)
+    monkeypatch.setattr("torchtitan.integrations.tinker.sessions.SECONDS_UNTIL_GONE", 0.2)
+    run.ask("session_heartbeat", session_id=run.session)
     time.sleep(0.25)
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
@@ -580,3 +583,123 @@ def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
             drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
             run.optim_step()
         assert drawn["prompt_logprobs"][1:] == pytest.approx(two[0][1][1:], abs=1e-4)
+
+
+# ---- clients that end, and results that wait ----
+
+
+def open_poll(client, request_id):
+    """Send a request for a result over a socket of its own; the answer is not read."""
+    host, _, port = client.address.partition(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps({"request_id": request_id}).encode()
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def blocked(url, monkeypatch):
+    """An event that lets optimizer steps go on."""
+    may_go_on = threading.Event()
+    step = LocalTrainingClient.optim_step.__wrapped__
+    monkeypatch.setattr(
+        LocalTrainingClient,
+        "optim_step",
+        lambda self, params: self._thread.submit(
+            lambda: (may_go_on.wait(30), step(self, params))[1]
+        ),
+    )
+    return may_go_on
+
+
+def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
+    may_go_on = blocked(url, monkeypatch)
+    run.forward_backward(DATA)
+    step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
+    waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
+    futures = [run.ask("optim_step", **values) for values in waiting]
+    connection = open_poll(run, step["request_id"])
+    time.sleep(0.3)
+    other = Http(url)
+    session = other.ask("create_session")["session_id"]
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
+    assert other.post("create_model", **model)[0] == 400
+    connection.close()  # what the system does for a process that is killed
+    began = time.monotonic()
+    while (found := other.post("create_model", **model))[0] != 200:
+        assert time.monotonic() - began < 2
+        time.sleep(0.05)
+    may_go_on.set()
+    other.result(found[1])  # after the steps that nobody waits for
+    for future in futures:
+        assert "the client closed its connections" in run.result(future)["error"]
+    run.session = session  # finished by the fixture
+
+
+def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(monkeypatch):
+    alive = sessions.Sessions()
+    now = [100.0]
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    session, here = alive.create(), threading.get_ident()
+    alive.connection_ended(here, False, False)  # closed by the server
+    now[0] += 29
+    assert alive.is_alive(session)
+    alive.note(f"{session}:train:0")
+    alive.connection_ended(here, True, False)
+    now[0] += 11.9
+    assert alive.is_alive(session) and alive.has_client(f"{session}:train:0")
+    alive.note(session)  # a heartbeat, on a new connection
+    alive.connection_ended(here, True, False)
+    now[0] += 12.1
+    assert not alive.is_alive(session) and not alive.has_client(session)
+    alive.note(session)
+    assert alive.is_alive(session) and alive.has_client(session)
+    now[0] += 31  # silent, but its connection is open: it may come back
+    assert not alive.is_alive(session) and alive.has_client(session)
+
+
+def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
+    run, url, monkeypatch
+):
+    may_go_on = blocked(url, monkeypatch)
+    before = run.forward_backward(DATA)["metrics"]["loss:sum"]
+    step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
+    accepted = run.ask("optim_step", **step)
+    lost = open_poll(run, accepted["request_id"])
+    assert run.ask("optim_step", **step) == accepted
+    lost.close()
+    may_go_on.set()
+    metrics = run.result(accepted)["metrics"]
+    assert run.result(accepted)["metrics"] == metrics
+    assert run.ask("optim_step", **step) == accepted and run.result(accepted)["metrics"] == metrics
+    assert run.forward_backward(DATA)["metrics"]["loss:sum"] < before
+    assert "metrics" in run.optim_step(), "there was one step, and gradients of one call since"
+
+
+def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch):
+    monkeypatch.setattr(results, "_MAX_BYTES", 1000)
+    commands = []
+    kept = results.Results(commands.append)
+
+    def send(number, n_bytes=300):
+        kept.submit(str(number), Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes))
+        if len(commands) > number:
+            commands[number].answer(None)
+
+    for number in range(3):
+        send(number)
+    kept.retrieve({"request_id": "1"})
+    send(3)  # 1,200 bytes: the result that was fetched goes first
+    assert kept.retrieve({"request_id": "0"}).values == {"n": 0}
+    with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
+        kept.retrieve({"request_id": "1"})
+    assert raised.value.status == 410
+    send(1)
+    assert len(commands) == 4 and kept._n_bytes == 900
+    monkeypatch.setattr(results, "_SECONDS_UNFETCHED", -1.0)
+    monkeypatch.setattr(results, "_SECONDS_BETWEEN_DROPS", 0.0)
+    monkeypatch.setattr(results, "_MAX_KNOWN", 3)
+    send(4)
+    kept._next_drop_at = 0.0
+    send(5)
+    assert "1" not in kept._all and {"4", "5"} < set(kept._all)

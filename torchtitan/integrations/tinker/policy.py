@@ -216,6 +216,12 @@ class CommandLoop:
         self._policy.close()
 
     def _carry_out(self, batch: list[Command]) -> None:
+        unwanted = [command for command in batch if not command.is_wanted()]
+        for command in unwanted:
+            command.answer(ValueError("the client closed its connections before this was done"))
+        batch = [command for command in batch if command not in unwanted]
+        if not batch:
+            return
         first = batch[0]
         arguments = dict(first.arguments)
         if first.items:

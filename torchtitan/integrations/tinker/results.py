@@ -22,27 +22,36 @@ if TYPE_CHECKING:
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
 # A fetched result stays for a while, because the client's connection may have broken. A result that
-# nobody fetches is dropped, too, but later.
+# nobody fetches is dropped, too, but later, or when results take too much memory. The request's id
+# stays longer, so that a request that is sent again is not carried out again.
 _SECONDS_AFTER_FETCHING = 120
 _SECONDS_UNFETCHED = 3600
 _SECONDS_BETWEEN_DROPS = 10
+_MAX_BYTES = 2**30  # of results
+_MAX_KNOWN = 2**16  # requests whose ids stay
 
 
 @dataclass
 class Answer:
     """JSON values of an answer, and protobuf in their place for clients that accept it.
 
+    values, protobuf: may be functions that return them, called when the answer is sent. n_bytes: of
+        the memory that they hold, if it may be much.
     write: writes bytes in place of values, `length` of them.
     on_host: makes the answer, of the URL under which the client has reached the server.
     """
 
     values: Any = None
     status: int = 200
-    protobuf: bytes | None = None
+    protobuf: Callable[[], bytes] | None = None
+    n_bytes: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     write: Callable[[BinaryIO], None] | None = None
     length: int = 0
     on_host: "Callable[[str], Answer] | None" = None
+
+
+_DROPPED = Answer(status=410)  # in place of results
 
 
 @dataclass
@@ -70,7 +79,7 @@ class Results:
         self._put = put
         self._changed = threading.Condition()
         self._all: dict[str, Pending] = {}
-        self._n_waiting = 0
+        self._n_waiting = self._n_bytes = 0
         self._is_closed = False
         self._next_drop_at = 0.0
         # channel -> cursor -> finished request; cursors grow in the order of finishing
@@ -89,9 +98,14 @@ class Results:
         with self._changed:
             if now >= self._next_drop_at:
                 self._next_drop_at = now + _SECONDS_BETWEEN_DROPS
-                self._all = {k: p for k, p in self._all.items() if p.forget_at >= now}
+                self._drop([p for p in self._all.values() if p.forget_at < now])
+                dropped = [k for k, p in self._all.items() if p.result is _DROPPED]
+                for old in dropped[: max(len(self._all) - _MAX_KNOWN, 0)]:
+                    del self._all[old]
                 for channel, done in list(self._done.items()):
-                    self._done[channel] = {c: p for c, p in done.items() if p.forget_at >= now}
+                    self._done[channel] = {
+                        c: p for c, p in done.items() if p.result is not _DROPPED
+                    }
             if (answer := self.known(pending.request_id)) is not None:
                 return answer
             if self._n_waiting >= _MAX_WAITING:
@@ -121,16 +135,30 @@ class Results:
             pending.result = result
             pending.forget_at = time.monotonic() + _SECONDS_UNFETCHED
             self._n_waiting -= 1
+            self._n_bytes += result.n_bytes if isinstance(result, Answer) else 0
+            if self._n_bytes > _MAX_BYTES:
+                # Fetched results have the earliest times. Drop many at once, because sorting takes time.
+                held = [
+                    p for p in self._all.values() if p is not pending and p.forget_at < math.inf
+                ]
+                held.sort(key=lambda p: p.forget_at)
+                self._drop(held[: max(len(held) // 4, 1)])
             if pending.channel is not None:
                 self._done[pending.channel][next(self._cursors)] = pending
             self._changed.notify_all()
+
+    def _drop(self, dropped: list[Pending]) -> None:
+        """Forget results, but not that the requests were carried out."""
+        for pending in dropped:
+            self._n_bytes -= pending.result.n_bytes if isinstance(pending.result, Answer) else 0
+            pending.result, pending.forget_at = _DROPPED, math.inf
 
     def retrieve(self, values: dict[str, Any]) -> Answer:
         """Return a request's result, or status 408 if it is not there in time."""
         request_id = take(values, "request_id", str)
         with self._changed:
             pending = self._all.get(request_id)
-            if pending is None:
+            if pending is None or pending.result is _DROPPED:
                 raise Refused(f"request {request_id} is unknown, or was fetched long ago", 410)
             self._changed.wait_for(
                 lambda: pending.result is not None or self._is_closed, _SECONDS_TO_HOLD
@@ -150,7 +178,12 @@ class Results:
         """Return the ids of the channel's requests that finished after a cursor, and a new cursor."""
         seconds = take(values, "timeout", float, float(_SECONDS_TO_HOLD))
         cursor = take(values, "prev_cursor", int, 0)
+        fetched = take(values, "retrieved_request_ids", list, [])
         with self._changed:
+            own = [
+                self._all.get(request_id) for request_id in fetched if isinstance(request_id, str)
+            ]
+            self._drop([p for p in own if p and p.channel == channel and p.forget_at < math.inf])
             done = {c: p for c, p in self._done[channel].items() if c > cursor}
             self._done[channel] = done
             self._changed.wait_for(
@@ -176,6 +209,9 @@ class Results:
             self._changed.notify_all()
 
 
+_BYTES_PER_TOKEN = 100  # in lists of token ids and log-probs
+
+
 def write_output(output: ForwardBackwardOutput) -> Answer:
     # The word behind the colon tells clients how to reduce a metric over several requests.
     metrics = {
@@ -184,16 +220,19 @@ def write_output(output: ForwardBackwardOutput) -> Answer:
         if math.isfinite(value)  # JSON has no NaN or infinity
     }
     logprobs = [np.asarray(outputs["logprobs"].cpu()) for outputs in output.loss_fn_outputs]
-    outputs = [
-        {"logprobs": {"data": x.tolist(), "dtype": "float32", "shape": list(x.shape)}}
-        for x in logprobs
-    ]
-    values = {
-        "loss_fn_output_type": "ArrayRecord",
-        "loss_fn_outputs": outputs,
-        "metrics": metrics,
-    }
-    return Answer(values, protobuf=wire.write_forward_backward(logprobs, metrics))
+
+    def values() -> dict[str, Any]:
+        outputs = [
+            {"logprobs": {"data": x.tolist(), "dtype": "float32", "shape": list(x.shape)}}
+            for x in logprobs
+        ]
+        kind = "ArrayRecord"
+        return {"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": metrics}
+
+    n_bytes = sum(x.nbytes for x in logprobs)
+    return Answer(
+        values, protobuf=lambda: wire.write_forward_backward(logprobs, metrics), n_bytes=n_bytes
+    )
 
 
 def write_samples(response: SampleResponse, k: int) -> Answer:
@@ -203,4 +242,9 @@ def write_samples(response: SampleResponse, k: int) -> Answer:
         **vars(response),
         "sequences": [vars(x) for x in response.sequences],
     }
-    return Answer(values, protobuf=wire.write_samples(response, k))
+    n_values = sum(len(x.tokens) for x in response.sequences) + k * len(
+        response.topk_prompt_logprobs or ()
+    )
+    n_values += len(response.prompt_logprobs or ())
+    n_bytes = _BYTES_PER_TOKEN * n_values
+    return Answer(values, protobuf=lambda: wire.write_samples(response, k), n_bytes=n_bytes)

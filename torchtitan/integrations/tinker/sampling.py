@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -10,6 +11,7 @@ from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
 from torchtitan.integrations.tinker.results import Answer, Pending, Results, write_samples
+from torchtitan.integrations.tinker.sessions import Sessions
 
 _MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
@@ -27,21 +29,20 @@ _NOT_SUPPORTED = {
 class Sampling:
     """Answers requests for samplers, from any thread.
 
-    note: called with the name of each sampler that is used. find: returns the folder of a saved state,
-    by its tinker:// path. max_len: tokens of a row.
+    find: returns the folder of a saved state, by its tinker:// path. max_len: tokens of a row.
     """
 
     def __init__(
         self,
         results: Results,
         put: Callable[[Command], None],
-        note: Callable[[str], Any],
+        sessions: Sessions,
         find: Callable[[str], str],
         tokenizer: BaseTokenizer | None,
         vocab_size: int,
         max_len: int,
     ):
-        self._results, self._put, self._note, self._find = results, put, note, find
+        self._results, self._put, self._sessions, self._find = results, put, sessions, find
         self._tokenizer, self._vocab_size, self._max_len = tokenizer, vocab_size, max_len
         self._lock = Lock()
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
@@ -72,7 +73,7 @@ class Sampling:
                 raise Refused(
                     f"sampling session {sampler} is unknown; make a new sampling client", 404
                 )
-            self._note(sampler)
+            self._sessions.note(sampler)
             return self._samplers[sampler]
 
     def join(self, values: dict[str, Any]) -> Answer:
@@ -125,11 +126,17 @@ class Sampling:
         settings = n_samples, params, is_scored, k
         # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
         key = ("sample", sampler, settings) if params.seed is None else object()
-        arguments = {"sampler": sampler, "settings": settings}
-        items = [(prompt, last_n)]
-        self._put(
-            Command("sample", arguments, finish, key, items, lane=sampler, comes_in_bursts=True)
+        command = Command(
+            "sample",
+            {"sampler": sampler, "settings": settings},
+            finish,
+            key,
+            items=[(prompt, last_n)],
+            lane=sampler,
+            comes_in_bursts=True,
+            is_wanted=partial(self._sessions.has_client, session),
         )
+        self._put(command)
         return pending.accepted()
 
     def retrieve_many(self, values: dict[str, Any]) -> Answer:

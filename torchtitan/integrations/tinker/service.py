@@ -4,16 +4,15 @@ The server trains one policy at a time: all its weights, or adapters. A session 
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
-import math
 import os
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker import sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of
 from torchtitan.integrations.tinker.lanes import Command
@@ -21,54 +20,9 @@ from torchtitan.integrations.tinker.requests import Refused, adam_params, folder
 from torchtitan.integrations.tinker.results import Answer, Results, write_output
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
+from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
-
-_SECONDS_UNTIL_GONE = 30  # without a heartbeat, which clients send every 10 s
-_MAX_SESSIONS = 4096
-
-
-class _Sessions:
-    """The sessions that are not finished. A session lives until it is silent for too long."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._seen_at: dict[str, float] = {}
-
-    def create(self) -> str:
-        session_id = str(uuid.uuid4())
-        with self._lock:
-            self._seen_at = {k: t for k, t in self._seen_at.items() if self.is_alive(k)}
-            if len(self._seen_at) >= _MAX_SESSIONS:
-                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
-            self._seen_at[session_id] = time.monotonic()
-        return session_id
-
-    def check(self, session_id: str) -> None:
-        """Note a request of a session; raise Refused for an unknown session."""
-        if not self.note(session_id):
-            raise Refused(
-                f"session {session_id} is unknown or finished; make a new ServiceClient", 410
-            )
-
-    def note(self, id_in_session: str) -> bool:
-        """Note a request for a session's model or sampler; return False for an unknown session."""
-        session_id = id_in_session.partition(":")[0]
-        with self._lock:
-            if session_id not in self._seen_at:
-                return False
-            self._seen_at[session_id] = time.monotonic()
-            return True
-
-    def is_alive(self, session_id: str) -> bool:
-        with self._lock:
-            seen_at = self._seen_at.get(session_id, -math.inf)
-        return time.monotonic() - seen_at < _SECONDS_UNTIL_GONE
-
-    def finish(self, session_id: str) -> None:
-        with self._lock:
-            self.check(session_id)
-            del self._seen_at[session_id]
 
 
 def _client_config(limit: int) -> Answer:
@@ -101,14 +55,15 @@ class Service:
         self._models: dict[str, tuple[int, str]] = {}  # with adapters: rank, name of the base model
         self._results = Results(put)
         self._lock = threading.Lock()
-        self._sessions = _Sessions()
+        self._sessions = Sessions()
+        self.connection_ended = self._sessions.connection_ended
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self._model_id = ""  # of the training run that owns the policy
         self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
             self._results,
             put,
-            self._sessions.note,
+            self._sessions,
             self.files.loadable,
             client.tokenizer,
             client.vocab_size,
@@ -140,7 +95,7 @@ class Service:
                 (post, "join_sampling_session", self._sampling.join),
                 (get, r"samplers/([^/]+)", self._get_sampler),
                 (post, "asample", self._sampling.sample),
-                (post, "retrieve_future", self._results.retrieve),
+                (post, "retrieve_future", self._retrieve),
                 (post, "retrieve_futures", self._sampling.retrieve_many),
                 *self.files.routes,
             )
@@ -159,6 +114,10 @@ class Service:
     def close(self) -> None:
         """Answer all waiting requests with an error."""
         self._results.close(Refused("the server was shut down before this was done", 503))
+
+    def _retrieve(self, values: dict[str, Any]) -> Answer:
+        self._sessions.note(take(values, "request_id", str))
+        return self._results.retrieve(values)
 
     # ---- sessions and models ----
 
@@ -221,13 +180,13 @@ class Service:
                 raise Refused(
                     f"model {self._model_id} of another session owns this server's only policy; "
                     f"close that ServiceClient (or end its program, and wait "
-                    f"{_SECONDS_UNTIL_GONE} s), or start another server"
+                    f"{sessions.SECONDS_UNTIL_GONE} s), or start another server"
                 )
             if self._lora is None and owner == session_id:
                 logger.warning("model %s takes the policy over from %s", model_id, self._model_id)
             self._model_id, self._base_model = model_id, base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[:-_MAX_SESSIONS]:
+            for old in list(self._runs)[: -sessions.MAX_SESSIONS]:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
@@ -245,7 +204,7 @@ class Service:
 
     def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
         """Add a model with adapters, and drop those whose session has ended. Holds the lock."""
-        gone = [old for old in self._models if not self._sessions.is_alive(old.partition(":")[0])]
+        gone = [old for old in self._models if not self._sessions.is_alive(old)]
         for old in gone:
             del self._models[old]
         if gone:
@@ -264,7 +223,9 @@ class Service:
         """Return a command for a model, which joins those of other models."""
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
-        return Command(method, {}, items=[(model, item)], lane=lane, **options)
+        is_wanted = partial(self._sessions.has_client, model_id)
+        items = [(model, item)]
+        return Command(method, {}, items=items, lane=lane, is_wanted=is_wanted, **options)
 
     def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
         if self._lora is None:
