@@ -31,7 +31,7 @@ def program(types, service):
             await (await client.optim_step_async(types.AdamParams(learning_rate=1e-2)))
             found.append((await output).metrics["loss:sum"])
         sampler = await client.save_weights_and_get_sampling_client_async()
-        logprobs = await sampler.compute_logprobs_async(types.ModelInput.from_ints(TOKENS))
+        logprobs = await sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS))
         found.append(logprobs[1:])
         greedy = types.SamplingParams(max_tokens=3, temperature=0.0)
         drawn = await sampler.sample_async(prompt, 1, greedy)
@@ -72,7 +72,6 @@ def program(types, service):
     assert len(response.sequences) == 2
     found.append(response.prompt_logprobs)
     found.append(response.topk_prompt_logprobs)
-    client.optim_step  # noqa: B018
     for name in ("", "_with_optimizer"):
         create = getattr(service, f"create_training_client_from_state{name}")
         client = create(state).result()

@@ -623,15 +623,14 @@ class LocalSamplingClient(AsyncNames):
             lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
         )
 
-    @_on_thread
     def sample_all(
         self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
-    ) -> list[SampleResponse]:
+    ) -> ClientFuture[list[SampleResponse]]:
         """Return the response to each prompt, as from `sample`, all drawn together.
 
         prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
         """
-        return self._sample(prompts, *settings)
+        return self._thread.submit(self._sample, prompts, *settings)
 
     def _sample(
         self,

@@ -331,8 +331,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(answer.status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(answer.length or len(body)))
-            for name, value in answer.headers.items():
-                self.send_header(name, value)
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()

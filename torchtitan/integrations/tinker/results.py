@@ -45,7 +45,6 @@ class Answer:
     status: int = 200
     protobuf: Callable[[], bytes] | None = None
     n_bytes: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
     write: Callable[[BinaryIO], None] | None = None
     length: int = 0
     on_host: "Callable[[str], Answer] | None" = None

@@ -1,6 +1,5 @@
 """Tinker's endpoints for sampling."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
@@ -46,7 +45,6 @@ class Sampling:
         self._tokenizer, self._vocab_size, self._max_len = tokenizer, vocab_size, max_len
         self._lock = Lock()
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
-        self._clone_numbers = itertools.count(1)
 
     def create(self, sampler: str, path: str | None) -> None:
         """Make a sampler of a saved state, or of the base, unless there is one of this name."""
@@ -75,11 +73,6 @@ class Sampling:
                 )
             self._sessions.note(sampler)
             return self._samplers[sampler]
-
-    def join(self, values: dict[str, Any]) -> Answer:
-        self.source(take(values, "sampling_session_id", str))
-        number = next(self._clone_numbers)
-        return Answer({"type": "join_sampling_session", "client_counter": number})
 
     def sample(self, values: dict[str, Any]) -> Answer:
         for name, off in _NOT_SUPPORTED.items():

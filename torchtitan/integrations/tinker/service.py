@@ -33,7 +33,6 @@ def _client_config(limit: int) -> Answer:
             "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
-            "sample_join_sampling_session": True,
             # Samples wait for the policy while it trains.
             "sample_enable_stuck_detection": False,
         }
@@ -47,18 +46,18 @@ class Service:
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
     ):
         self._config, self._put = job_config, put
-        self._name = self._base_model = job_config.rl.serve.base_model
+        self._name = self._trained_name = job_config.rl.serve.base_model
         self._tokenizer = client.tokenizer
         self._limits, self._shares_passes = client.limits, client.shares_passes
         self._max_len = batch_seq_len(job_config)
         self._lora = job_config.lora if "lora" in job_config.model.converters else None
-        self._models: dict[str, tuple[int, str]] = {}  # with adapters: rank, name of the base model
+        # The models that train: one without adapters. -> rank of adapters, name of the base model
+        self._models: dict[str, tuple[int, str]] = {}
         self._results = Results(put)
         self._lock = threading.Lock()
         self._sessions = Sessions()
         self.connection_ended = self._sessions.connection_ended
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
-        self._model_id = ""  # of the training run that owns the policy
         self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
             self._results,
@@ -92,7 +91,6 @@ class Service:
                 (post, "load_weights", self._load_weights),
                 (post, "save_weights_for_sampler", self._save_for_sampler),
                 (post, "create_sampling_session", self._create_sampling_session),
-                (post, "join_sampling_session", self._sampling.join),
                 (get, r"samplers/([^/]+)", self._get_sampler),
                 (post, "asample", self._sampling.sample),
                 (post, "retrieve_future", self._retrieve),
@@ -129,7 +127,8 @@ class Service:
         model, trained = self._config.model, "all weights"
         advice = ": a LoRA rank is accepted and ignored"
         if self._lora is not None:
-            trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
+            trained = f"adapters of ranks up to {self._lora.rank}"
+            advice = "; the output projection has none, whatever train_unembed"
         return Answer(
             {
                 "type": "create_session",
@@ -173,18 +172,8 @@ class Service:
             )
         with self._lock:
             self._sessions.check(session_id)
-            if self._lora is not None:
-                self._add_model(model_id, rank, base_model)
-            owner = session_id if self._lora is not None else self._model_id.partition(":")[0]
-            if owner != session_id and self._sessions.is_alive(owner):
-                raise Refused(
-                    f"model {self._model_id} of another session owns this server's only policy; "
-                    f"close that ServiceClient (or end its program, and wait "
-                    f"{sessions.SECONDS_UNTIL_GONE} s), or start another server"
-                )
-            if self._lora is None and owner == session_id:
-                logger.warning("model %s takes the policy over from %s", model_id, self._model_id)
-            self._model_id, self._base_model = model_id, base_model
+            self._make_room(model_id)
+            self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
             for old in list(self._runs)[: -sessions.MAX_SESSIONS]:
                 del self._runs[old]
@@ -202,16 +191,28 @@ class Service:
         arguments = {"adapters": adapters_of(lora, rank, take(config, "seed", int, None), *parts)}
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
-    def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
-        """Add a model with adapters, and drop those whose session has ended. Holds the lock."""
+    def _make_room(self, model_id: str) -> None:
+        """Drop models whose session has ended; without adapters also an older one of this session.
+
+        Raises Refused if there is no place for another model. Holds the lock.
+        """
         gone = [old for old in self._models if not self._sessions.is_alive(old)]
+        if self._lora is None:
+            for old in set(self._models) - set(gone):
+                if old.partition(":")[0] != model_id.partition(":")[0]:
+                    raise Refused(
+                        f"model {old} of another session owns this server's only policy; close that "
+                        "ServiceClient or end its program, or start another server"
+                    )
+                logger.warning("model %s takes the policy over from %s", model_id, old)
+            self._models.clear()
+            return
         for old in gone:
             del self._models[old]
         if gone:
             self._put(Command("drop_models", {"models": gone}))
         if len(self._models) >= self._limits.n_models:
             raise Refused(self._limits.full, 429)
-        self._models[model_id] = rank, base_model
 
     def _command(self, method: str, model_id: str, **arguments: Any) -> Command:
         """Return a command for a model, in the model's lane."""
@@ -240,23 +241,17 @@ class Service:
 
     def _check_model(self, model_id: str) -> None:
         with self._lock:
-            if self._lora is not None and model_id not in self._models:
+            if model_id not in self._models:
                 raise Refused(
-                    f"model {model_id} is unknown, or its session has ended; create a training client",
-                    404,
-                )
-            if self._lora is None and (model_id != self._model_id or not model_id):
-                raise Refused(
-                    f"model {model_id} does not own the policy: "
-                    + (f"{self._model_id} does" if self._model_id else "no model does")
-                    + "; create a training client",
+                    f"model {model_id} is unknown, or its session has ended, or a newer model took the "
+                    "policy over; create a training client",
                     404,
                 )
             self._sessions.note(model_id)
 
     def _get_info(self, values: dict[str, Any]) -> Answer:
         model_id, model = self._model(values), self._config.model
-        rank, base_model = self._models.get(model_id, (None, self._base_model))
+        rank, base_model = self._models[model_id]
         data = {"arch": f"{model.name} {model.flavor}", "model_name": base_model}
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
@@ -265,7 +260,7 @@ class Service:
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
         rank = self.files.lora_rank(take(values, "tinker_path", str))
-        return Answer({"base_model": self._base_model} | self._lora_info(rank))
+        return Answer({"base_model": self._trained_name} | self._lora_info(rank))
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
@@ -277,7 +272,7 @@ class Service:
         return Answer(
             {
                 "training_run_id": model_id,
-                "base_model": self._base_model,
+                "base_model": self._trained_name,
                 "model_owner": "local",
                 **self._lora_info(),
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -343,9 +338,8 @@ class Service:
             arguments |= {"is_new": True} if self._lora is not None else {}
             return self._start_model(values, "load", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
-        if self._lora is not None:
-            with self._lock:
-                self._models[model_id] = rank, self._models[model_id][1]
+        with self._lock:
+            self._models[model_id] = rank, self._models[model_id][1]
         command = self._command("load", model_id, **arguments)
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
@@ -379,10 +373,8 @@ class Service:
         A training client may give any name, and then its session may sample under that name, too.
         """
         with self._lock:
-            models = dict(self._models)
-            if self._lora is None:
-                models = {self._model_id: (0, self._base_model)}
-        trained = {own for model, (_, own) in models.items() if model.startswith(f"{session_id}:")}
+            models = list(self._models.items())
+        trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
         if name not in {self._name, *trained}:
             raise Refused(
                 f"base_model must be {self._name!r}, the model that this server samples, got {name!r}; "
@@ -391,4 +383,4 @@ class Service:
 
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
         self._sampling.source(sampler)
-        return Answer({"sampler_id": sampler, "base_model": self._base_model})
+        return Answer({"sampler_id": sampler, "base_model": self._trained_name})

@@ -17,7 +17,15 @@ _T = TypeVar("_T")
 
 
 class ClientFuture(Future[_T]):
-    """The future of a call, which can also be awaited."""
+    """The future of a call, which can also be awaited.
+
+    The future of a client has the client's methods, which wait for it.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result(), name)
 
     def __await__(self) -> Any:
         return asyncio.wrap_future(self).__await__()
