@@ -185,7 +185,8 @@ class TopTokens(TokenLogProbs):
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
         x, weight, bias, first = _operands(h, weight, bias, labels, group)
-        temperature, best = self._of_tokens(labels).temperature, []
+        temperature = self._of_tokens(labels).temperature
+        best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for rows in _chunks(x, self):
                 logits = _logits(x, weight, bias, temperature, rows, self.product)
@@ -541,7 +542,7 @@ def _over_ranks(
     IGNORE_INDEX; the entropy, undefined if the statistics have none.
     """
     of_ranks = _of_ranks(statistics, group)
-    highest, sums, label_logits, dots = of_ranks.view(-1, *labels.shape, 4).unbind(-1)
+    highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
     top = highest.amax(0)
     shift = highest - top  # from each rank's highest logit to the highest of all
     scale = shift.exp()

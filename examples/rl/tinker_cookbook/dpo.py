@@ -1,6 +1,6 @@
 """tinker-cookbook's DPO on pairs of a right and a wrong sum; its own recipe loads pairs from a hub.
 
-    python examples/rl/tinker_cookbook/dpo.py sums.jsonl base_url=http://127.0.0.1:8000 max_steps=20
+python examples/rl/tinker_cookbook/dpo.py sums.jsonl base_url=http://127.0.0.1:8000 max_steps=20
 """
 
 import sys

@@ -36,6 +36,7 @@ _MAX_CONNECTIONS = 512
 _SECONDS_IDLE = 10  # until a request and its headers have to be there
 _SECONDS_KEPT = 15  # until the next request; more than the 10 s between two heartbeats of a client
 _SECONDS_BETWEEN_LOOKS = 0.2  # at connections that wait for an answer
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # by the other side; Linux tells without a read
 _SECONDS_PER_REQUEST = 60  # to read a request, and as long again to send the answer
 _SECONDS_TO_FINISH = 5
 # When this many connections have not sent a whole request, further connections wait until one of
@@ -139,16 +140,12 @@ class HttpServer(ThreadingHTTPServer):
         """Call `on_end` for connections whose clients close them while they wait for an answer."""
         while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
             with self.lock:
-                answering = {connection.fileno(): connection for connection in self.answering}
+                answering = {c.fileno(): thread for c, thread in self.answering.items()}
                 poll = select.poll()
                 for descriptor in answering:
-                    poll.register(descriptor, select.POLLIN)
-                for descriptor, _ in poll.poll(0):  # it may have sent its next request
-                    connection, is_open = answering[descriptor], False
-                    with contextlib.suppress(OSError):
-                        is_open = bool(connection.recv(1, socket.MSG_PEEK))
-                    if not is_open:
-                        self.on_end(self.answering[connection], True, True)
+                    poll.register(descriptor, _CLOSED)
+                for descriptor, _ in poll.poll(0):
+                    self.on_end(answering[descriptor], True, True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._connections.acquire(blocking=False):

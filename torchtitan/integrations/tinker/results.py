@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -137,10 +138,8 @@ class Results:
             self._n_bytes += result.n_bytes if isinstance(result, Answer) else 0
             if self._n_bytes > _MAX_BYTES:
                 # Fetched results have the earliest times. Drop many at once, because sorting takes time.
-                held = [
-                    p for p in self._all.values() if p is not pending and p.forget_at < math.inf
-                ]
-                held.sort(key=lambda p: p.forget_at)
+                held = (p for p in self._all.values() if p.forget_at < math.inf)
+                held = sorted(held, key=lambda p: p.forget_at)[:-1]
                 self._drop(held[: max(len(held) // 4, 1)])
             if pending.channel is not None:
                 self._done[pending.channel][next(self._cursors)] = pending
@@ -157,11 +156,12 @@ class Results:
         request_id = take(values, "request_id", str)
         with self._changed:
             pending = self._all.get(request_id)
+            self._changed.wait_for(
+                lambda: pending is None or pending.result is not None or self._is_closed,
+                _SECONDS_TO_HOLD,
+            )
             if pending is None or pending.result is _DROPPED:
                 raise Refused(f"request {request_id} is unknown, or was fetched long ago", 410)
-            self._changed.wait_for(
-                lambda: pending.result is not None or self._is_closed, _SECONDS_TO_HOLD
-            )
             result = pending.result
             if result is None:
                 waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -179,9 +179,7 @@ class Results:
         cursor = take(values, "prev_cursor", int, 0)
         fetched = take(values, "retrieved_request_ids", list, [])
         with self._changed:
-            own = [
-                self._all.get(request_id) for request_id in fetched if isinstance(request_id, str)
-            ]
+            own = (self._all.get(str(request_id)) for request_id in fetched)
             self._drop([p for p in own if p and p.channel == channel and p.forget_at < math.inf])
             done = {c: p for c, p in self._done[channel].items() if c > cursor}
             self._done[channel] = done
@@ -208,7 +206,7 @@ class Results:
             self._changed.notify_all()
 
 
-_BYTES_PER_TOKEN = 100  # in lists of token ids and log-probs
+_BYTES_PER_VALUE = 100  # in lists of token ids and log-probs
 
 
 def write_output(output: ForwardBackwardOutput) -> Answer:
@@ -218,7 +216,8 @@ def write_output(output: ForwardBackwardOutput) -> Answer:
         for name, value in output.metrics.items()
         if math.isfinite(value)  # JSON has no NaN or infinity
     }
-    logprobs = [np.asarray(outputs["logprobs"].cpu()) for outputs in output.loss_fn_outputs]
+    # Copies, because parts of a batch would keep the whole batch.
+    logprobs = [np.array(outputs["logprobs"].cpu()) for outputs in output.loss_fn_outputs]
 
     def values() -> dict[str, Any]:
         outputs = [
@@ -228,22 +227,17 @@ def write_output(output: ForwardBackwardOutput) -> Answer:
         kind = "ArrayRecord"
         return {"loss_fn_output_type": kind, "loss_fn_outputs": outputs, "metrics": metrics}
 
-    n_bytes = sum(x.nbytes for x in logprobs)
-    return Answer(
-        values, protobuf=lambda: wire.write_forward_backward(logprobs, metrics), n_bytes=n_bytes
-    )
+    write = partial(wire.write_forward_backward, logprobs, metrics)
+    return Answer(values, protobuf=write, n_bytes=sum(x.nbytes for x in logprobs))
 
 
 def write_samples(response: SampleResponse, k: int) -> Answer:
     """k: the number of most probable tokens at each place of the prompt; 0 for none."""
-    values = {
-        "type": "sample",
-        **vars(response),
-        "sequences": [vars(x) for x in response.sequences],
-    }
-    n_values = sum(len(x.tokens) for x in response.sequences) + k * len(
-        response.topk_prompt_logprobs or ()
+    sequences = [vars(sequence) for sequence in response.sequences]
+    n_values = sum(len(sequence.tokens) for sequence in response.sequences)
+    n_values += len(response.prompt_logprobs or ()) + k * len(response.topk_prompt_logprobs or ())
+    return Answer(
+        {"type": "sample", **vars(response), "sequences": sequences},
+        protobuf=partial(wire.write_samples, response, k),
+        n_bytes=_BYTES_PER_VALUE * n_values,
     )
-    n_values += len(response.prompt_logprobs or ())
-    n_bytes = _BYTES_PER_TOKEN * n_values
-    return Answer(values, protobuf=lambda: wire.write_samples(response, k), n_bytes=n_bytes)
