@@ -31,6 +31,7 @@ DATA = [
     ([5], {"target_tokens": [6], "weights": [1.0]}),
 ]
 PROMPT = [1, 2, 3, 4]
+SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
 
 
 def server_config(folder, *overrides):
@@ -90,8 +91,21 @@ def test_sampler_keeps_its_weights_after_an_update(run):
     (sequence,) = first["sequences"]
     assert len(sequence["tokens"]) == len(sequence["logprobs"]) == 4
     assert sequence["stop_reason"] == "length"
-    last = run.sample(sampler, PROMPT, 2, prompt_logprobs=True, prompt_logprobs_last_n=1)
+    last = run.sample(sampler, PROMPT, 2, **SCORED, prompt_logprobs_last_n=1)
     assert last["prompt_logprobs"] == [None] * 3 + first["prompt_logprobs"][3:]
+    assert (
+        last["topk_prompt_logprobs"][:3] == [None] * 3 and len(last["topk_prompt_logprobs"][3]) == 2
+    )
+    for wrong in ({"topk_prompt_logprobs": 33}, {"prompt_logprobs_last_n": 5}):
+        prompt = {"chunks": [{"tokens": PROMPT}]}
+        values = {
+            "sampling_session_id": sampler,
+            "seq_id": 3,
+            "prompt": prompt,
+            "sampling_params": {},
+        }
+        status, answer = run.post("asample", **values, **wrong)
+        assert status == 400 and f"{next(iter(wrong))} must be" in answer["detail"]
 
 
 def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
@@ -555,11 +569,11 @@ def _serve_on_two_ranks(folder):
         for _ in range(3):
             losses.append(run.forward_backward(DATA)["metrics"]["loss:sum"])
             sampler = run.sampler()
-            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
             run.optim_step()
-            assert run.sample(sampler, PROMPT, 1, prompt_logprobs=True, num_samples=3) == drawn
+            assert run.sample(sampler, PROMPT, 1, **SCORED) == drawn
         assert "error" in run.forward_backward([([1], {"target_tokens": [2, 3]})])
-        found.append((losses, drawn["prompt_logprobs"], drawn["sequences"]))
+        found.append((losses, drawn["prompt_logprobs"], drawn["topk_prompt_logprobs"]))
         server.stop()
 
     def start(url):
@@ -580,9 +594,12 @@ def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
                 expected, rel=1e-4
             )
             sampler = run.sampler()
-            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
             run.optim_step()
         assert drawn["prompt_logprobs"][1:] == pytest.approx(two[0][1][1:], abs=1e-4)
+        for ours, theirs in zip(drawn["topk_prompt_logprobs"][1:], two[0][2][1:], strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            assert dict(ours) == pytest.approx(dict(theirs), abs=1e-4)
 
 
 # ---- clients that end, and results that wait ----
@@ -599,23 +616,28 @@ def open_poll(client, request_id):
 
 
 def blocked(url, monkeypatch):
-    """An event that lets optimizer steps go on."""
-    may_go_on = threading.Event()
+    """Events: an optimizer step has begun, and they may go on."""
+    has_begun, may_go_on = threading.Event(), threading.Event()
     step = LocalTrainingClient.optim_step.__wrapped__
+
+    def wait(self, params):
+        has_begun.set()
+        may_go_on.wait(30)
+        return step(self, params)
+
     monkeypatch.setattr(
         LocalTrainingClient,
         "optim_step",
-        lambda self, params: self._thread.submit(
-            lambda: (may_go_on.wait(30), step(self, params))[1]
-        ),
+        lambda self, params: self._thread.submit(wait, self, params),
     )
-    return may_go_on
+    return has_begun, may_go_on
 
 
 def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
-    may_go_on = blocked(url, monkeypatch)
+    has_begun, may_go_on = blocked(url, monkeypatch)
     run.forward_backward(DATA)
     step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
+    assert has_begun.wait(5)
     waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
     futures = [run.ask("optim_step", **values) for values in waiting]
     connection = open_poll(run, step["request_id"])
@@ -661,7 +683,7 @@ def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(mo
 def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
     run, url, monkeypatch
 ):
-    may_go_on = blocked(url, monkeypatch)
+    _, may_go_on = blocked(url, monkeypatch)
     before = run.forward_backward(DATA)["metrics"]["loss:sum"]
     step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
     accepted = run.ask("optim_step", **step)
@@ -696,10 +718,13 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
     assert raised.value.status == 410
     send(1)
     assert len(commands) == 4 and kept._n_bytes == 900
-    monkeypatch.setattr(results, "_SECONDS_UNFETCHED", -1.0)
-    monkeypatch.setattr(results, "_SECONDS_BETWEEN_DROPS", 0.0)
     monkeypatch.setattr(results, "_MAX_KNOWN", 3)
-    send(4)
+    send(4, n_bytes=100)
     kept._next_drop_at = 0.0
-    send(5)
-    assert "1" not in kept._all and {"4", "5"} < set(kept._all)
+    send(5, n_bytes=300)  # "0", which was fetched, is dropped
+    assert list(kept._all) == ["0", "2", "3", "4", "5"]
+    kept._next_drop_at = 0.0
+    send(6, n_bytes=0)
+    assert list(kept._all) == ["2", "3", "4", "5", "6"], (
+        "ids of dropped results go beyond the limit"
+    )

@@ -26,14 +26,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.adapters.together import reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
-    error_or,
     finite_output,
     loss_of,
     only_targets,
@@ -41,7 +40,6 @@ from torchtitan.integrations.tinker.conversions import (
     training_sample,
 )
 from torchtitan.integrations.tinker.states import Limits, TrainingState
-from torchtitan.integrations.tinker.together import Call, LossesOfModels
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     AsyncNames,
@@ -70,7 +68,7 @@ from torchtitan.rl.snapshots import (
     swap,
 )
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
+from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
@@ -127,7 +125,7 @@ class _Thread:
         self._pool.shutdown()
 
 
-def _on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
+def on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
     """Make a method run on the client's thread, after all earlier calls, and return a future."""
 
     @functools.wraps(method)
@@ -213,7 +211,7 @@ class LocalTrainingClient(AsyncNames):
         """
         return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
-    @_on_thread
+    @on_thread
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         """Update the weights with the gradients of this step, then zero the gradients."""
         if self._failure is not None:
@@ -240,7 +238,7 @@ class LocalTrainingClient(AsyncNames):
             )
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
-    @_on_thread
+    @on_thread
     def save_state(
         self, name: str, ttl_seconds: int | None = None, *, rank: int | None = None
     ) -> SaveWeightsResponse:
@@ -263,7 +261,7 @@ class LocalTrainingClient(AsyncNames):
         """Save as `save_state` does, under names of their own, for `create_sampling_client`."""
         return self.save_state(os.path.join("sampler_weights", name), ttl_seconds)
 
-    @_on_thread
+    @on_thread
     def save_external(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
         """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
         files of a model without adapters.
@@ -285,22 +283,22 @@ class LocalTrainingClient(AsyncNames):
             )
         return path
 
-    @_on_thread
+    @on_thread
     def load_state(self, path: str) -> None:
         """Load the weights of a saved state, and reset the optimizer."""
         self._load(path, model_only=True)
 
-    @_on_thread
+    @on_thread
     def load_state_with_optimizer(self, path: str) -> None:
         """Load weights and optimizer of a saved state, to continue exactly from there."""
         self._load(path, model_only=False)
 
-    @_on_thread
+    @on_thread
     def load_initial_state(self) -> bool:
         """Load the config's newest checkpoint, else its initial one; False if there is none."""
         return self._load(None, model_only=False)
 
-    @_on_thread
+    @on_thread
     def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
         """Copy a sampling client's weights into the policy, and reset the optimizer."""
         with sampler.weights():
@@ -309,7 +307,7 @@ class LocalTrainingClient(AsyncNames):
         with self._changing():
             self._trainer.replace_weights(weights)
 
-    @_on_thread
+    @on_thread
     def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
         """Begin with new adapters of a rank up to `lora.rank`, and reset the optimizer.
 
@@ -319,7 +317,7 @@ class LocalTrainingClient(AsyncNames):
         with self._changing():
             self._trainer.start_adapters(seed, rank, layers)
 
-    @_on_thread
+    @on_thread
     def new_state(self) -> TrainingState:
         """Return a state with the current weights, no optimizer state and no gradients."""
         engine = self._trainer.engine
@@ -327,7 +325,7 @@ class LocalTrainingClient(AsyncNames):
         optimizers: list[Any] = [defaultdict(dict) for _ in engine.optimizers]
         return TrainingState(weights, optimizers, dict.fromkeys(weights))
 
-    @_on_thread
+    @on_thread
     def exchange_state(self, state: TrainingState) -> None:
         """Swap the policy's state with another one, so that policies take turns on one model.
 
@@ -345,12 +343,12 @@ class LocalTrainingClient(AsyncNames):
         (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
         self._failure, state.failure = state.failure, self._failure
 
-    @_on_thread
+    @on_thread
     def fail_step(self, error: Exception) -> None:
         """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
         self._failure = self._failure or error
 
-    @_on_thread
+    @on_thread
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, pinned: bool = False
     ) -> "LocalSamplingClient":
@@ -361,7 +359,7 @@ class LocalTrainingClient(AsyncNames):
         """
         return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
 
-    @_on_thread
+    @on_thread
     def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
         """Return a client that samples from a saved state; the policy keeps its weights."""
         sampler = LocalSamplingClient(self, None, model_path)
@@ -407,7 +405,7 @@ class LocalTrainingClient(AsyncNames):
         """Return how many tokens a completion may have after a prompt of n tokens."""
         return self._batcher.seq_len + 1 - n_tokens  # the last token is drawn and not read
 
-    @_on_thread
+    @on_thread
     def _add_gradients(
         self, call: Callable[..., ForwardBackwardOutput], *args: Any
     ) -> ForwardBackwardOutput:
@@ -496,95 +494,6 @@ class LocalTrainingClient(AsyncNames):
             yield
 
 
-_Prepared = tuple[PolicyLoss, list[TrainingSample]]
-
-
-class SharedPasses:
-    """Calls of several models with adapters in one pass over their base, on the client's thread.
-
-    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
-    """
-
-    def __init__(self, client: LocalTrainingClient):
-        engine = client._trainer.engine
-        self._client, self._thread = client, client._thread
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
-
-    @_on_thread
-    def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
-        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
-
-        calls: all are forward-only, or none is. A model may have several.
-        """
-        results: list[Any] = [self._prepared(call) for call in calls]
-        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
-        if good:
-            run = self._forward if calls[0].request.forward_only else self._forward_backward
-            found = run([calls[n].state for n in good], [results[n] for n in good])
-            for number, result in zip(good, found, strict=True):
-                results[number] = result
-        for call, result in zip(calls, results, strict=True):
-            if isinstance(result, Exception) and not call.request.forward_only:
-                call.state.failure = call.state.failure or result
-        return results
-
-    def _prepared(self, call: Call) -> _Prepared | Exception:
-        """Return the loss and the samples of a call, or why its data cannot be used."""
-        request = call.request
-        try:
-            if request.problem is not None:
-                raise ValueError(request.problem)
-            loss, data = loss_of(request.loss_fn, request.loss_fn_config), request.data
-            if not request.forward_only:
-                return loss, self._client.samples(data, loss)
-            return loss, self._client.samples([only_targets(datum) for datum in data])
-        except ValueError as error:
-            return error
-
-    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
-        with self._adapters_of(states, prepared, trains=False) as (batch, _):
-            logprobs = iter(self._client._trainer.forward(batch))
-        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
-        return [error_or(lambda x=x: output_of(check_finite(x), {})) for x in own]
-
-    def _forward_backward(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
-    ) -> list[Any]:
-        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
-        try:
-            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
-                output = trainer.forward_backward(batch, loss, return_logprobs=True)
-        finally:
-            trainer.zero_grad()  # forget the call: its gradients are the states'
-        logprobs = iter(output.logprobs)
-        results = []
-        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
-            own = [next(logprobs) for _ in samples]
-            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
-            results.append(error_or(lambda o=own, n=numbers: finite_output(o, *n)))
-            if not isinstance(results[-1], Exception):
-                state.add_gradients(gradients[i])
-        return results
-
-    @contextlib.contextmanager
-    def _adapters_of(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
-    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
-        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
-        that gets the models' gradients at the end."""
-        adapters, runner = self._adapters, self._client._trainer.engine.runner
-        samples = [sample for _, own in prepared for sample in own]
-        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
-        batch = self._client._batcher.batch(samples, models)
-        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
-        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
-        try:
-            with adapters.adapters([state.weights for state in states], trains) as gradients:
-                yield batch, gradients
-        finally:
-            runner.around = None
-
-
 class LocalSamplingClient(AsyncNames):
     """Samples from the weights that the policy had when this client was made, or from saved ones.
 
@@ -615,6 +524,11 @@ class LocalSamplingClient(AsyncNames):
         Calls in a row with the same settings and without a seed are drawn together: make all
         calls before you wait for the first result.
         """
+        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
+            raise ValueError(
+                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
+                f"{topk_prompt_logprobs}"
+            )
         params = SamplingParams.of(sampling_params, self._client.room_after(prompt.length))
         settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
         # Joined prompts would change what a seed draws.

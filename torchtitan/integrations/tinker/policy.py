@@ -13,14 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.integrations.tinker.client import (
-    LocalSamplingClient,
-    LocalTrainingClient,
-    SharedPasses,
-)
+from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
 from torchtitan.integrations.tinker.lanes import Command, Lanes
 from torchtitan.integrations.tinker.states import WaitingStates
-from torchtitan.integrations.tinker.together import Call
+from torchtitan.integrations.tinker.together import Call, SharedPasses
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -96,11 +92,6 @@ class Policy:
         if adapters is not None:
             self._client.start_adapters(**adapters).result()
 
-    def load(self, path: str, with_optimizer: bool, model: str = "", is_new: bool = False) -> None:
-        self._use(model, is_new=is_new)
-        load = self._client.load_state_with_optimizer if with_optimizer else self._client.load_state
-        load(path).result()
-
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
     ) -> list[ForwardBackwardOutput | Exception]:
@@ -145,13 +136,10 @@ class Policy:
         self._use(model)
         return self._client.optim_step(params).result().metrics
 
-    def save(self, path: str, model: str = "", rank: int | None = None) -> None:
-        self._use(model)
-        self._client.save_state(path, rank=rank).result()
-
-    def save_external(self, path: str, model: str = "", rank: int | None = None) -> None:
-        self._use(model)
-        self._client.save_external(path, rank).result()
+    def call(self, method: str, model: str = "", is_new: bool = False, **arguments: Any) -> None:
+        """Call a method of the training client, which loads or saves a state."""
+        self._use(model, is_new=is_new)
+        getattr(self._client, method)(**arguments).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
         """Make a sampler of the model's weights."""

@@ -148,7 +148,7 @@ class Service:
     def _start_model(
         self,
         values: dict[str, Any],
-        method: str,
+        name: str,
         arguments: dict[str, Any],
         result: dict[str, Any],
         rank: int = 0,
@@ -179,7 +179,7 @@ class Service:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
-        command = self._command(method, model_id, **arguments)
+        command = self._command(name, model_id, **arguments)
         return self._results.submit(
             request_id, command, lambda _: Answer(result), model_id=model_id
         )
@@ -214,11 +214,11 @@ class Service:
         if len(self._models) >= self._limits.n_models:
             raise Refused(self._limits.full, 429)
 
-    def _command(self, method: str, model_id: str, **arguments: Any) -> Command:
-        """Return a command for a model, in the model's lane."""
+    def _command(self, name: str, model_id: str, /, **arguments: Any) -> Command:
+        """Return a command for a model, in the model's lane. name: of a method of `Policy`."""
         if self._lora is None:
-            return Command(method, arguments, lane="the policy")
-        return Command(method, arguments | {"model": model_id}, lane=model_id)
+            return Command(name, arguments, lane="the policy")
+        return Command(name, arguments | {"model": model_id}, lane=model_id)
 
     def _joint_command(self, method: str, model_id: str, item: Any, **options: Any) -> Command:
         """Return a command for a model, which joins those of other models."""
@@ -313,11 +313,9 @@ class Service:
         is_new = self._results.known(seq_id) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        command = self._command(
-            "save_external" if kind == EXTERNAL else "save", model_id, path=folder
-        )
-        if self._lora is not None:
-            command.arguments["rank"] = self._models[model_id][0]
+        save = "save_external" if kind == EXTERNAL else "save_state"
+        rank = None if self._lora is None else self._models[model_id][0]
+        command = self._command("call", model_id, method=save, name=folder, rank=rank)
         return self._results.submit(
             seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
@@ -331,16 +329,17 @@ class Service:
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        arguments = {"path": self.files.loadable(path), "with_optimizer": optimizer}
+        method = "load_state_with_optimizer" if optimizer else "load_state"
+        arguments = {"method": method, "path": self.files.loadable(path)}
         result = {"type": "load_weights", "path": path}
         rank = self.files.lora_rank(path) or self._config.lora.rank
         if values.get("session_id") is not None:
             arguments |= {"is_new": True} if self._lora is not None else {}
-            return self._start_model(values, "load", arguments, result, rank)
+            return self._start_model(values, "call", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
         with self._lock:
             self._models[model_id] = rank, self._models[model_id][1]
-        command = self._command("load", model_id, **arguments)
+        command = self._command("call", model_id, **arguments)
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
 
