@@ -140,12 +140,37 @@ def test_top_tokens_are_those_of_a_log_softmax_in_fp64(tmp_path):
             assert own is None or own == logprobs[place + 1], "bit for bit"
 
 
+def test_adapter_of_the_output_trains_if_the_client_wants_it(tmp_path):
+    targets = "--lora.target_modules=all-linear,lm_head"
+    config = toy_config(tmp_path, "--model.converters=lora", targets)
+    with local.LocalServiceClient(config) as service:
+        assert not service._training.shares_passes
+        whole = local.ModelInput.from_ints(TOKENS)
+        datum = local.Datum(local.ModelInput(whole.tokens[:-1]), {"target_tokens": TOKENS[1:]})
+        for wanted in (False, True):
+            parts = {"train_attn": not wanted, "train_mlp": False, "train_unembed": wanted}
+            client = service.create_lora_training_client("policy", 4, 0, **parts).result()
+            first, second = (
+                [client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]]
+                + [client.optim_step(local.AdamParams(learning_rate=0.05)).result()]
+                for _ in range(2)
+            )
+            assert second[0] < first[0]
+            output = client._trainer.engine.model_parts[0].output
+            assert bool(output.lora_b.count_nonzero()) is wanted
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = local.SamplingParams(max_tokens=4, seed=0)
+        (drawn,) = sampler.sample(whole, 1, params).result().sequences
+        scored = sampler.compute_logprobs(local.ModelInput((*whole.tokens, *drawn.tokens))).result()
+        assert drawn.logprobs == pytest.approx(scored[-4:], abs=1e-5), "cached decoding has it, too"
+
+
 @pytest.mark.parametrize(
     ("rank", "parts", "message"),
     [
         (0, {}, "rank must be at least 1, got 0"),
         (16, {}, "rank must be 1 to 8"),
-        (4, {"train_attn": False, "train_mlp": False}, "must train attention or feed-forward"),
+        (4, {"train_attn": False, "train_mlp": False}, "must train a part that has adapters"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(tmp_path, rank, parts, message):

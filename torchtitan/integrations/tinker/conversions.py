@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchtitan.adapters.names import fits
 from torchtitan.config.job_config import LoRA
 from torchtitan.integrations.tinker.types import Datum, ForwardBackwardOutput, TensorData
 from torchtitan.rl.losses import GSPOLoss, PolicyLoss, build_loss
@@ -49,6 +50,11 @@ def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
     return build_loss("dapo" if name == "ppo" else name, **bounds)
 
 
+def has_output_adapter(lora: LoRA) -> bool:
+    """Return True if the output projection has an adapter, which `all-linear` does not give it."""
+    return any(fits(name, "output") for name in lora.names(lora.target_modules))
+
+
 def adapters_of(
     lora: LoRA | None, rank: int, seed: int | None, attn: bool, mlp: bool, unembed: bool
 ) -> dict[str, Any] | None:
@@ -66,11 +72,12 @@ def adapters_of(
             f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
             "ask for less, or start the server with a larger one"
         )
-    layers = [name for name, trains in (("self_attn", attn), ("mlp", mlp)) if trains]
+    parts = {"self_attn": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
+    layers = [name for name, trains in parts.items() if trains]
     if not layers:
         raise ValueError(
-            "lora_config must train attention or feed-forward, got train_attn and train_mlp "
-            "false: the output projection has no adapter; set one of them to true"
+            "lora_config must train a part that has adapters, got train_attn and train_mlp false, and "
+            f"lora.target_modules = {lora.target_modules}; set one of them to true"
         )
     seed = secrets.randbits(31) if seed is None else seed
     return {"seed": seed, "rank": rank, "layers": layers}

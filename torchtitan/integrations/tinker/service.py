@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.integrations.tinker import sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
-from torchtitan.integrations.tinker.conversions import adapters_of
+from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
 from torchtitan.integrations.tinker.results import Answer, Results, write_output
@@ -128,7 +128,9 @@ class Service:
         advice = ": a LoRA rank is accepted and ignored"
         if self._lora is not None:
             trained = f"adapters of ranks up to {self._lora.rank}"
-            advice = "; the output projection has none, whatever train_unembed"
+            advice = ""
+            if not has_output_adapter(self._lora):
+                advice = "; the output projection has none, whatever train_unembed"
         return Answer(
             {
                 "type": "create_session",
