@@ -4,6 +4,8 @@
 #
 #   pip install tinker tinker-cookbook math-verify pylatexenc sympy     # may be another environment
 #   TINKER_PYTHON=/path/to/its/bin/python examples/rl/tinker_cookbook/run.sh outputs/tinker_cookbook
+#
+# SERVER_FLAGS="--model.converters=lora --lora.rank=32" trains adapters of the programs' default rank.
 set -euo pipefail
 
 repository=$PWD folder=${1:-outputs/tinker_cookbook} python=${TINKER_PYTHON:-python} port=${PORT:-8000}
@@ -11,8 +13,8 @@ mkdir -p "$folder" && cd "$folder"
 export TINKER_API_KEY=tml-local TINKER_TELEMETRY=0 HF_HUB_OFFLINE=1
 export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH}
 python "$repository/examples/rl/tinker_cookbook/assets.py" .
-python -m torchtitan.rl.serve --job.config_file "$repository/examples/rl/tinker_cookbook/serve.toml" ${SERVER_FLAGS:-} \
-    --job.dump_folder served --rl.serve.port "$port" > server.log 2>&1 &
+python -m torchtitan.rl.serve --job.config_file "$repository/examples/rl/tinker_cookbook/serve.toml" \
+    --job.dump_folder served --rl.serve.port "$port" ${SERVER_FLAGS:-} > server.log 2>&1 &
 server=$!
 trap 'kill $server' EXIT
 until grep -q "serving local/bytes" server.log; do kill -0 $server; sleep 0.5; done
