@@ -39,10 +39,10 @@ class ClientFuture(Future[_T]):
 
 
 class AsyncNames:
-    """Gives a class the name `x_async` of each of its methods `x`, for use with `await`.
+    """Adds a coroutine `x_async` for each method `x` of a class, as the tinker client has them.
 
-    A method of a training client then returns its future, so that further calls can be made before
-    the first result is there. Calls that sample or make a client return the result.
+    It returns the future of `x`, so that a program can make further calls before it awaits the
+    result; or the result, if `x` samples or makes a client.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
