@@ -716,6 +716,7 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
     with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
         kept.retrieve({"request_id": "1"})
     assert raised.value.status == 410
+    kept._next_drop_at = 0.0
     send(1)
     assert len(commands) == 4 and kept._n_bytes == 900
     monkeypatch.setattr(results, "_MAX_KNOWN", 3)
