@@ -65,6 +65,27 @@ def test_layout_gives_the_numbers_of_one_process(name, one_process, tmp_path):
     check(name, QUICK[name], one_process, str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TP 2, whole logits, op AC",
+        pytest.param("FSDP 2, accumulation 2, full AC", marks=pytest.mark.slow),
+        pytest.param("PP 2, ZBVZeroBubble", marks=pytest.mark.slow),
+    ],
+)
+def test_adapter_of_the_output_gives_the_numbers_of_one_process(name, tmp_path):
+    flags = (*FLAGS, "--lora.target_modules=all-linear,lm_head")
+    layout = BY_NAME[name]
+    layouts = [ONE_PROCESS, layout]
+    if not needs_four_layers(layout):
+        layouts = [shallow(each) for each in layouts]
+    one, other = (measure(each, [DENSE], str(tmp_path), flags)[0] for each in layouts)
+    assert {"output.lora_a", "output.lora_b"} < other.gradients.keys()
+    assert one.hashes == other.hashes
+    for kind, difference in differences(other, one).items():
+        assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_every_layout_gives_the_numbers_of_one_process(name, one_process, tmp_path):

@@ -87,7 +87,12 @@ def step_of_peft(model, optimizer, tokens):
     return loss.item(), gradients
 
 
-@pytest.mark.parametrize("flags", [[], PATTERNS], ids=["all layers", "patterns"])
+OUTPUT = ["--lora.target_modules=all-linear,lm_head"]
+
+
+@pytest.mark.parametrize(
+    "flags", [[], PATTERNS, OUTPUT], ids=["all layers", "patterns", "output, too"]
+)
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_twenty_steps_give_the_losses_and_gradients_of_peft(family, flags, tmp_path):
     folder = base_folder(tmp_path, family)

@@ -335,6 +335,10 @@ def policy_took_a_step(names, output):
     assert not any(Path().iterdir())  # nothing was asked to be written
 
 
+def prompt_was_scored(names, output):
+    assert [len(row or ()) for row in names["response"].topk_prompt_logprobs] == [0, 3, 3]
+
+
 def guesses_are_answered(names, output):
     prompt, turn = names["Prompt"]("?", (1,), "5"), names["Turn"]
     replies = [names["Guess"].reply(None, prompt, [turn(guess)]) for guess in "375"]
@@ -350,6 +354,7 @@ THEN = {
     "docs/report.md": phase_is_on_record,
     "docs/rl.md": policy_took_a_step,
     "docs/rl_reference.md": guesses_are_answered,
+    "docs/rl_serve.md": prompt_was_scored,
 }
 
 

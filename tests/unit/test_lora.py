@@ -274,17 +274,17 @@ BAD_NAMES = {
     "unknown target": (
         "llama3",
         ["--lora.target_modules=q_porj"],
-        "lora.target_modules holds parts of layers' names (w1, w2, w3, wk, wo, wq, wv, and PEFT's",
+        "lora.target_modules holds parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and",
     ),
     "no linear layer": (
         "llama3",
         ["--lora.target_modules=embed_tokens"],
         "got 'embed_tokens', which is tok_embeddings; lora.also_train = ['embed_tokens'] trains",
     ),
-    "the output": (
-        "llama3",
+    "the output of tied weights": (
+        "qwen3, tied",
         ["--lora.target_modules=lm_head"],
-        "got 'lm_head', which is output; lora.also_train = ['lm_head'] trains it whole",
+        "names the output projection, whose weight is also the embedding's in this model",
     ),
     "pattern of no target": (
         "llama3",

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 ALL_LINEAR = "all-linear"
 NORMS, BIASES = "norms", "biases"
-_HEADS = ("output", "score")
+_OUTPUT = "output"  # the output projection has an adapter only if it is named
 
 
 class LoRAConverter(ModelConverter):
@@ -86,8 +86,13 @@ class LoRAConverter(ModelConverter):
         chosen = {
             name: where
             for name, where in linears.items()
-            if ALL_LINEAR in wanted or first_fit(names, name)
+            if (ALL_LINEAR in wanted and name != _OUTPUT) or first_fit(names, name)
         }
+        if _OUTPUT in chosen and model.enable_weight_tying:
+            raise ConfigError(
+                f"lora.target_modules = {wanted} names the output projection, whose weight is also the "
+                "embedding's in this model, and files of merged weights hold it once; leave it out"
+            )
         for name, (module, _) in chosen.items():
             if isinstance(module, StackedExperts) and type(module) is not GroupedExperts:
                 raise ConfigError(
@@ -153,7 +158,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
                 if parameter.ndim == 3:
                     yield f"{name}.{weight_name}", (module, weight_name)
         elif isinstance(module, nn.Linear) and not isinstance(module, RouterGate):
-            if name.rpartition(".")[2] not in _HEADS:
+            if name.rpartition(".")[2] != "score":
                 yield name, (module, "weight")
 
 

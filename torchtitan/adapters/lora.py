@@ -74,6 +74,10 @@ def add_adapter(
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place
+        elif hasattr(module, "low_rank"):
+            module.low_rank = (
+                _low_rank  # not a hook: the result may be a head's, in place of logits
+            )
         else:
             # A hook, because tensor parallelism and float8 choose the class of a Linear.
             module.register_forward_hook(_add_product)
@@ -99,6 +103,16 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     rows, scale = low_rank.flatten(0, -2), scales["weight"]
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
     return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
+
+
+def _low_rank(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return scale * dropout(x) A^T and B, for `project`; None while adapters are off."""
+    if not module.lora_is_on:
+        return None
+    scales, dropout = module.lora
+    x = F.dropout(x, dropout, module.training) if dropout else x
+    a, b = local_parameter(module.lora_a), local_parameter(module.lora_b)
+    return scales["weight"] * linear(x, a.to(x.dtype)), b
 
 
 class AdaptedExperts(GroupedExperts):

@@ -251,6 +251,8 @@ def load_peft(
 
     wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
     aliases = {_PREFIX + other for name, other in adapter.hf_aliases().items() if name in in_hf}
+    # Beside the adapter of an output projection, peft also stores the frozen weight.
+    aliases |= {f"{_PREFIX}{name}.base_layer.weight" for name in layers if name == "lm_head"}
     for one, names in zip(adapted, hf_layers, strict=True):
         for name in names:
             wanted[f"{_PREFIX}{name}.lora_A.weight"] = tuple(entries[one.a].shape[-2:])

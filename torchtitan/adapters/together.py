@@ -128,11 +128,13 @@ def reasons_for_turns(
     experts = any(
         isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
     )
+    has_output = any(getattr(part.output, "low_rank", None) is not None for part in parts)
     schedule = job_config.parallelism.pipeline_parallel_schedule
     has_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.uses_fsdp
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
         "experts' tokens are in no order of rows": experts,
+        "the output projection, which has an adapter, computes all rows at once": has_output,
         "compiled blocks would be compiled for every division of rows": job_config.compile.enable,
         "DDP expects gradients of its own parameters": has_ddp,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled

@@ -226,21 +226,24 @@ class VocabularyOutput(nn.Linear):
 
     keeps_shards: return a DTensor, in which each rank has the logits of its vocabulary entries.
         Otherwise each rank returns a plain tensor of all logits.
-    in_fp32: as in `OutputProjection`.
+    in_fp32, low_rank: as in `OutputProjection`.
 
     With a head, returns head(h, this rank's weight, its bias, group=...) instead.
     """
 
     keeps_shards: bool = True
     in_fp32: bool = False
+    low_rank: Callable[..., Any] | None = None
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         mesh = self.weight.device_mesh
         weight, bias = local_parameter(self.weight), local_parameter(self.bias)
+        low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
         if head is not None:
             head = functools.partial(head, group=mesh.get_group())
-            return project(head, h, weight, bias, in_fp32=self.in_fp32)
-        logits = project(None, h, weight, bias, in_fp32=self.in_fp32)
+        logits = project(head, h, weight, bias, in_fp32=self.in_fp32, low_rank=low_rank)
+        if head is not None:
+            return logits
         if self.keeps_shards:
             return DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
         ranks = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()

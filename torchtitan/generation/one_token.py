@@ -55,7 +55,11 @@ def is_plain(parts: Sequence[nn.Module]) -> bool:
             return False
         if isinstance(module, nn.Linear):
             is_known = type(module).forward in (Linear.forward, OutputProjection.forward)
-            if not is_known or module.product not in (linear, exact_linear):
+            if (
+                not is_known
+                or hasattr(module, "lora")
+                or module.product not in (linear, exact_linear)
+            ):
                 return False
             continue
         for kind, methods in _PLAIN:

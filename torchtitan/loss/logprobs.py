@@ -167,6 +167,49 @@ class SummedCrossEntropy:
             return _SummedLoss.apply(x, weight, bias, labels.flatten(), self, first, group)
 
 
+@dataclass(frozen=True)
+class TopTokens(TokenLogProbs):
+    """A head: finds the k most probable tokens at each position, without gradients.
+
+    Returns [B, T, 2 k] fp32: k token ids, the most probable token's first, then their log-probs.
+    fp32 holds ids below 2^24 exactly. The vocabulary must have k entries.
+    """
+
+    k: int = 1
+
+    def __call__(  # type: ignore[override]
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
+        x, weight, bias, first = _operands(h, weight, bias, labels, group)
+        temperature = self._of_tokens(labels).temperature
+        best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
+        with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
+            for rows in _chunks(x, self):
+                logits = _logits(x, weight, bias, temperature, rows, self.product)
+                chosen, ids = logits.topk(min(self.k, logits.shape[1]))
+                sums = torch.stack(exponentials_(logits), dim=1)
+                own = torch.cat((sums, chosen, (ids + first).to(chosen.dtype)), dim=1)
+                best.append(self._best_of_ranks(_of_ranks(own, group)))
+            return torch.cat(best).float().view(*labels.shape, 2 * self.k)
+
+    def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
+        """of_ranks: [ranks, n, highest logit + sum + k' logits + k' ids] -> [n, 2 k]."""
+        highest, sums = of_ranks[..., 0], of_ranks[..., 1]
+        top = highest.amax(0)
+        total = ((highest - top).exp() * sums).sum(0)
+        logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 2:].chunk(2, -1))
+        chosen, places = logits.topk(self.k)
+        logprobs = logprobs_of_logits(chosen, top[:, None], total[:, None])
+        return torch.cat((ids.gather(1, places), logprobs), dim=1)
+
+
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -477,6 +520,15 @@ def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
     return (chosen - highest) - sums.log()
 
 
+def _of_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the numbers [n, c] of all ranks, [ranks, n, c]."""
+    if group is None:
+        return numbers[None]
+    n_ranks = dist.get_world_size(group)
+    gathered = _OPS.all_gather_into_tensor(numbers, n_ranks, group.group_name)
+    return _OPS.wait_tensor(gathered).view(n_ranks, *numbers.shape)
+
+
 def _over_ranks(
     statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -485,13 +537,8 @@ def _over_ranks(
     the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
     IGNORE_INDEX; the entropy, undefined if the statistics have none.
     """
-    n_ranks = 1
-    if group is not None:
-        n_ranks = dist.get_world_size(group)
-        statistics = _OPS.wait_tensor(
-            _OPS.all_gather_into_tensor(statistics, n_ranks, group.group_name)
-        )
-    highest, sums, label_logits, dots = statistics.view(n_ranks, *labels.shape, 4).unbind(-1)
+    of_ranks = _of_ranks(statistics, group)
+    highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
     top = highest.amax(0)
     shift = highest - top  # from each rank's highest logit to the highest of all
     scale = shift.exp()

@@ -224,16 +224,19 @@ class OutputProjection(Linear):
 
     The head is called inside this module's forward, because FSDP has gathered the weight there.
     in_fp32: compute with fp32 copies of weight and hidden states.
+    low_rank: of an adapter; called with this module, and then as in `project`.
     """
 
     in_fp32: bool = False
+    low_rank: Callable[..., Any] | None = None
 
     # True because tensor parallelism replaces this class by its own.
     reads_local_parameters = True
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
-        product = head or self.product
-        return project(product, h, self.weight, self.bias, in_fp32=self.in_fp32)
+        low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
+        operands = h, self.weight, self.bias
+        return project(head or self.product, *operands, in_fp32=self.in_fp32, low_rank=low_rank)
 
 
 class ValueHead(nn.Linear):

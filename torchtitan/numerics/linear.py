@@ -55,20 +55,32 @@ def project(
     bias: Tensor | None,
     *,
     in_fp32: bool,
+    low_rank: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
 ) -> Any:
     """Return `head(x, weight, bias)`, or `linear(x, weight, bias)` if head is None.
 
     in_fp32: with copies of the arguments in fp32 (fp64 stays), without autocast.
+    low_rank: returns of x [..., K] an adapter's x A^T [..., r] and B [N, r], whose product is added.
     """
     product = head or linear
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        if low_rank is None or (pair := low_rank(x)) is None:
+            return product(x, weight, bias)
+        low, b = pair[0].to(x.dtype), pair[1].to(weight.dtype)
+        if product is linear:
+            return product(x, weight, bias) + linear(low, b)
+        # A head has one product of its own, so the operands of that get r more columns.
+        return product(torch.cat((x, low), dim=-1), torch.cat((weight, b), dim=-1), bias)
+
     if not in_fp32:
-        return product(x, weight, bias)
+        return compute(x, weight, bias)
     operands = [
         None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
         for t in (x, weight, bias)
     ]
     with torch.autocast(x.device.type, enabled=False):
-        return product(*operands)
+        return compute(*operands)
 
 
 class Linear(nn.Linear):

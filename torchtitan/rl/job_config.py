@@ -82,7 +82,7 @@ class RLCritic:
 @dataclass
 class RLLoss:
     # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
-    # cross_entropy, or one that the module of experimental.custom_import registers
+    # dro, cross_entropy, or one that the module of experimental.custom_import registers
     name: str = "grpo"
     # For grpo, ppo: ratios are clipped to this distance from 1; None is 0.2
     clip_eps: float | None = None

@@ -53,14 +53,15 @@ class Learner(ABC):
 
     # ---- one step ----
 
-    def forward(self, batch: TrainingBatch) -> list[Tensor | None]:
+    def forward(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor | None]:
         """Return the scores of each sample's slots, a 1-D fp32 tensor on the CPU; no gradients.
 
-        Log-probs are 0 for tokens not in the loss. A sample that is in no row gets None. Raises
-        ValueError as `forward_backward` does.
+        Log-probs are 0 for tokens not in the loss. A sample that is in no row gets None.
+        head: computes numbers [B, T, ...] to return in place of the scores.
+        Raises ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
-        return self._per_sample(batch, self._score(batch))
+        return self._per_sample(batch, self._score(batch, head))
 
     def forward_backward(
         self, batch: TrainingBatch, loss_fn: Any = None, *, return_logprobs: bool = False
@@ -208,12 +209,12 @@ class Learner(ABC):
             engine_batch.pop("routed_experts", None)
         return batches
 
-    def _score(self, batch: TrainingBatch) -> list[Tensor] | None:
+    def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last stage."""
         return self.engine.forward_step(
             self._engine_batches(batch),
-            output_fn=lambda outputs, _: self._loss_inputs(outputs)[0],
-            head=self._output_layer(),
+            output_fn=lambda outputs, _: outputs if head else self._loss_inputs(outputs)[0],
+            head=head or self._output_layer(),
         )
 
     def _per_sample(self, batch: TrainingBatch, scores: list[Tensor] | None) -> list[Tensor | None]:

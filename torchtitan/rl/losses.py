@@ -8,6 +8,7 @@ sampled, and A the advantage, the loss of a token is:
     gspo                 the same with r the geometric mean of the sequence's ratios
     cispo                -stop_gradient(clip(r, 1 - low, 1 + high)) A logprob
     importance_sampling  -r A
+    dro                  -(logprob A - beta / 2 log(r)^2)
     cross_entropy        -logprob
 
 With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
@@ -377,6 +378,25 @@ class ImportanceSamplingLoss(PolicyLoss):
 
 
 @dataclass(frozen=True)
+class DROLoss(PolicyLoss):
+    """The policy gradient without a ratio, and a quadratic penalty on the distance from the sampling policy.
+
+    Richemond et al. 2024 (arXiv:2405.19107), as tinker-docs.thinkingmachines.ai/tinker/losses/dro has
+    it per token: the gradient of a token is -(A - beta log(r)). `max_log_ratio` bounds log(r).
+    beta: weight of the penalty; the default is the value in the example of that page.
+    """
+
+    token_metrics: ClassVar[tuple[str, ...]] = ("log_ratio_squared_mean",)
+
+    beta: float = 0.05
+
+    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+        squared = self.log_ratio(logprobs, batch) ** 2
+        losses = 0.5 * self.beta * squared - logprobs * batch["advantages"]
+        return losses, {"log_ratio_squared_mean": squared}
+
+
+@dataclass(frozen=True)
 class CrossEntropyLoss(PolicyLoss):
     """Minus the log-prob of the label: supervised learning, without advantages or a generator."""
 
@@ -395,6 +415,7 @@ _LOSSES: dict[str, type[PolicyLoss]] = {
     "gspo": GSPOLoss,
     "cispo": CISPOLoss,
     "importance_sampling": ImportanceSamplingLoss,
+    "dro": DROLoss,
     "cross_entropy": CrossEntropyLoss,
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.exact import use_exact
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
@@ -70,6 +70,12 @@ class PolicyTrainer(Learner):
         return outputs
 
     # ---- log-probs of a batch by the current weights ----
+
+    def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
+        """Return as `forward` the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
+        rl = self.job_config.rl
+        head = TopTokens(temperature=rl.sampling.temperature, exact=rl.generator.exact, k=k)
+        return self.forward(batch, head)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
         """Replace the generator's log-probs; also returns the largest change over all ranks.

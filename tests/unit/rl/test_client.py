@@ -179,7 +179,7 @@ def test_loaded_state_is_the_saved_one(client):
     ("call", "message"),
     [
         (lambda c: c.forward_backward(DATA, "dpo"), "loss_fn must be one of cross_entropy"),
-        (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config takes"),
+        (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config of ppo takes"),
         (
             lambda c: c.forward([Datum(ModelInput.from_ints([1]), {})]).result(),
             "needs target_tokens",

@@ -11,6 +11,7 @@ from torchtitan.rl.losses import (
     CISPOLoss,
     CrossEntropyLoss,
     DAPOLoss,
+    DROLoss,
     GRPOLoss,
     GSPOLoss,
     ImportanceSamplingLoss,
@@ -28,6 +29,7 @@ ALL_LOSSES = [
     GSPOLoss(),
     CISPOLoss(),
     ImportanceSamplingLoss(),
+    DROLoss(),
 ]
 
 
@@ -121,6 +123,19 @@ def test_importance_sampling_clips_nothing():
     value, gradient = of_ratios(ImportanceSamplingLoss(), [0.1, 3.0], [1.0, 2.0])
     assert value == pytest.approx(-0.1 - 6)
     assert gradient == pytest.approx([-0.1, -6])
+
+
+def test_dro_is_the_formula_of_tinkers_documentation():
+    generator, advantages = [-1.0, -2.0, -0.1], [1.0, -2.0, 0.5]
+    logprobs = torch.tensor([-1.5, -0.5, -0.1], dtype=torch.float64, requires_grad=True)
+    # tinker-docs.thinkingmachines.ai/tinker/losses/dro
+    quadratic_term = (logprobs - torch.tensor(generator, dtype=torch.float64)) ** 2
+    objective = logprobs * torch.tensor(advantages) - 0.5 * 0.3 * quadratic_term
+    (expected,) = torch.autograd.grad(-objective.sum(), logprobs)
+    batch = make_batch(generator, advantages)
+    value, gradient = value_and_gradient(DROLoss(beta=0.3), logprobs.tolist(), batch)
+    assert value == pytest.approx(-objective.sum().item(), rel=1e-15)
+    assert gradient == pytest.approx(expected.tolist(), rel=1e-15)
 
 
 def test_cross_entropy_reads_neither_advantages_nor_generator():
@@ -218,7 +233,7 @@ def test_metrics_are_sums_over_tokens_that_become_means():
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "dapo", "gspo", "cispo", "importance_sampling", "cross_entropy"]
+    "name", ["grpo", "dapo", "gspo", "cispo", "importance_sampling", "dro", "cross_entropy"]
 )
 def test_metric_names_are_known_without_a_batch(name):
     loss = build_loss(name, kl_coef=0.1, entropy_coef=0.1)

@@ -16,9 +16,11 @@ from tests.reliability import jobs
 from tests.unit.rl.tinker_server import Http, forward_backward_message, part, serving
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, wire
+from torchtitan.integrations.tinker import http, results, sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.lanes import Command
+from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
@@ -29,6 +31,7 @@ DATA = [
     ([5], {"target_tokens": [6], "weights": [1.0]}),
 ]
 PROMPT = [1, 2, 3, 4]
+SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
 
 
 def server_config(folder, *overrides):
@@ -88,8 +91,21 @@ def test_sampler_keeps_its_weights_after_an_update(run):
     (sequence,) = first["sequences"]
     assert len(sequence["tokens"]) == len(sequence["logprobs"]) == 4
     assert sequence["stop_reason"] == "length"
-    last = run.sample(sampler, PROMPT, 2, prompt_logprobs=True, prompt_logprobs_last_n=1)
+    last = run.sample(sampler, PROMPT, 2, **SCORED, prompt_logprobs_last_n=1)
     assert last["prompt_logprobs"] == [None] * 3 + first["prompt_logprobs"][3:]
+    assert (
+        last["topk_prompt_logprobs"][:3] == [None] * 3 and len(last["topk_prompt_logprobs"][3]) == 2
+    )
+    for wrong in ({"topk_prompt_logprobs": 33}, {"prompt_logprobs_last_n": 5}):
+        prompt = {"chunks": [{"tokens": PROMPT}]}
+        values = {
+            "sampling_session_id": sampler,
+            "seq_id": 3,
+            "prompt": prompt,
+            "sampling_params": {},
+        }
+        status, answer = run.post("asample", **values, **wrong)
+        assert status == 400 and f"{next(iter(wrong))} must be" in answer["detail"]
 
 
 def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
@@ -185,7 +201,7 @@ def test_saved_states_are_loaded_and_sampled_from(run):
     status, answer = run.post(
         "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
     )
-    assert status == 404 and "does not own the policy" in answer["detail"]
+    assert status == 404 and "or a newer model took the policy over" in answer["detail"]
 
 
 def test_base_model_of_another_name_is_not_sampled(run):
@@ -206,7 +222,7 @@ def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, cap
     newer = run.wait("create_model", **options, lora_config={"rank": 5})["model_id"]
     assert f"model {newer} takes the policy over from {run.model}" in caplog.text
     status, answer = run.post("get_info", model_id=run.model)
-    assert status == 404 and f"does not own the policy: {newer} does" in answer["detail"]
+    assert status == 404 and "a newer model took the policy over" in answer["detail"]
 
 
 def test_second_session_waits_for_the_policy(run, url):
@@ -219,7 +235,8 @@ def test_second_session_waits_for_the_policy(run, url):
 
 
 def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.integrations.tinker.service._SECONDS_UNTIL_GONE", 0.2)
+    monkeypatch.setattr("torchtitan.integrations.tinker.sessions.SECONDS_UNTIL_GONE", 0.2)
+    run.ask("session_heartbeat", session_id=run.session)
     time.sleep(0.25)
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
@@ -228,7 +245,7 @@ def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypat
     assert status == 404
     other.start()
     status, answer = run.post("get_info", model_id=run.model)
-    assert status == 404 and f"{other.model} does" in answer["detail"]
+    assert status == 404 and "its session has ended" in answer["detail"]
     run.session = other.session  # finished by the fixture
 
 
@@ -248,7 +265,7 @@ def test_failed_call_fails_the_step(run):
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        ("dro", "loss_fn must be one of cross_entropy, .* got 'dro'"),
+        ("stable_reinforce", "loss_fn must be one of cross_entropy, .* got 'stable_reinforce'"),
         ("importance_sampling", "a policy loss needs logprobs"),
     ],
 )
@@ -314,7 +331,7 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
             400,
             "learning_rate must be a finite number, got null, which stands for NaN",
         ),
-        ("get_info", {"model_id": "none"}, 404, "model none does not own the policy"),
+        ("get_info", {"model_id": "none"}, 404, "model none is unknown, or its session has ended"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
         ("retrieve_future", {"request_id": "never"}, 410, "request never is unknown"),
         (
@@ -388,7 +405,7 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
 def test_model_is_checked_before_its_data_are_read(url):
     body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # the data are not a message
     status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
-    assert status == 404 and "model nobody does not own the policy" in json.loads(answer)["detail"]
+    assert status == 404 and "model nobody is unknown" in json.loads(answer)["detail"]
 
 
 @pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
@@ -552,11 +569,11 @@ def _serve_on_two_ranks(folder):
         for _ in range(3):
             losses.append(run.forward_backward(DATA)["metrics"]["loss:sum"])
             sampler = run.sampler()
-            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
             run.optim_step()
-            assert run.sample(sampler, PROMPT, 1, prompt_logprobs=True, num_samples=3) == drawn
+            assert run.sample(sampler, PROMPT, 1, **SCORED) == drawn
         assert "error" in run.forward_backward([([1], {"target_tokens": [2, 3]})])
-        found.append((losses, drawn["prompt_logprobs"], drawn["sequences"]))
+        found.append((losses, drawn["prompt_logprobs"], drawn["topk_prompt_logprobs"]))
         server.stop()
 
     def start(url):
@@ -577,6 +594,138 @@ def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
                 expected, rel=1e-4
             )
             sampler = run.sampler()
-            drawn = run.sample(sampler, PROMPT, 0, prompt_logprobs=True, num_samples=3)
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
             run.optim_step()
         assert drawn["prompt_logprobs"][1:] == pytest.approx(two[0][1][1:], abs=1e-4)
+        for ours, theirs in zip(drawn["topk_prompt_logprobs"][1:], two[0][2][1:], strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            assert dict(ours) == pytest.approx(dict(theirs), abs=1e-4)
+
+
+# ---- clients that end, and results that wait ----
+
+
+def open_poll(client, request_id):
+    """Send a request for a result over a socket of its own; the answer is not read."""
+    host, _, port = client.address.partition(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps({"request_id": request_id}).encode()
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def blocked(url, monkeypatch):
+    """Events: an optimizer step has begun, and they may go on."""
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    step = LocalTrainingClient.optim_step.__wrapped__
+
+    def wait(self, params):
+        has_begun.set()
+        may_go_on.wait(30)
+        return step(self, params)
+
+    monkeypatch.setattr(
+        LocalTrainingClient,
+        "optim_step",
+        lambda self, params: self._thread.submit(wait, self, params),
+    )
+    return has_begun, may_go_on
+
+
+def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
+    has_begun, may_go_on = blocked(url, monkeypatch)
+    run.forward_backward(DATA)
+    step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
+    assert has_begun.wait(5)
+    waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
+    futures = [run.ask("optim_step", **values) for values in waiting]
+    connection = open_poll(run, step["request_id"])
+    time.sleep(0.3)
+    other = Http(url)
+    session = other.ask("create_session")["session_id"]
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
+    assert other.post("create_model", **model)[0] == 400
+    connection.close()  # what the system does for a process that is killed
+    began = time.monotonic()
+    while (found := other.post("create_model", **model))[0] != 200:
+        assert time.monotonic() - began < 2
+        time.sleep(0.05)
+    may_go_on.set()
+    other.result(found[1])  # after the steps that nobody waits for
+    for future in futures:
+        assert "the client closed its connections" in run.result(future)["error"]
+    run.session = session  # finished by the fixture
+
+
+def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(monkeypatch):
+    alive = sessions.Sessions()
+    now = [100.0]
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    session, here = alive.create(), threading.get_ident()
+    alive.connection_ended(here, False, False)  # closed by the server
+    now[0] += 29
+    assert alive.is_alive(session)
+    alive.note(f"{session}:train:0")
+    alive.connection_ended(here, True, False)
+    now[0] += 11.9
+    assert alive.is_alive(session) and alive.has_client(f"{session}:train:0")
+    alive.note(session)  # a heartbeat, on a new connection
+    alive.connection_ended(here, True, False)
+    now[0] += 12.1
+    assert not alive.is_alive(session) and not alive.has_client(session)
+    alive.note(session)
+    assert alive.is_alive(session) and alive.has_client(session)
+    now[0] += 31  # silent, but its connection is open: it may come back
+    assert not alive.is_alive(session) and alive.has_client(session)
+
+
+def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
+    run, url, monkeypatch
+):
+    _, may_go_on = blocked(url, monkeypatch)
+    before = run.forward_backward(DATA)["metrics"]["loss:sum"]
+    step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
+    accepted = run.ask("optim_step", **step)
+    lost = open_poll(run, accepted["request_id"])
+    assert run.ask("optim_step", **step) == accepted
+    lost.close()
+    may_go_on.set()
+    metrics = run.result(accepted)["metrics"]
+    assert run.result(accepted)["metrics"] == metrics
+    assert run.ask("optim_step", **step) == accepted and run.result(accepted)["metrics"] == metrics
+    assert run.forward_backward(DATA)["metrics"]["loss:sum"] < before
+    assert "metrics" in run.optim_step(), "there was one step, and gradients of one call since"
+
+
+def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch):
+    monkeypatch.setattr(results, "_MAX_BYTES", 1000)
+    commands = []
+    kept = results.Results(commands.append)
+
+    def send(number, n_bytes=300):
+        kept.submit(str(number), Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes))
+        if len(commands) > number:
+            commands[number].answer(None)
+
+    for number in range(3):
+        send(number)
+    kept.retrieve({"request_id": "1"})
+    send(3)  # 1,200 bytes: the result that was fetched goes first
+    assert kept.retrieve({"request_id": "0"}).values == {"n": 0}
+    with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
+        kept.retrieve({"request_id": "1"})
+    assert raised.value.status == 410
+    kept._next_drop_at = 0.0
+    send(1)
+    assert len(commands) == 4 and kept._n_bytes == 900
+    monkeypatch.setattr(results, "_MAX_KNOWN", 3)
+    send(4, n_bytes=100)
+    kept._next_drop_at = 0.0
+    send(5, n_bytes=300)  # "0", which was fetched, is dropped
+    assert list(kept._all) == ["0", "2", "3", "4", "5"]
+    kept._next_drop_at = 0.0
+    send(6, n_bytes=0)
+    assert list(kept._all) == ["2", "3", "4", "5", "6"], (
+        "ids of dropped results go beyond the limit"
+    )

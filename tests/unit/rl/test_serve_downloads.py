@@ -1,8 +1,6 @@
 """Saved adapters are downloaded as `peft` reads them, by URLs that need no key but expire."""
 
-import io
 import json
-import tarfile
 import time
 import urllib.error
 import urllib.parse
@@ -104,15 +102,6 @@ def test_downloaded_adapters_give_peft_the_logprobs_of_the_server(run, base, tmp
     expected = logprobs[range(5), DATA[0][1]["target_tokens"]].tolist()
     found = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"][0]["logprobs"]["data"]
     assert found == pytest.approx(expected, abs=1e-5)
-
-
-def test_archive_of_a_saved_state_is_one_tar(run):
-    run.train("save_weights", path="state")
-    status, answer = get(run, "/weights/state/archive")
-    assert status == 302
-    with tarfile.open(fileobj=io.BytesIO(download(answer["url"]))) as archive:
-        assert archive.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
-        assert json.load(archive.extractfile("adapter_config.json"))["r"] == 4
 
 
 def test_signed_urls_open_no_other_file_and_expire(run, monkeypatch):

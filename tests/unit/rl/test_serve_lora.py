@@ -76,6 +76,25 @@ def test_each_model_begins_with_new_adapters_and_samplers_keep_theirs(run):
     assert (again["tokens"], again["logprobs"]) == (sampled["tokens"], sampled["logprobs"])
 
 
+def test_model_from_a_saved_state_keeps_its_rank_and_goes_on_as_it_would_have(run):
+    def two_steps():
+        calls = [(run.forward_backward(DATA), run.optim_step()) for _ in range(2)]
+        return [(x["metrics"]["loss:sum"], y["metrics"]["grad_norm"]) for x, y in calls]
+
+    run.start_model(rank=4, seed=5)
+    two_steps()
+    path = run.train("save_weights", path="state")["path"]
+    assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 4
+    expected = two_steps()
+    for optimizer in (True, False):
+        run.number += 1
+        loaded = {"model_seq_id": run.number, "path": path, "optimizer": optimizer}
+        run.model = run.wait("load_weights", session_id=run.session, **loaded)["model_id"]
+        assert run.ask("get_info", model_id=run.model)["lora_rank"] == 4
+        found = two_steps()
+        assert found[0] == expected[0] and (found == expected) is optimizer
+
+
 def test_parts_that_a_client_leaves_out_do_not_train(tmp_path):
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
         client.start_adapters(0, 3, ["self_attn"]).result()
@@ -96,7 +115,7 @@ def test_ranks_and_parts_that_cannot_be_are_refused_in_one_sentence(run):
     assert status == 400
     assert "rank must be 1 to 8, this server's lora.rank, got 16; ask for less" in answer["detail"]
     status, answer = run.create(rank=4, train_attn=False, train_mlp=False)
-    assert status == 400 and "the output projection has no adapter" in answer["detail"]
+    assert status == 400 and "must train a part that has adapters" in answer["detail"]
 
 
 def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):

@@ -10,7 +10,7 @@ from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 
 LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
 LAYERS = ["self_attn", "mlp"]
-LOSSES = ("cross_entropy", "ppo", "importance_sampling", "cispo", "gspo")
+LOSSES = ("cross_entropy", "ppo", "importance_sampling", "cispo", "gspo", "dro")
 
 
 def data_of(model: int, step: int) -> list[Datum]:

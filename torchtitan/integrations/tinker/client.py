@@ -13,6 +13,7 @@ with the same data.
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import threading
@@ -25,18 +26,29 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.adapters.together import reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
+from torchtitan.integrations.tinker.conversions import (
+    check_finite,
+    finite_output,
+    loss_of,
+    only_targets,
+    output_of,
+    training_sample,
+)
 from torchtitan.integrations.tinker.states import Limits, TrainingState
-from torchtitan.integrations.tinker.together import Call, LossesOfModels
 from torchtitan.integrations.tinker.types import (
     AdamParams,
+    AsyncNames,
+    ClientFuture,
     CustomLoss,
     Datum,
     ForwardBackwardOutput,
+    GetInfoResponse,
+    ModelData,
     ModelInput,
     OptimStepResponse,
     SampledSequence,
@@ -47,7 +59,7 @@ from torchtitan.integrations.tinker.types import (
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.rl.losses import CrossEntropyLoss, GSPOLoss, PolicyLoss, build_loss
+from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss
 from torchtitan.rl.snapshots import (
     Snapshots,
     WeightsKey,
@@ -56,7 +68,7 @@ from torchtitan.rl.snapshots import (
     swap,
 )
 from torchtitan.rl.trainer import PolicyTrainer
-from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
+from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.step.forward import on_error, scalar_loss
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
@@ -76,18 +88,18 @@ class _Thread:
         # The key and the (item, future) pairs of the last call, while more items may join it.
         self._joinable: tuple[Any, list[tuple[Any, Future]]] | None = None
 
-    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
-        with self._lock:
-            self._joinable = None
-            return self._pool.submit(call, *args, **kwargs)
+    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> ClientFuture[_T]:
+        return self.submit_item(lambda _: [call(*args, **kwargs)], None, object())
 
-    def submit_item(self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any) -> Future[_T]:
+    def submit_item(
+        self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any
+    ) -> ClientFuture[_T]:
         """Pass items that were submitted in a row with the same key to one `call`.
 
         Items join while the thread is busy with an earlier call. Under torchrun each item gets its
         own call, because the ranks, which have to make the same calls, are not busy equally long.
         """
-        future: Future[_T] = Future()
+        future: ClientFuture[_T] = ClientFuture()
         with self._lock:
             if self._joinable is None or self._joinable[0] != key or num_ranks() > 1:
                 self._joinable = key, []
@@ -113,17 +125,17 @@ class _Thread:
         self._pool.shutdown()
 
 
-def _on_thread(method: Callable[_P, _T]) -> Callable[_P, Future[_T]]:
+def on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
     """Make a method run on the client's thread, after all earlier calls, and return a future."""
 
     @functools.wraps(method)
-    def submit(self: Any, *args: Any, **kwargs: Any) -> Future[_T]:
+    def submit(self: Any, *args: Any, **kwargs: Any) -> ClientFuture[_T]:
         return self._thread.submit(method, self, *args, **kwargs)
 
     return submit
 
 
-class LocalTrainingClient:
+class LocalTrainingClient(AsyncNames):
     """A policy in this process.
 
     Raises ConfigError for a config that cannot run. The future of a call raises the call's errors.
@@ -132,7 +144,7 @@ class LocalTrainingClient:
     """
 
     def __init__(self, job_config: JobConfig):
-        self._trainer = PolicyTrainer(job_config)
+        self._config, self._trainer = job_config, PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
             # Callers get log-probs of every target of every Datum, so none is skipped.
@@ -163,42 +175,43 @@ class LocalTrainingClient:
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
-    ) -> Future[ForwardBackwardOutput]:
+    ) -> ClientFuture[ForwardBackwardOutput]:
         """Return log-probs of the targets, without gradients.
 
         loss_fn: a name as for forward_backward; it does not change the result.
         """
-        _loss(loss_fn, {})
+        loss_of(loss_fn, {})
         data = list(data)
-        return self._thread.submit(lambda: _output(self._logprobs(data), {}))
+        return self._thread.submit(lambda: output_of(self._logprobs(data), {}))
 
     def forward_backward(
         self,
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: dict[str, float] | None = None,
-    ) -> Future[ForwardBackwardOutput]:
+    ) -> ClientFuture[ForwardBackwardOutput]:
         """Add the gradients of a loss to the gradients of this step.
 
-        loss_fn: cross_entropy, importance_sampling, ppo, cispo or gspo.
-        loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio.
+        loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo or dro.
+        loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio; for dro
+            `beta`.
 
         Raises ValueError unless every input has one finite number per token, and if the loss is not
         finite, which can happen because ratios are not bounded.
         """
-        loss = _loss(loss_fn, loss_fn_config or {})
+        loss = loss_of(loss_fn, loss_fn_config or {})
         return self._add_gradients(self._forward_backward, list(data), loss)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
-    ) -> Future[ForwardBackwardOutput]:
+    ) -> ClientFuture[ForwardBackwardOutput]:
         """Add the gradients of any function of the targets' log-probs; costs one more forward.
 
         Under torchrun `loss_fn` runs on every rank, and must return the same loss on each.
         """
         return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
-    @_on_thread
+    @on_thread
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         """Update the weights with the gradients of this step, then zero the gradients."""
         if self._failure is not None:
@@ -225,12 +238,14 @@ class LocalTrainingClient:
             )
         return OptimStepResponse({"grad_norm": update.grad_norm, "lr": update.lr})
 
-    @_on_thread
-    def save_state(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
+    @on_thread
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, *, rank: int | None = None
+    ) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
         Adapters are also saved there in PEFT's format, in the folder `peft`.
-        rank: what `start_adapters` got; None is `lora.rank`.
+        ttl_seconds: ignored; nothing is deleted. rank: what `start_adapters` got; None is `lora.rank`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
         path = self._state_path(name)
@@ -240,7 +255,13 @@ class LocalTrainingClient:
             checkpointer.save_peft(os.path.join(path, "peft"), rank=rank)
         return SaveWeightsResponse(path)
 
-    @_on_thread
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> ClientFuture[SaveWeightsResponse]:
+        """Save as `save_state` does, under names of their own, for `create_sampling_client`."""
+        return self.save_state(os.path.join("sampler_weights", name), ttl_seconds)
+
+    @on_thread
     def save_external(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
         """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
         files of a model without adapters.
@@ -262,22 +283,22 @@ class LocalTrainingClient:
             )
         return path
 
-    @_on_thread
+    @on_thread
     def load_state(self, path: str) -> None:
         """Load the weights of a saved state, and reset the optimizer."""
         self._load(path, model_only=True)
 
-    @_on_thread
+    @on_thread
     def load_state_with_optimizer(self, path: str) -> None:
         """Load weights and optimizer of a saved state, to continue exactly from there."""
         self._load(path, model_only=False)
 
-    @_on_thread
+    @on_thread
     def load_initial_state(self) -> bool:
         """Load the config's newest checkpoint, else its initial one; False if there is none."""
         return self._load(None, model_only=False)
 
-    @_on_thread
+    @on_thread
     def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
         """Copy a sampling client's weights into the policy, and reset the optimizer."""
         with sampler.weights():
@@ -286,7 +307,7 @@ class LocalTrainingClient:
         with self._changing():
             self._trainer.replace_weights(weights)
 
-    @_on_thread
+    @on_thread
     def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
         """Begin with new adapters of a rank up to `lora.rank`, and reset the optimizer.
 
@@ -296,7 +317,7 @@ class LocalTrainingClient:
         with self._changing():
             self._trainer.start_adapters(seed, rank, layers)
 
-    @_on_thread
+    @on_thread
     def new_state(self) -> TrainingState:
         """Return a state with the current weights, no optimizer state and no gradients."""
         engine = self._trainer.engine
@@ -304,7 +325,7 @@ class LocalTrainingClient:
         optimizers: list[Any] = [defaultdict(dict) for _ in engine.optimizers]
         return TrainingState(weights, optimizers, dict.fromkeys(weights))
 
-    @_on_thread
+    @on_thread
     def exchange_state(self, state: TrainingState) -> None:
         """Swap the policy's state with another one, so that policies take turns on one model.
 
@@ -322,14 +343,14 @@ class LocalTrainingClient:
         (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
         self._failure, state.failure = state.failure, self._failure
 
-    @_on_thread
+    @on_thread
     def fail_step(self, error: Exception) -> None:
         """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
         self._failure = self._failure or error
 
-    @_on_thread
+    @on_thread
     def save_weights_and_get_sampling_client(
-        self, name: str = "", *, pinned: bool = False
+        self, name: str | None = None, *, pinned: bool = False
     ) -> "LocalSamplingClient":
         """Return a client that keeps sampling from today's weights when the policy's change.
 
@@ -338,7 +359,7 @@ class LocalTrainingClient:
         """
         return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
 
-    @_on_thread
+    @on_thread
     def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
         """Return a client that samples from a saved state; the policy keeps its weights."""
         sampler = LocalSamplingClient(self, None, model_path)
@@ -350,6 +371,22 @@ class LocalTrainingClient:
         """The model's tokenizer, or None for a model without one."""
         build = self._trainer.engine.train_spec.build_tokenizer_fn
         return None if build is None else build(self._trainer.job_config)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of `model.hf_assets_path`, as `transformers` loads it."""
+        if self.tokenizer is None:
+            raise ValueError(f"model.name = {self._config.model.name!r} has no tokenizer")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._config.model.hf_assets_path)
+
+    def get_info(self) -> GetInfoResponse:
+        """Describe the model, which has the name `rl.serve.base_model`."""
+        model, name = self._config.model, self._config.rl.serve.base_model
+        assets = None if self.tokenizer is None else os.path.abspath(model.hf_assets_path)
+        rank = self._config.lora.rank if self.checkpointer.has_adapters else None
+        data = ModelData(f"{model.name} {model.flavor}", name, assets)
+        return GetInfoResponse(data, "policy", rank is not None, rank)
 
     def close(self) -> None:
         """Finish all calls. Safe to call twice."""
@@ -364,7 +401,11 @@ class LocalTrainingClient:
 
     # ---- on the thread ----
 
-    @_on_thread
+    def room_after(self, n_tokens: int) -> int:
+        """Return how many tokens a completion may have after a prompt of n tokens."""
+        return self._batcher.seq_len + 1 - n_tokens  # the last token is drawn and not read
+
+    @on_thread
     def _add_gradients(
         self, call: Callable[..., ForwardBackwardOutput], *args: Any
     ) -> ForwardBackwardOutput:
@@ -378,7 +419,7 @@ class LocalTrainingClient:
         batch = self._batcher.batch(self.samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
-        return _finite_output(output.logprobs, output.loss, output.metrics)
+        return finite_output(output.logprobs, output.loss, output.metrics)
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
@@ -400,20 +441,20 @@ class LocalTrainingClient:
             )
         surrogate = self.samples(
             [
-                _targets_of(datum, weights=-gradient)
+                only_targets(datum, weights=-gradient)
                 for datum, gradient in zip(data, gradients, strict=True)
             ]
         )
         self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())
         metrics = {"loss:sum": loss.item(), **metrics}
-        return _output([values.detach() for values in logprobs], metrics)
+        return output_of([values.detach() for values in logprobs], metrics)
 
-    def _logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
-        """The log-probs [n] of each datum's targets, including masked ones."""
-        samples = self.samples([_targets_of(datum) for datum in data])
-        logprobs = self._trainer.forward(self._batcher.batch(samples))
-        _check_finite(logprobs)
-        return logprobs
+    def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
+        """The log-probs [n] of each datum's targets, including masked ones; or with k, the k most
+        probable tokens [n, 2 k] at each place, see `TopTokens`."""
+        batch = self._batcher.batch(self.samples([only_targets(datum) for datum in data]))
+        found = self._trainer.top_tokens(batch, k) if k else self._trainer.forward(batch)
+        return check_finite(found)
 
     def samples(
         self, data: Sequence[Datum], loss: PolicyLoss | None = None
@@ -430,7 +471,7 @@ class LocalTrainingClient:
                         f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
                         "target"
                     )
-            samples.append(sample := _sample(datum, loss))
+            samples.append(sample := training_sample(datum, loss))
             if len(sample) > self._batcher.seq_len:
                 raise ValueError(
                     f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
@@ -453,96 +494,7 @@ class LocalTrainingClient:
             yield
 
 
-_Prepared = tuple[PolicyLoss, list[TrainingSample]]
-
-
-class SharedPasses:
-    """Calls of several models with adapters in one pass over their base, on the client's thread.
-
-    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
-    """
-
-    def __init__(self, client: LocalTrainingClient):
-        engine = client._trainer.engine
-        self._client, self._thread = client, client._thread
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
-
-    @_on_thread
-    def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
-        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
-
-        calls: all are forward-only, or none is. A model may have several.
-        """
-        results: list[Any] = [self._prepared(call) for call in calls]
-        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
-        if good:
-            run = self._forward if calls[0].request.forward_only else self._forward_backward
-            found = run([calls[n].state for n in good], [results[n] for n in good])
-            for number, result in zip(good, found, strict=True):
-                results[number] = result
-        for call, result in zip(calls, results, strict=True):
-            if isinstance(result, Exception) and not call.request.forward_only:
-                call.state.failure = call.state.failure or result
-        return results
-
-    def _prepared(self, call: Call) -> _Prepared | Exception:
-        """Return the loss and the samples of a call, or why its data cannot be used."""
-        request = call.request
-        try:
-            if request.problem is not None:
-                raise ValueError(request.problem)
-            loss, data = _loss(request.loss_fn, request.loss_fn_config), request.data
-            if not request.forward_only:
-                return loss, self._client.samples(data, loss)
-            return loss, self._client.samples([_targets_of(datum) for datum in data])
-        except ValueError as error:
-            return error
-
-    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
-        with self._adapters_of(states, prepared, trains=False) as (batch, _):
-            logprobs = iter(self._client._trainer.forward(batch))
-        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
-        return [_error_or(lambda x=x: _output(_check_finite(x), {})) for x in own]
-
-    def _forward_backward(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
-    ) -> list[Any]:
-        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
-        try:
-            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
-                output = trainer.forward_backward(batch, loss, return_logprobs=True)
-        finally:
-            trainer.zero_grad()  # forget the call: its gradients are the states'
-        logprobs = iter(output.logprobs)
-        results = []
-        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
-            own = [next(logprobs) for _ in samples]
-            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
-            results.append(_error_or(lambda o=own, n=numbers: _finite_output(o, *n)))
-            if not isinstance(results[-1], Exception):
-                state.add_gradients(gradients[i])
-        return results
-
-    @contextlib.contextmanager
-    def _adapters_of(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
-    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
-        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
-        that gets the models' gradients at the end."""
-        adapters, runner = self._adapters, self._client._trainer.engine.runner
-        samples = [sample for _, own in prepared for sample in own]
-        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
-        batch = self._client._batcher.batch(samples, models)
-        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
-        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
-        try:
-            with adapters.adapters([state.weights for state in states], trains) as gradients:
-                yield batch, gradients
-        finally:
-            runner.around = None
-
-
-class LocalSamplingClient:
+class LocalSamplingClient(AsyncNames):
     """Samples from the weights that the policy had when this client was made, or from saved ones.
 
     When the policy's weights change, the client's are copied to host memory. The copy is dropped
@@ -555,72 +507,111 @@ class LocalSamplingClient:
         self._thread = client._thread
 
     def sample(
-        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
-    ) -> Future[SampleResponse]:
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        *,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> ClientFuture[SampleResponse]:
         """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
 
+        include_prompt_logprobs: also score the prompt's tokens, as `compute_logprobs` does.
+        topk_prompt_logprobs: also return this number of most probable tokens at each place of the prompt.
+        prompt_logprobs_last_n: return both for the prompt's last tokens only.
         Calls in a row with the same settings and without a seed are drawn together: make all
         calls before you wait for the first result.
         """
-        key: Any = object()  # joined prompts would change what a seed draws
-        if sampling_params.seed is None:
-            stop = sampling_params.stop
-            params = replace(sampling_params, stop=stop if isinstance(stop, str) else tuple(stop))
-            key = self._key or self, num_samples, params
+        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
+            raise ValueError(
+                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
+                f"{topk_prompt_logprobs}"
+            )
+        params = SamplingParams.of(sampling_params, self._client.room_after(prompt.length))
+        settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
+        # Joined prompts would change what a seed draws.
+        key = object() if params.seed is not None else (self._key or self, *settings)
         return self._thread.submit_item(
-            lambda prompts: self._sample(prompts, num_samples, sampling_params), prompt, key
+            lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
         )
 
-    @_on_thread
     def sample_all(
-        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
-    ) -> list[SampleResponse]:
-        """Return the response to each prompt, as from `sample`, all drawn together."""
-        return self._sample(prompts, num_samples, sampling_params)
+        self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
+    ) -> ClientFuture[list[SampleResponse]]:
+        """Return the response to each prompt, as from `sample`, all drawn together.
+
+        prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
+        """
+        return self._thread.submit(self._sample, prompts, *settings)
 
     def _sample(
-        self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
+        self,
+        prompts: list[tuple[ModelInput, int | None]],
+        num_samples: int,
+        params: SamplingParams,
+        is_scored: bool,
+        k: int,
     ) -> list[SampleResponse]:
-        client = self._client
-        sampling = sampling_params.to_config(client.tokenizer if sampling_params.stop else None)
+        client, inputs = self._client, [prompt.to_ints() for prompt, _ in prompts]
+        sampling = params.to_config(client.tokenizer)
         with self.weights():
             if client._pushed is not self._key:
                 client._trainer.push_model_state_dict(client._generator)
                 client._pushed = self._key
-            completions = client._generator.generate(
-                [prompt.to_ints() for prompt in prompts], sampling, num_samples
-            )
-        sequences = [
-            SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-            for c in completions
-        ]
-        return [
-            SampleResponse(sequences[first : first + num_samples])
-            for first in range(0, len(sequences), num_samples)
-        ]
+            completions = iter(client._generator.generate(inputs, sampling, num_samples))
+            scores = self._scores(inputs) if is_scored else [None] * len(inputs)
+            top = self._scores(inputs, k) if k else [None] * len(inputs)
+        responses = []
+        for (_, last_n), *of_prompt in zip(prompts, scores, top, strict=True):
+            drawn = itertools.islice(completions, num_samples)
+            sequences = [
+                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+                for c in drawn
+            ]
+            responses.append(SampleResponse(sequences, *(_last(x, last_n) for x in of_prompt)))
+        return responses
 
-    def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
-        """Return the log-prob of each token given the tokens before it; None for the first."""
-        return self._thread.submit(lambda: self._compute_logprobs([prompt])[0])
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> ClientFuture[list[float | None]]:
+        """Return the log-prob of each token given the tokens before it; None for the first.
 
-    @_on_thread
-    def compute_all_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
-        """Return `compute_logprobs` of each prompt, from one forward."""
-        return self._compute_logprobs(prompts)
+        prompt_logprobs_last_n: None for all tokens but the last ones, too.
+        """
 
-    def _compute_logprobs(self, prompts: list[ModelInput]) -> list[list[float | None]]:
+        def compute() -> list[float | None]:
+            with self.weights():
+                return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
+
+        return self._thread.submit(compute)
+
+    def _scores(self, prompts: list[list[int]], k: int = 0) -> list[list[Any]]:
+        """Return a value for each token of each prompt, None for the first token: its log-prob, or
+        with k the (token id, log-prob) of the k most probable tokens in its place."""
         # The first token has no context, so it is only an input.
         data = [
-            Datum(ModelInput(prompt.tokens[:-1]), {"target_tokens": prompt.tokens[1:]})
+            Datum(ModelInput.from_ints(prompt[:-1]), {"target_tokens": prompt[1:]})
             for prompt in prompts
-            if prompt.length > 1
+            if len(prompt) > 1
         ]
-        with self.weights():
-            scored = iter(self._client._logprobs(data) if data else ())
-        return [
-            [None, *next(scored).tolist()] if prompt.length > 1 else [None] * prompt.length
-            for prompt in prompts
-        ]
+        found = iter(self._client._logprobs(data, k) if data else ())
+        scores: list[list[Any]] = []
+        for prompt in prompts:
+            rows = next(found).tolist() if len(prompt) > 1 else []
+            if k:
+                rows = [[(int(i), x) for i, x in zip(r[:k], r[k:], strict=True)] for r in rows]
+            scores.append([None] * min(len(prompt), 1) + rows)
+        return scores
+
+    def get_tokenizer(self) -> Any:
+        """Return the policy's tokenizer, as `LocalTrainingClient.get_tokenizer` does."""
+        return self._client.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        """Return `rl.serve.base_model`."""
+        return self._client.get_info().model_data.model_name
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
@@ -635,136 +626,9 @@ class LocalSamplingClient:
             yield
 
 
-# ---- to the trainer's types, and back ----
-
-# Tinker's name -> ours
-_LOSSES = {
-    "cross_entropy": "cross_entropy",
-    "importance_sampling": "importance_sampling",
-    "ppo": "dapo",
-    "cispo": "cispo",
-    "gspo": "gspo",
-}
-_LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
-_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
-
-
-def _loss(name: str, config: dict[str, float]) -> PolicyLoss:
-    if name not in _LOSSES:
-        raise ValueError(
-            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
-            "log-probs call forward_backward_custom"
-        )
-    if unknown := sorted(set(config) - {"clip_low_threshold", "clip_high_threshold"}):
-        raise ValueError(
-            f"loss_fn_config takes clip_low_threshold and clip_high_threshold, got {unknown[0]!r}"
-        )
-    for key, value in config.items():
-        if math.isnan(value):
-            raise ValueError(f"{key} of loss_fn_config must be a number, got nan; correct it")
-    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
-    bounds = {}
-    if name != "cross_entropy":
-        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
-        bounds["max_log_ratio"] = math.inf if name == "importance_sampling" else _LARGEST_LOG_RATIO
-    if name not in ("cross_entropy", "importance_sampling"):
-        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
-        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
-    if name in ("ppo", "gspo"):
-        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
-    return build_loss(_LOSSES[name], **bounds)
-
-
-def _targets_of(datum: Datum, **inputs: Tensor) -> Datum:
-    """The datum with only its targets and `inputs` as inputs of the loss."""
-    targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
-    return Datum(datum.model_input, targets | inputs)
-
-
-def _sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSample:
-    """loss: whose mask to make, if the datum has none: a prompt's targets, which were not sampled, have
-    log-prob and advantage 0 and are in no ratio and no metric.
-    """
-    given = dict(datum.loss_fn_inputs)
-    if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
-        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
-    if unknown := sorted(set(given) - set(_INPUTS)):
-        raise ValueError(
-            f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
-            "remove it, or correct its name"
-        )
-    n, inputs = datum.model_input.length, {}
-    for name, values in given.items():
-        try:
-            inputs[name] = torch.as_tensor(values)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
-            ) from error
-        if (shape := list(inputs[name].shape)) != [n]:
-            raise ValueError(
-                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; for a "
-                "sequence of n + 1 tokens give its first n as input and its last n as targets"
-            )
-        if not (finite := inputs[name].isfinite()).all():
-            place = int(finite.logical_not().nonzero()[0])
-            raise ValueError(
-                f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
-                f"{place}; remove or correct the Datum"
-            )
-    if "target_tokens" not in inputs:
-        raise ValueError(
-            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; give the token "
-            "that follows each input token"
-        )
-    targets = inputs["target_tokens"]
-    labels = targets.long()
-    if not torch.equal(labels.to(targets.dtype), targets):
-        raise ValueError(
-            f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
-            "integers"
-        )
-    mask = inputs.get("mask", torch.ones(n)).float()
-    if loss is not None and loss.has_generator and "mask" not in inputs:
-        mask = ((inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).float()
-    return TrainingSample(
-        token_ids=torch.tensor(datum.model_input.to_ints()),
-        labels=labels,
-        loss_mask=(mask != 0).float(),
-        logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
-        advantages=inputs.get("advantages", torch.zeros(n)).float(),
-        weights=inputs.get("weights", torch.ones(n)).float() * mask,
-    )
-
-
-def _check_finite(logprobs: list[Tensor]) -> list[Tensor]:
-    for number, values in enumerate(logprobs):
-        if not values.isfinite().all():
-            raise FloatingPointError(
-                f"the policy gives log-probs that are not finite in Datum {number}; look at the "
-                "last optimizer steps, or load a saved state"
-            )
-    return logprobs
-
-
-def _error_or(call: Callable[[], _T]) -> _T | Exception:
-    try:
-        return call()
-    except (ValueError, FloatingPointError) as error:
-        return error
-
-
-def _finite_output(
-    logprobs: list[Tensor], loss: float, metrics: dict[str, float]
-) -> ForwardBackwardOutput:
-    _check_finite(logprobs)
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is {loss}: logprobs of the data are too far from the policy's, or "
-            "advantages or weights too large; leave such tokens out with mask"
-        )
-    return _output(logprobs, {"loss:sum": loss, **metrics})
-
-
-def _output(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
-    return ForwardBackwardOutput([{"logprobs": values} for values in logprobs], metrics)
+def _last(values: list[Any] | None, n: int | None) -> Any:
+    """Return values with None in place of all but the last n; n = None keeps all."""
+    if values is None or n is None:
+        return values
+    n_hidden = max(len(values) - n, 0)
+    return [None] * n_hidden + values[n_hidden:]

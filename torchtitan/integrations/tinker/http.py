@@ -9,6 +9,7 @@ import io
 import ipaddress
 import json
 import logging
+import select
 import socket
 import sys
 import threading
@@ -24,12 +25,18 @@ from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes], Answer]
-"""(method, path, body) -> answer; raises ValueError"""
+"""(method, path, body) -> answer; raises ValueError. A connection's requests come on one thread."""
+OnEnd = Callable[[int, bool, bool], Any]
+"""Called with the thread of a connection that has ended; whether its client has closed it; and whether
+it did so while it waited for an answer."""
 
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _BYTES = "application/octet-stream"
 _MAX_CONNECTIONS = 512
 _SECONDS_IDLE = 10  # until a request and its headers have to be there
+_SECONDS_KEPT = 15  # until the next request; more than the 10 s between two heartbeats of a client
+_SECONDS_BETWEEN_LOOKS = 0.2  # at connections that wait for an answer
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # by the other side; Linux tells without a read
 _SECONDS_PER_REQUEST = 60  # to read a request, and as long again to send the answer
 _SECONDS_TO_FINISH = 5
 # When this many connections have not sent a whole request, further connections wait until one of
@@ -83,18 +90,28 @@ class HttpServer(ThreadingHTTPServer):
     """Serves on its own threads from `start` to `close`.
 
     port: 0 takes a free port. max_bytes: limit for a request's body.
+    on_end: may be called again for a connection that was cut.
     Raises OSError if it cannot listen at the address.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, max_bytes: int, access: Access, respond: Respond):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_bytes: int,
+        access: Access,
+        respond: Respond,
+        on_end: OnEnd = lambda *_: None,
+    ):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-        self.max_bytes, self.access, self.respond = max_bytes, access, respond
-        self.n_answering = 0
+        self.max_bytes, self.access, self.respond, self.on_end = max_bytes, access, respond, on_end
+        self.answering: dict[socket.socket, int] = {}  # connection -> its thread
         self.lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         # Connection without a whole request -> (a request has begun, time of that or of connecting).
         self._unread: dict[Any, tuple[bool, float]] = {}
@@ -108,14 +125,27 @@ class HttpServer(ThreadingHTTPServer):
 
     def start(self) -> None:
         self._thread.start()
+        threading.Thread(target=self._look_for_cuts, name="http cuts", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more requests, and wait a moment for answers that are being sent."""
         self.shutdown()
         self.server_close()
         until = time.monotonic() + _SECONDS_TO_FINISH
-        while self.n_answering and time.monotonic() < until:
+        while self.answering and time.monotonic() < until:
             time.sleep(0.02)
+        self._is_closed.set()
+
+    def _look_for_cuts(self) -> None:
+        """Call `on_end` for connections whose clients close them while they wait for an answer."""
+        while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
+            with self.lock:
+                answering = {c.fileno(): thread for c, thread in self.answering.items()}
+                poll = select.poll()
+                for descriptor in answering:
+                    poll.register(descriptor, _CLOSED)
+                for descriptor, _ in poll.poll(0):
+                    self.on_end(answering[descriptor], True, True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._connections.acquire(blocking=False):
@@ -136,6 +166,9 @@ class HttpServer(ThreadingHTTPServer):
     def note_unread(self, connection: Any, has_begun: bool) -> None:
         with self._was_read:
             self._unread[connection] = has_begun, time.monotonic()
+
+    def is_unread(self, connection: Any) -> bool:
+        return connection in self._unread
 
     def note_read(self, connection: Any) -> None:
         with self._was_read:
@@ -197,14 +230,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.close()
         self._reads = _TimedReads(self.connection)
         self.rfile = io.BufferedReader(self._reads)
+        self._seconds_idle, self._is_closed_by_client = _SECONDS_IDLE, False
+
+    def finish(self) -> None:
+        super().finish()
+        self.server.on_end(threading.get_ident(), self._is_closed_by_client, False)
 
     def handle_one_request(self) -> None:
-        self._reads.until = time.monotonic() + _SECONDS_IDLE
+        self._reads.until = time.monotonic() + self._seconds_idle
+        self._seconds_idle = _SECONDS_KEPT
         self.server.note_unread(self.connection, has_begun=False)
+        has_begun = False
         try:
             has_begun = bool(self.rfile.peek(1))
-        except OSError:
-            has_begun = False
+            # Otherwise the server has shut it down, to make room.
+            self._is_closed_by_client = not has_begun and self.server.is_unread(self.connection)
+        except OSError as error:
+            self._is_closed_by_client = not isinstance(error, TimeoutError)
         if not has_begun:
             self.close_connection = True
             return
@@ -214,12 +256,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         with self.server.lock:
-            self.server.n_answering += 1
+            self.server.answering[self.connection] = threading.get_ident()
         try:
             self._send(self._answer())
         finally:
             with self.server.lock:
-                self.server.n_answering -= 1
+                del self.server.answering[self.connection]
 
     do_POST = do_PUT = do_DELETE = do_GET
 
@@ -275,18 +317,17 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _send(self, answer: Answer) -> None:
-        body, kind = answer.protobuf or b"", _PROTOBUF
-        if answer.write is not None:
-            kind = _BYTES
-        elif answer.protobuf is None or _PROTOBUF not in self.headers.get("Accept", ""):
-            body, kind = json.dumps(answer.values, allow_nan=False).encode(), _JSON
+        body, kind = b"", _BYTES
+        if answer.protobuf is not None and _PROTOBUF in self.headers.get("Accept", ""):
+            body, kind = answer.protobuf(), _PROTOBUF
+        elif answer.write is None:
+            values = answer.values() if callable(answer.values) else answer.values
+            body, kind = json.dumps(values, allow_nan=False).encode(), _JSON
         try:
             self.connection.settimeout(_SECONDS_PER_REQUEST)
             self.send_response(answer.status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(answer.length or len(body)))
-            for name, value in answer.headers.items():
-                self.send_header(name, value)
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()

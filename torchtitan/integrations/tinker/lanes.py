@@ -25,6 +25,7 @@ class Command:
     size: of this command, for the limit of commands that run as one; 0 is not limited.
     comes_in_bursts: more commands with this key may follow soon in the same lane, whose order with
         other such commands does not matter.
+    is_wanted: False once nobody waits for the result; then the command is not carried out.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Command:
     lane: str = ""
     size: int = 0
     comes_in_bursts: bool = False
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 class Lanes:

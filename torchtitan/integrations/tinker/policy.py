@@ -13,20 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.integrations.tinker.client import (
-    LocalSamplingClient,
-    LocalTrainingClient,
-    SharedPasses,
-)
+from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
 from torchtitan.integrations.tinker.lanes import Command, Lanes
 from torchtitan.integrations.tinker.states import WaitingStates
-from torchtitan.integrations.tinker.together import Call
+from torchtitan.integrations.tinker.together import Call, SharedPasses
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
     ModelInput,
     SampleResponse,
-    SamplingParams,
 )
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.job_config import JobConfig
@@ -97,11 +92,6 @@ class Policy:
         if adapters is not None:
             self._client.start_adapters(**adapters).result()
 
-    def load(self, path: str, with_optimizer: bool, model: str = "", is_new: bool = False) -> None:
-        self._use(model, is_new=is_new)
-        load = self._client.load_state_with_optimizer if with_optimizer else self._client.load_state
-        load(path).result()
-
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
     ) -> list[ForwardBackwardOutput | Exception]:
@@ -146,13 +136,10 @@ class Policy:
         self._use(model)
         return self._client.optim_step(params).result().metrics
 
-    def save(self, path: str, model: str = "", rank: int | None = None) -> None:
-        self._use(model)
-        self._client.save_state(path, rank).result()
-
-    def save_external(self, path: str, model: str = "", rank: int | None = None) -> None:
-        self._use(model)
-        self._client.save_external(path, rank).result()
+    def call(self, method: str, model: str = "", is_new: bool = False, **arguments: Any) -> None:
+        """Call a method of the training client, which loads or saves a state."""
+        self._use(model, is_new=is_new)
+        getattr(self._client, method)(**arguments).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
         """Make a sampler of the model's weights."""
@@ -168,17 +155,12 @@ class Policy:
             self._samplers.pop(sampler, None)
 
     def sample(
-        self, items: list[ModelInput], sampler: str, num_samples: int, params: SamplingParams
+        self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
     ) -> list[SampleResponse]:
-        return self._sampler(sampler).sample_all(items, num_samples, params).result()
-
-    def logprobs(self, items: list[ModelInput], sampler: str) -> list[list[float | None]]:
-        return self._sampler(sampler).compute_all_logprobs(items).result()
-
-    def _sampler(self, name: str) -> LocalSamplingClient:
-        if name not in self._samplers:
-            raise ValueError(f"the sampler {name} does not exist or was dropped; make another")
-        return self._samplers[name]
+        """items, settings: the arguments of `LocalSamplingClient.sample_all`."""
+        if sampler not in self._samplers:
+            raise ValueError(f"the sampler {sampler} does not exist or was dropped; make another")
+        return self._samplers[sampler].sample_all(items, *settings).result()
 
 
 class CommandLoop:
@@ -222,6 +204,12 @@ class CommandLoop:
         self._policy.close()
 
     def _carry_out(self, batch: list[Command]) -> None:
+        unwanted = [command for command in batch if not command.is_wanted()]
+        for command in unwanted:
+            command.answer(ValueError("the client closed its connections before this was done"))
+        batch = [command for command in batch if command not in unwanted]
+        if not batch:
+            return
         first = batch[0]
         arguments = dict(first.arguments)
         if first.items:

@@ -109,25 +109,20 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
 
 
 def sampling_params(
-    values: dict[str, Any], default_max_tokens: int, eos_id: int | None, vocab_size: int
+    values: dict[str, Any], default_max_tokens: int, vocab_size: int
 ) -> SamplingParams:
-    """Read `sampling_params`. End-of-text is added to the stops, unless `stop` is an empty list.
-
-    `SamplingParams.to_config` checks what does not depend on the model.
-    """
+    """Read `sampling_params`. `SamplingParams.to_config` checks what does not depend on the model."""
     params = take(values, "sampling_params", dict)
     stop = params.get("stop")
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, list) or not all(type(s) in (str, int) for s in stops):
+    is_list = isinstance(stop, list) and all(type(s) in (str, int) for s in stop)
+    if not is_list and not isinstance(stop, str | None):
         raise Refused(f"stop must be a text, or a list of texts or token ids, got {_short(stop)}")
-    if eos_id is not None and (stop is None or stops):
-        stops = [*stops, eos_id]
     wanted = SamplingParams(
         max_tokens=take(params, "max_tokens", int, default_max_tokens),
         temperature=_take_number(params, "temperature", 1.0),
         top_k=take(params, "top_k", int, -1),
         top_p=_take_number(params, "top_p", 1.0),
-        stop=tuple(stops),
+        stop=tuple(stop) if isinstance(stop, list) else stop,
         seed=take(params, "seed", int, None),
     )
     for name, is_kept, rule in (

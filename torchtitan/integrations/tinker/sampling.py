@@ -1,7 +1,7 @@
 """Tinker's endpoints for sampling."""
 
-import itertools
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -10,14 +10,14 @@ from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
 from torchtitan.integrations.tinker.results import Answer, Pending, Results, write_samples
-from torchtitan.integrations.tinker.types import ModelInput
+from torchtitan.integrations.tinker.sessions import Sessions
 
 _MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
+_TOP_K, _MAX_TOP_K = "topk_prompt_logprobs", 1024
 
 # Options of a sample request that are refused -> the value that leaves them off.
 _NOT_SUPPORTED = {
-    "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
@@ -28,25 +28,23 @@ _NOT_SUPPORTED = {
 class Sampling:
     """Answers requests for samplers, from any thread.
 
-    note: called with the name of each sampler that is used. find: returns the folder of a saved state,
-    by its tinker:// path. max_len: tokens of a row.
+    find: returns the folder of a saved state, by its tinker:// path. max_len: tokens of a row.
     """
 
     def __init__(
         self,
         results: Results,
         put: Callable[[Command], None],
-        note: Callable[[str], Any],
+        sessions: Sessions,
         find: Callable[[str], str],
         tokenizer: BaseTokenizer | None,
         vocab_size: int,
         max_len: int,
     ):
-        self._results, self._put, self._note, self._find = results, put, note, find
+        self._results, self._put, self._sessions, self._find = results, put, sessions, find
         self._tokenizer, self._vocab_size, self._max_len = tokenizer, vocab_size, max_len
         self._lock = Lock()
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
-        self._clone_numbers = itertools.count(1)
 
     def create(self, sampler: str, path: str | None) -> None:
         """Make a sampler of a saved state, or of the base, unless there is one of this name."""
@@ -73,13 +71,8 @@ class Sampling:
                 raise Refused(
                     f"sampling session {sampler} is unknown; make a new sampling client", 404
                 )
-            self._note(sampler)
+            self._sessions.note(sampler)
             return self._samplers[sampler]
-
-    def join(self, values: dict[str, Any]) -> Answer:
-        self.source(take(values, "sampling_session_id", str))
-        number = next(self._clone_numbers)
-        return Answer({"type": "join_sampling_session", "client_counter": number})
 
     def sample(self, values: dict[str, Any]) -> Answer:
         for name, off in _NOT_SUPPORTED.items():
@@ -101,12 +94,14 @@ class Sampling:
                 f"the prompt must have at most {self._max_len} tokens, a row's length, got "
                 f"{prompt.length}; shorten it, or raise training.seq_len"
             )
-        eos_id = None if self._tokenizer is None else self._tokenizer.eos_id
-        params = sampling_params(values, room, eos_id, self._vocab_size)
+        params = sampling_params(values, room, self._vocab_size)
         params.to_config(self._tokenizer)
-        n_scored = None  # how many of the prompt's last tokens to score; None scores none
-        if take(values, "prompt_logprobs", bool, False):
-            n_scored = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        is_scored, k = take(values, "prompt_logprobs", bool, False), take(values, _TOP_K, int, 0)
+        if not 0 <= k <= (limit := min(_MAX_TOP_K, self._vocab_size)):
+            raise Refused(f"{_TOP_K} must be 0 to {limit}, got {k}")
+        last_n = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        if not 1 <= last_n <= prompt.length:
+            raise Refused(f"prompt_logprobs_last_n must be 1 to {prompt.length}, got {last_n}")
         request_id = f"{session}:{number}"
         ids = [f"{request_id}:{i}" for i in range(n_samples)]
         pending = Pending(
@@ -116,42 +111,26 @@ class Sampling:
         )
         if (answer := self._results.accept(pending)) is not None:
             return answer
-        logprobs: list[float | None] | None = None
-
-        def take_logprobs(result: Any) -> None:
-            nonlocal logprobs
-            if isinstance(result, Exception):
-                self._results.finish(pending, result)
-                return
-            n_hidden = max(prompt.length - (n_scored or 0), 0)
-            logprobs = [None] * n_hidden + result[0][n_hidden:]
 
         def finish(result: Any) -> None:
-            if not isinstance(result, Exception):
-                result = write_samples(result[0].sequences, logprobs)
-            self._results.finish(pending, result)
+            is_error = isinstance(result, Exception)
+            self._results.finish(pending, result if is_error else write_samples(result[0], k))
 
-        if n_scored is not None:
-            key = ("logprobs", sampler)
-            self._submit("logprobs", {"sampler": sampler}, take_logprobs, key, prompt)
+        settings = n_samples, params, is_scored, k
         # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
-        key = ("sample", sampler, n_samples, params) if params.seed is None else object()
-        arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
-        self._submit("sample", arguments, finish, key, prompt)
-        return pending.accepted()
-
-    def _submit(
-        self,
-        method: str,
-        arguments: dict[str, Any],
-        answer: Callable[[Any], None],
-        key: Any,
-        prompt: ModelInput,
-    ) -> None:
-        lane = arguments["sampler"]
-        self._put(
-            Command(method, arguments, answer, key, [prompt], lane=lane, comes_in_bursts=True)
+        key = ("sample", sampler, settings) if params.seed is None else object()
+        command = Command(
+            "sample",
+            {"sampler": sampler, "settings": settings},
+            finish,
+            key,
+            items=[(prompt, last_n)],
+            lane=sampler,
+            comes_in_bursts=True,
+            is_wanted=partial(self._sessions.has_client, session),
         )
+        self._put(command)
+        return pending.accepted()
 
     def retrieve_many(self, values: dict[str, Any]) -> Answer:
         target = take(values, "target", dict)

@@ -5,10 +5,10 @@ Tinker's client downloads from URLs without its key. They are signed by this ser
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import shutil
-import tarfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,7 +20,6 @@ from torchtitan.integrations.tinker.results import Answer
 EXTERNAL = "external_weights"  # saved for other programs only: adapters, or Hugging Face's files
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 _PEFT = "peft"  # folder of a saved state with its adapters
-_ARCHIVE = "archive.tar"
 _FILES = "/api/v1/files/"
 _SECONDS_VALID = 3600
 
@@ -38,7 +37,6 @@ class SavedFiles:
         self.routes: list[Route] = [
             ("GET", r"training_runs/([^/]+)/checkpoints", self._list),
             ("GET", f"{saved}/external_weights_urls", self._urls),
-            ("GET", f"{saved}/archive", self._redirect),
             ("PUT", f"{saved}/ttl", lambda *_: Answer({})),
             ("DELETE", saved, self._delete),
             ("GET", r"files/\d+/\w+/([^/]+)/([^/]+)/([^/]+)/([^/]+)", self._send),
@@ -59,6 +57,14 @@ class SavedFiles:
         if folder_of(path).split("/")[1] == EXTERNAL:
             raise Refused(f"{path} is for other programs; give a state that save_state saved")
         return self.folder(path)
+
+    def lora_rank(self, path: str) -> int | None:
+        """Return the rank of a saved state's adapters; None for a state without adapters."""
+        file = os.path.join(self.folder(path), _PEFT, "adapter_config.json")
+        if not os.path.isfile(file):
+            return None
+        with open(file) as config:
+            return json.load(config)["r"]
 
     # ---- downloads ----
 
@@ -91,22 +97,8 @@ class SavedFiles:
 
         return Answer(on_host=on_host)
 
-    def _redirect(self, _: Any, model: str, kind: str, name: str) -> Answer:
-        """Send a client to the archive, as clients before 0.38 expect."""
-        self._paths(model, kind, name)
-        path, expires = self._sign(f"{model}/{kind}/{name}/{_ARCHIVE}")
-
-        def on_host(url: str) -> Answer:
-            when = expires.strftime("%a, %d %b %Y %H:%M:%S GMT")
-            headers = {"Location": url + path, "Expires": when}
-            return Answer({"url": url + path}, status=302, headers=headers)
-
-        return Answer(on_host=on_host)
-
     def _send(self, _: Any, model: str, kind: str, name: str, file: str) -> Answer:
         paths = self._paths(model, kind, name)
-        if file == _ARCHIVE:
-            return _archive(paths)
         path = next((path for path in paths if os.path.basename(path) == file), None)
         if path is None:
             raise Refused(f"tinker://{model}/{kind}/{name} has no file {file}", 404)
@@ -159,19 +151,3 @@ class SavedFiles:
         self._paths(model, kind, name)
         shutil.rmtree(os.path.join(self._folder, folder_of(f"tinker://{model}/{kind}/{name}")))
         return Answer({})
-
-
-def _archive(paths: list[str]) -> Answer:
-    """Return an answer that sends a tar of the files, which is made while it is sent."""
-
-    def write(out: BinaryIO) -> None:
-        with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
-            for path in paths:
-                entry = tarfile.TarInfo(os.path.basename(path))  # without the owner's name
-                entry.size, entry.mtime = os.path.getsize(path), os.path.getmtime(path)
-                with open(path, "rb") as source:
-                    archive.addfile(entry, source)
-
-    blocks = sum(1 + -(-os.path.getsize(path) // tarfile.BLOCKSIZE) for path in paths)
-    size = (blocks + 2) * tarfile.BLOCKSIZE  # two empty blocks are the end
-    return Answer(write=write, length=-(-size // tarfile.RECORDSIZE) * tarfile.RECORDSIZE)

@@ -53,7 +53,9 @@ class Server:
                 service.files.is_signed,
             )
             limit = config.max_request_mib * 2**20
-            http = HttpServer(config.host, config.port, limit, access, service.answer)
+            http = HttpServer(
+                config.host, config.port, limit, access, service.answer, service.connection_ended
+            )
         except OSError as error:
             self._commands.stop()
             self._commands.run()  # ends the other ranks

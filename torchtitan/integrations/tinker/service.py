@@ -4,71 +4,25 @@ The server trains one policy at a time: all its weights, or adapters. A session 
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
-import math
 import os
 import re
-import secrets
 import threading
 import time
-import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torchtitan.integrations.tinker import wire
+from torchtitan.integrations.tinker import sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
 from torchtitan.integrations.tinker.results import Answer, Results, write_output
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
+from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
-
-_SECONDS_UNTIL_GONE = 30  # without a heartbeat, which clients send every 10 s
-_MAX_SESSIONS = 4096
-
-
-class _Sessions:
-    """The sessions that are not finished. A session lives until it is silent for too long."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._seen_at: dict[str, float] = {}
-
-    def create(self) -> str:
-        session_id = str(uuid.uuid4())
-        with self._lock:
-            self._seen_at = {k: t for k, t in self._seen_at.items() if self.is_alive(k)}
-            if len(self._seen_at) >= _MAX_SESSIONS:
-                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
-            self._seen_at[session_id] = time.monotonic()
-        return session_id
-
-    def check(self, session_id: str) -> None:
-        """Note a request of a session; raise Refused for an unknown session."""
-        if not self.note(session_id):
-            raise Refused(
-                f"session {session_id} is unknown or finished; make a new ServiceClient", 410
-            )
-
-    def note(self, id_in_session: str) -> bool:
-        """Note a request for a session's model or sampler; return False for an unknown session."""
-        session_id = id_in_session.partition(":")[0]
-        with self._lock:
-            if session_id not in self._seen_at:
-                return False
-            self._seen_at[session_id] = time.monotonic()
-            return True
-
-    def is_alive(self, session_id: str) -> bool:
-        with self._lock:
-            seen_at = self._seen_at.get(session_id, -math.inf)
-        return time.monotonic() - seen_at < _SECONDS_UNTIL_GONE
-
-    def finish(self, session_id: str) -> None:
-        with self._lock:
-            self.check(session_id)
-            del self._seen_at[session_id]
 
 
 def _client_config(limit: int) -> Answer:
@@ -79,7 +33,6 @@ def _client_config(limit: int) -> Answer:
             "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
-            "sample_join_sampling_session": True,
             # Samples wait for the policy while it trains.
             "sample_enable_stuck_detection": False,
         }
@@ -93,22 +46,23 @@ class Service:
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
     ):
         self._config, self._put = job_config, put
-        self._name = self._base_model = job_config.rl.serve.base_model
+        self._name = self._trained_name = job_config.rl.serve.base_model
         self._tokenizer = client.tokenizer
         self._limits, self._shares_passes = client.limits, client.shares_passes
         self._max_len = batch_seq_len(job_config)
         self._lora = job_config.lora if "lora" in job_config.model.converters else None
-        self._models: dict[str, tuple[int, str]] = {}  # with adapters: rank, name of the base model
+        # The models that train: one without adapters. -> rank of adapters, name of the base model
+        self._models: dict[str, tuple[int, str]] = {}
         self._results = Results(put)
         self._lock = threading.Lock()
-        self._sessions = _Sessions()
+        self._sessions = Sessions()
+        self.connection_ended = self._sessions.connection_ended
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
-        self._model_id = ""  # of the training run that owns the policy
         self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
             self._results,
             put,
-            self._sessions.note,
+            self._sessions,
             self.files.loadable,
             client.tokenizer,
             client.vocab_size,
@@ -137,10 +91,9 @@ class Service:
                 (post, "load_weights", self._load_weights),
                 (post, "save_weights_for_sampler", self._save_for_sampler),
                 (post, "create_sampling_session", self._create_sampling_session),
-                (post, "join_sampling_session", self._sampling.join),
                 (get, r"samplers/([^/]+)", self._get_sampler),
                 (post, "asample", self._sampling.sample),
-                (post, "retrieve_future", self._results.retrieve),
+                (post, "retrieve_future", self._retrieve),
                 (post, "retrieve_futures", self._sampling.retrieve_many),
                 *self.files.routes,
             )
@@ -160,6 +113,10 @@ class Service:
         """Answer all waiting requests with an error."""
         self._results.close(Refused("the server was shut down before this was done", 503))
 
+    def _retrieve(self, values: dict[str, Any]) -> Answer:
+        self._sessions.note(take(values, "request_id", str))
+        return self._results.retrieve(values)
+
     # ---- sessions and models ----
 
     def _capabilities(self, _: Any) -> Answer:
@@ -170,7 +127,10 @@ class Service:
         model, trained = self._config.model, "all weights"
         advice = ": a LoRA rank is accepted and ignored"
         if self._lora is not None:
-            trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
+            trained = f"adapters of ranks up to {self._lora.rank}"
+            advice = ""
+            if not has_output_adapter(self._lora):
+                advice = "; the output projection has none, whatever train_unembed"
         return Answer(
             {
                 "type": "create_session",
@@ -190,7 +150,7 @@ class Service:
     def _start_model(
         self,
         values: dict[str, Any],
-        method: str,
+        name: str,
         arguments: dict[str, Any],
         result: dict[str, Any],
         rank: int = 0,
@@ -214,73 +174,61 @@ class Service:
             )
         with self._lock:
             self._sessions.check(session_id)
-            if self._lora is not None:
-                self._add_model(model_id, rank, base_model)
-            owner = session_id if self._lora is not None else self._model_id.partition(":")[0]
-            if owner != session_id and self._sessions.is_alive(owner):
-                raise Refused(
-                    f"model {self._model_id} of another session owns this server's only policy; "
-                    f"close that ServiceClient (or end its program, and wait "
-                    f"{_SECONDS_UNTIL_GONE} s), or start another server"
-                )
-            if self._lora is None and owner == session_id:
-                logger.warning("model %s takes the policy over from %s", model_id, self._model_id)
-            self._model_id, self._base_model = model_id, base_model
+            self._make_room(model_id)
+            self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[:-_MAX_SESSIONS]:
+            for old in list(self._runs)[: -sessions.MAX_SESSIONS]:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
-        command = self._command(method, model_id, **arguments)
+        command = self._command(name, model_id, **arguments)
         return self._results.submit(
             request_id, command, lambda _: Answer(result), model_id=model_id
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
         config, lora = take(values, "lora_config", dict, {}), self._lora
-        arguments: dict[str, Any] = {}
         rank = take(config, "rank", int, 1 if lora is None else lora.rank)
-        if rank < 1:
-            raise Refused(f"lora_config.rank must be at least 1, got {rank}; correct it")
-        if lora is not None:
-            if rank > lora.rank:
-                raise Refused(
-                    f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
-                    "ask for less, or start the server with a larger one"
-                )
-            parts = {"train_attn": "self_attn", "train_mlp": "mlp"}
-            layers = [name for key, name in parts.items() if take(config, key, bool, True)]
-            if not layers:
-                raise Refused(
-                    "lora_config must train attention or feed-forward, got train_attn and train_mlp "
-                    "false: the output projection has no adapter; set one of them to true"
-                )
-            seed = take(config, "seed", int, secrets.randbits(31))
-            arguments["adapters"] = {"seed": seed, "rank": rank, "layers": layers}
+        parts = (take(config, f"train_{part}", bool, True) for part in ("attn", "mlp", "unembed"))
+        arguments = {"adapters": adapters_of(lora, rank, take(config, "seed", int, None), *parts)}
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
-    def _add_model(self, model_id: str, rank: int, base_model: str) -> None:
-        """Add a model with adapters, and drop those whose session has ended. Holds the lock."""
-        gone = [old for old in self._models if not self._sessions.is_alive(old.partition(":")[0])]
+    def _make_room(self, model_id: str) -> None:
+        """Drop models whose session has ended; without adapters also an older one of this session.
+
+        Raises Refused if there is no place for another model. Holds the lock.
+        """
+        gone = [old for old in self._models if not self._sessions.is_alive(old)]
+        if self._lora is None:
+            for old in set(self._models) - set(gone):
+                if old.partition(":")[0] != model_id.partition(":")[0]:
+                    raise Refused(
+                        f"model {old} of another session owns this server's only policy; close that "
+                        "ServiceClient or end its program, or start another server"
+                    )
+                logger.warning("model %s takes the policy over from %s", model_id, old)
+            self._models.clear()
+            return
         for old in gone:
             del self._models[old]
         if gone:
             self._put(Command("drop_models", {"models": gone}))
         if len(self._models) >= self._limits.n_models:
             raise Refused(self._limits.full, 429)
-        self._models[model_id] = rank, base_model
 
-    def _command(self, method: str, model_id: str, **arguments: Any) -> Command:
-        """Return a command for a model, in the model's lane."""
+    def _command(self, name: str, model_id: str, /, **arguments: Any) -> Command:
+        """Return a command for a model, in the model's lane. name: of a method of `Policy`."""
         if self._lora is None:
-            return Command(method, arguments, lane="the policy")
-        return Command(method, arguments | {"model": model_id}, lane=model_id)
+            return Command(name, arguments, lane="the policy")
+        return Command(name, arguments | {"model": model_id}, lane=model_id)
 
     def _joint_command(self, method: str, model_id: str, item: Any, **options: Any) -> Command:
         """Return a command for a model, which joins those of other models."""
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
-        return Command(method, {}, items=[(model, item)], lane=lane, **options)
+        is_wanted = partial(self._sessions.has_client, model_id)
+        items = [(model, item)]
+        return Command(method, {}, items=items, lane=lane, is_wanted=is_wanted, **options)
 
     def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
         if self._lora is None:
@@ -295,23 +243,17 @@ class Service:
 
     def _check_model(self, model_id: str) -> None:
         with self._lock:
-            if self._lora is not None and model_id not in self._models:
+            if model_id not in self._models:
                 raise Refused(
-                    f"model {model_id} is unknown, or its session has ended; create a training client",
-                    404,
-                )
-            if self._lora is None and (model_id != self._model_id or not model_id):
-                raise Refused(
-                    f"model {model_id} does not own the policy: "
-                    + (f"{self._model_id} does" if self._model_id else "no model does")
-                    + "; create a training client",
+                    f"model {model_id} is unknown, or its session has ended, or a newer model took the "
+                    "policy over; create a training client",
                     404,
                 )
             self._sessions.note(model_id)
 
     def _get_info(self, values: dict[str, Any]) -> Answer:
         model_id, model = self._model(values), self._config.model
-        rank, base_model = self._models.get(model_id, (None, self._base_model))
+        rank, base_model = self._models[model_id]
         data = {"arch": f"{model.name} {model.flavor}", "model_name": base_model}
         if self._tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
@@ -319,8 +261,8 @@ class Service:
         return Answer(info | self._lora_info(rank) | {"model_name": base_model})
 
     def _weights_info(self, values: dict[str, Any]) -> Answer:
-        self.files.folder(take(values, "tinker_path", str))
-        return Answer({"base_model": self._base_model} | self._lora_info())
+        rank = self.files.lora_rank(take(values, "tinker_path", str))
+        return Answer({"base_model": self._trained_name} | self._lora_info(rank))
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
@@ -332,7 +274,7 @@ class Service:
         return Answer(
             {
                 "training_run_id": model_id,
-                "base_model": self._base_model,
+                "base_model": self._trained_name,
                 "model_owner": "local",
                 **self._lora_info(),
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -373,11 +315,9 @@ class Service:
         is_new = self._results.known(seq_id) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        command = self._command(
-            "save_external" if kind == EXTERNAL else "save", model_id, path=folder
-        )
-        if self._lora is not None:
-            command.arguments["rank"] = self._models[model_id][0]
+        save = "save_external" if kind == EXTERNAL else "save_state"
+        rank = None if self._lora is None else self._models[model_id][0]
+        command = self._command("call", model_id, method=save, name=folder, rank=rank)
         return self._results.submit(
             seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
@@ -391,13 +331,17 @@ class Service:
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        arguments = {"path": self.files.loadable(path), "with_optimizer": optimizer}
+        method = "load_state_with_optimizer" if optimizer else "load_state"
+        arguments = {"method": method, "path": self.files.loadable(path)}
         result = {"type": "load_weights", "path": path}
+        rank = self.files.lora_rank(path) or self._config.lora.rank
         if values.get("session_id") is not None:
             arguments |= {"is_new": True} if self._lora is not None else {}
-            return self._start_model(values, "load", arguments, result, self._config.lora.rank)
+            return self._start_model(values, "call", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
-        command = self._command("load", model_id, **arguments)
+        with self._lock:
+            self._models[model_id] = rank, self._models[model_id][1]
+        command = self._command("call", model_id, **arguments)
         result |= {"model_id": model_id}
         return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
 
@@ -430,10 +374,8 @@ class Service:
         A training client may give any name, and then its session may sample under that name, too.
         """
         with self._lock:
-            models = dict(self._models)
-            if self._lora is None:
-                models = {self._model_id: (0, self._base_model)}
-        trained = {own for model, (_, own) in models.items() if model.startswith(f"{session_id}:")}
+            models = list(self._models.items())
+        trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
         if name not in {self._name, *trained}:
             raise Refused(
                 f"base_model must be {self._name!r}, the model that this server samples, got {name!r}; "
@@ -442,4 +384,4 @@ class Service:
 
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
         self._sampling.source(sampler)
-        return Answer({"sampler_id": sampler, "base_model": self._base_model})
+        return Answer({"sampler_id": sampler, "base_model": self._trained_name})

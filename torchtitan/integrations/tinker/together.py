@@ -3,14 +3,28 @@
 B rows, T slots per row; the rows of a model are next to each other (`TrainingMicrobatch.models`).
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchtitan.adapters.together import AdaptersTogether
+from torchtitan.integrations.tinker.client import LocalTrainingClient, on_thread
+from torchtitan.integrations.tinker.conversions import (
+    check_finite,
+    error_or,
+    finite_output,
+    loss_of,
+    only_targets,
+    output_of,
+)
 from torchtitan.integrations.tinker.states import TrainingState
+from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.losses import LossOutput, PolicyLoss, finalize_metrics
+from torchtitan.rl.types import TrainingBatch, TrainingSample
 
 
 class Call(NamedTuple):
@@ -69,3 +83,92 @@ def _rows_of_models(models: Sequence[int]) -> Iterator[tuple[int, slice]]:
     for model in sorted(set(models)):
         begin = models.index(model)
         yield model, slice(begin, begin + models.count(model))
+
+
+_Prepared = tuple[PolicyLoss, list[TrainingSample]]
+
+
+class SharedPasses:
+    """Calls of several models with adapters in one pass over their base, on the client's thread.
+
+    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
+    """
+
+    def __init__(self, client: LocalTrainingClient):
+        engine = client._trainer.engine
+        self._client, self._thread = client, client._thread
+        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
+
+    @on_thread
+    def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
+        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
+
+        calls: all are forward-only, or none is. A model may have several.
+        """
+        results: list[Any] = [self._prepared(call) for call in calls]
+        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
+        if good:
+            run = self._forward if calls[0].request.forward_only else self._forward_backward
+            found = run([calls[n].state for n in good], [results[n] for n in good])
+            for number, result in zip(good, found, strict=True):
+                results[number] = result
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, Exception) and not call.request.forward_only:
+                call.state.failure = call.state.failure or result
+        return results
+
+    def _prepared(self, call: Call) -> _Prepared | Exception:
+        """Return the loss and the samples of a call, or why its data cannot be used."""
+        request = call.request
+        try:
+            if request.problem is not None:
+                raise ValueError(request.problem)
+            loss, data = loss_of(request.loss_fn, request.loss_fn_config), request.data
+            if not request.forward_only:
+                return loss, self._client.samples(data, loss)
+            return loss, self._client.samples([only_targets(datum) for datum in data])
+        except ValueError as error:
+            return error
+
+    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
+        with self._adapters_of(states, prepared, trains=False) as (batch, _):
+            logprobs = iter(self._client._trainer.forward(batch))
+        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
+        return [error_or(lambda x=x: output_of(check_finite(x), {})) for x in own]
+
+    def _forward_backward(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
+    ) -> list[Any]:
+        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
+        try:
+            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
+                output = trainer.forward_backward(batch, loss, return_logprobs=True)
+        finally:
+            trainer.zero_grad()  # forget the call: its gradients are the states'
+        logprobs = iter(output.logprobs)
+        results = []
+        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
+            own = [next(logprobs) for _ in samples]
+            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
+            results.append(error_or(lambda o=own, n=numbers: finite_output(o, *n)))
+            if not isinstance(results[-1], Exception):
+                state.add_gradients(gradients[i])
+        return results
+
+    @contextlib.contextmanager
+    def _adapters_of(
+        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
+    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
+        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
+        that gets the models' gradients at the end."""
+        adapters, runner = self._adapters, self._client._trainer.engine.runner
+        samples = [sample for _, own in prepared for sample in own]
+        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
+        batch = self._client._batcher.batch(samples, models)
+        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
+        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        try:
+            with adapters.adapters([state.weights for state in states], trains) as gradients:
+                yield batch, gradients
+        finally:
+            runner.around = None

@@ -1,15 +1,89 @@
 """Arguments and results of the clients, under Tinker's names."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.types import SamplingConfig
 
+_T = TypeVar("_T")
+
+
+class ClientFuture(Future[_T]):
+    """The future of a call, which can also be awaited.
+
+    The future of a client has the client's methods, which wait for it.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result(), name)
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self).__await__()
+
+    async def result_async(self, timeout: float | None = None) -> _T:
+        async with asyncio.timeout(timeout):
+            return await self
+
+    def future(self) -> Future[_T]:
+        return self
+
+
+class AsyncNames:
+    """Adds a coroutine `x_async` for each method `x` of a class, as the tinker client has them.
+
+    It returns the future of `x`, so that a program can make further calls before it awaits the
+    result; or the result, if `x` samples or makes a client.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method_name = name.removesuffix("_async")
+        if name.startswith("_") or method_name == name or not hasattr(type(self), method_name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        returns_future = not name.startswith(("create_", "sample", "compute_", "save_weights_and"))
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = getattr(self, method_name)(*args, **kwargs)
+            return await result if isinstance(result, Future) and not returns_future else result
+
+        return call
+
+
 # ---- arguments and results ----
+
+
+class TensorData(Tensor):
+    """A tensor with the methods of Tinker's TensorData; its other methods return plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor) -> "TensorData":
+        return tensor.detach().as_subclass(cls)
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> "TensorData":
+        return cls.from_torch(torch.from_numpy(array))
+
+    def to_torch(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def to_numpy(self) -> np.ndarray:
+        return self.to_torch().numpy()
+
+
+@dataclass(frozen=True)
+class EncodedTextChunk:
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -21,6 +95,21 @@ class ModelInput:
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
         return cls(tuple(tokens))
+
+    @classmethod
+    def empty(cls) -> "ModelInput":
+        return cls(())
+
+    def append(self, chunk: EncodedTextChunk) -> "ModelInput":
+        """Return the input with the chunk's tokens at its end."""
+        return ModelInput((*self.tokens, *chunk.tokens))
+
+    def append_int(self, token: int) -> "ModelInput":
+        return ModelInput((*self.tokens, token))
+
+    @property
+    def chunks(self) -> list[EncodedTextChunk]:
+        return [EncodedTextChunk(list(self.tokens))] if self.tokens else []
 
     def to_ints(self) -> list[int]:
         return list(self.tokens)
@@ -60,19 +149,34 @@ class AdamParams:
 class SamplingParams:
     """Settings of a draw. top_k: -1 keeps all tokens.
 
-    stop: token ids, or strings in the completion's text, that end a completion.
+    max_tokens: None lets a completion fill the row that its prompt begins.
+    stop: token ids, or strings in the completion's text, that end a completion. The tokenizer's
+        end-of-text token ends it, too, unless `stop` is an empty list.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-    stop: str | Sequence[int] | Sequence[str] = ()
+    stop: str | Sequence[int] | Sequence[str] | None = None
     seed: int | None = None
+
+    @classmethod
+    def of(cls, params: Any, room: int) -> "SamplingParams":
+        """Return the settings of any object with these attributes, such as the tinker package's; they
+        can be hashed. room: the number that `max_tokens` = None stands for."""
+        values = {name: getattr(params, name) for name in cls.__dataclass_fields__}
+        if values["max_tokens"] is None:
+            values["max_tokens"] = room
+        if not isinstance(stop := values["stop"], str | None):
+            values["stop"] = tuple(stop)
+        return cls(**values)
 
     def to_config(self, tokenizer: BaseTokenizer | None = None) -> SamplingConfig:
         """Raises ValueError for stops of another type, and for strings without a tokenizer."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if tokenizer is not None and tokenizer.eos_id is not None and (self.stop is None or stops):
+            stops = (*stops, tokenizer.eos_id)
         strings = tuple(stop for stop in stops if isinstance(stop, str))
         token_ids = tuple(stop for stop in stops if isinstance(stop, int))
         if len(strings) + len(token_ids) < len(stops):
@@ -82,6 +186,7 @@ class SamplingParams:
                 f"SamplingParams.stop must be token ids where the model has no tokenizer, got "
                 f"{self.stop!r}; encode it"
             )
+        assert self.max_tokens is not None, "`of` sets it"
         return SamplingConfig(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -98,7 +203,7 @@ class SamplingParams:
 class ForwardBackwardOutput:
     """loss_fn_outputs: `{"logprobs": [n]}` of each datum's targets. metrics: `loss:sum`, ..."""
 
-    loss_fn_outputs: list[dict[str, Tensor]]
+    loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float]
 
 
@@ -123,7 +228,31 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResponse:
+    """prompt_logprobs, topk_prompt_logprobs: an entry for each token of the prompt, None for tokens that
+    were not scored, such as the first; None if they were not requested. An entry of the latter has
+    (token id, log-prob) pairs, the most probable token first.
+    """
+
     sequences: list[SampledSequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+@dataclass(frozen=True)
+class ModelData:
+    arch: str
+    model_name: str
+    tokenizer_id: str | None
+
+
+@dataclass(frozen=True)
+class GetInfoResponse:
+    """lora_rank: the largest of the adapters'; None if all weights train."""
+
+    model_data: ModelData
+    model_id: str
+    is_lora: bool
+    lora_rank: int | None
 
 
 CustomLoss = Callable[[list[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.integrations.tinker.types import Datum, ModelInput, SampledSequence
+from torchtitan.integrations.tinker.types import Datum, ModelInput, SampleResponse
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # DType in messages -> numpy's
@@ -21,6 +21,7 @@ _FLOAT32 = 1
 # Limit for all messages of one request together. A Datum with four inputs has about 30 fields.
 MOST_FIELDS = 2**18
 _STOP_REASONS = {"stop": 0, "length": 1}
+_EMPTY_CELL = 0, -99999.0  # token id and log-prob
 
 
 class WireError(ValueError):
@@ -223,17 +224,20 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, fl
     return _field(1, "ArrayRecord") + _field(2, record) + b"".join(pairs)
 
 
-def write_samples(
-    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float | None] | None
-) -> bytes:
-    """Return a SampleResponse message. In prompt_logprobs, None becomes NaN."""
+def write_samples(response: SampleResponse, k: int) -> bytes:
+    """Return a SampleResponse message. None becomes NaN, or a row of empty cells of the k top tokens."""
     out = b""
-    for sequence in sequences:
+    for sequence in response.sequences:
         entry = _field(1, _STOP_REASONS[sequence.stop_reason])
         entry += _field(2, np.asarray(sequence.tokens, "<i4").tobytes())
         entry += _field(3, np.asarray(sequence.logprobs, "<f4").tobytes())
         out += _field(1, entry)
-    if prompt_logprobs is not None:
-        values = [np.nan if value is None else value for value in prompt_logprobs]
+    if response.prompt_logprobs is not None:
+        values = [np.nan if value is None else value for value in response.prompt_logprobs]
         out += _field(2, np.asarray(values, "<f4").tobytes())
+    if (top := response.topk_prompt_logprobs) is not None:
+        cells = np.asarray([row or [_EMPTY_CELL] * k for row in top]).reshape(len(top), k, 2)
+        ids, logprobs = cells[..., 0].astype("<i4"), cells[..., 1].astype("<f4")
+        matrices = _field(1, ids.tobytes()) + _field(2, logprobs.tobytes())
+        out += _field(3, matrices + _field(3, k) + _field(4, len(top)))
     return out

@@ -1,0 +1,182 @@
+"""Data, losses and results: from Tinker's types to the trainer's, and back."""
+
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchtitan.adapters.names import fits
+from torchtitan.config.job_config import LoRA
+from torchtitan.integrations.tinker.types import Datum, ForwardBackwardOutput, TensorData
+from torchtitan.rl.losses import GSPOLoss, PolicyLoss, build_loss
+from torchtitan.rl.types import TrainingSample
+
+_T = TypeVar("_T")
+
+_CLIPPING = ("ppo", "cispo", "gspo")
+_LOSSES = ("cross_entropy", "importance_sampling", *_CLIPPING, "dro")
+_LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
+_INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
+
+
+def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
+    """Return the loss of Tinker's name; raises ValueError for another name or setting."""
+    if name not in _LOSSES:
+        raise ValueError(
+            f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
+            "log-probs call forward_backward_custom"
+        )
+    known = {"beta"} if name == "dro" else {"clip_low_threshold", "clip_high_threshold"}
+    if unknown := sorted(set(config) - known):
+        raise ValueError(
+            f"loss_fn_config of {name} takes {' and '.join(sorted(known))}, got {unknown[0]!r}"
+        )
+    for key, value in config.items():
+        if not math.isfinite(value) and (name == "dro" or math.isnan(value)):
+            raise ValueError(f"{key} of loss_fn_config must be a number, got {value}; correct it")
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
+    bounds = dict(config) if name == "dro" else {}
+    if name != "cross_entropy":
+        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
+        bounds["max_log_ratio"] = _LARGEST_LOG_RATIO if name in _CLIPPING else math.inf
+    if name in _CLIPPING:
+        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
+        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
+    if name in ("ppo", "gspo"):
+        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
+    return build_loss("dapo" if name == "ppo" else name, **bounds)
+
+
+def has_output_adapter(lora: LoRA) -> bool:
+    """Return True if the output projection has an adapter, which `all-linear` does not give it."""
+    return any(fits(name, "output") for name in lora.names(lora.target_modules))
+
+
+def adapters_of(
+    lora: LoRA | None, rank: int, seed: int | None, attn: bool, mlp: bool, unembed: bool
+) -> dict[str, Any] | None:
+    """Return the arguments of `start_adapters` for those of `create_lora_training_client`.
+
+    lora: the config of the model's adapters; None for a model without, for which the result is None.
+    Raises ValueError for adapters that the model does not have.
+    """
+    if rank < 1:
+        raise ValueError(f"lora_config.rank must be at least 1, got {rank}; correct it")
+    if lora is None:
+        return None
+    if rank > lora.rank:
+        raise ValueError(
+            f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
+            "ask for less, or start the server with a larger one"
+        )
+    parts = {"self_attn": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
+    layers = [name for name, trains in parts.items() if trains]
+    if not layers:
+        raise ValueError(
+            "lora_config must train a part that has adapters, got train_attn and train_mlp false, and "
+            f"lora.target_modules = {lora.target_modules}; set one of them to true"
+        )
+    seed = secrets.randbits(31) if seed is None else seed
+    return {"seed": seed, "rank": rank, "layers": layers}
+
+
+def only_targets(datum: Datum, **inputs: Tensor) -> Datum:
+    """The datum with only its targets and `inputs` as inputs of the loss."""
+    targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
+    return Datum(datum.model_input, targets | inputs)
+
+
+def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSample:
+    """Return the sample of a datum; raises ValueError for inputs that cannot be used.
+
+    loss: whose mask to make, if the datum has none: a prompt's targets, which were not sampled, have
+    log-prob and advantage 0 and are in no ratio and no metric.
+    """
+    given = dict(datum.loss_fn_inputs)
+    if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
+        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
+    if unknown := sorted(set(given) - set(_INPUTS)):
+        raise ValueError(
+            f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
+            "remove it, or correct its name"
+        )
+    n, inputs = datum.model_input.length, {}
+    for name, values in given.items():
+        try:
+            # The tinker package's own TensorData are taken, too.
+            inputs[name] = torch.as_tensor(getattr(values, "to_torch", lambda v=values: v)())
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
+            ) from error
+        if (shape := list(inputs[name].shape)) != [n]:
+            raise ValueError(
+                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; for a "
+                "sequence of n + 1 tokens give its first n as input and its last n as targets"
+            )
+        if not (finite := inputs[name].isfinite()).all():
+            place = int(finite.logical_not().nonzero()[0])
+            raise ValueError(
+                f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
+                f"{place}; remove or correct the Datum"
+            )
+    if "target_tokens" not in inputs:
+        raise ValueError(
+            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; give the token "
+            "that follows each input token"
+        )
+    targets = inputs["target_tokens"]
+    labels = targets.long()
+    if not torch.equal(labels.to(targets.dtype), targets):
+        raise ValueError(
+            f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
+            "integers"
+        )
+    mask = inputs.get("mask", torch.ones(n)).float()
+    if loss is not None and loss.has_generator and "mask" not in inputs:
+        mask = ((inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).float()
+    return TrainingSample(
+        token_ids=torch.tensor(datum.model_input.to_ints()),
+        labels=labels,
+        loss_mask=(mask != 0).float(),
+        logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
+        advantages=inputs.get("advantages", torch.zeros(n)).float(),
+        weights=inputs.get("weights", torch.ones(n)).float() * mask,
+    )
+
+
+def check_finite(logprobs: list[Tensor]) -> list[Tensor]:
+    for number, values in enumerate(logprobs):
+        if not values.isfinite().all():
+            raise FloatingPointError(
+                f"the policy gives log-probs that are not finite in Datum {number}; look at the "
+                "last optimizer steps, or load a saved state"
+            )
+    return logprobs
+
+
+def error_or(call: Callable[[], _T]) -> _T | Exception:
+    try:
+        return call()
+    except (ValueError, FloatingPointError) as error:
+        return error
+
+
+def finite_output(
+    logprobs: list[Tensor], loss: float, metrics: dict[str, float]
+) -> ForwardBackwardOutput:
+    check_finite(logprobs)
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss}: logprobs of the data are too far from the policy's, or "
+            "advantages or weights too large; leave such tokens out with mask"
+        )
+    return output_of(logprobs, {"loss:sum": loss, **metrics})
+
+
+def output_of(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+    outputs = [{"logprobs": TensorData.from_torch(values)} for values in logprobs]
+    return ForwardBackwardOutput(outputs, metrics)
