@@ -145,7 +145,6 @@ class SummedCrossEntropy:
 
     temperature = 1.0
     product = staticmethod(linear)
-
     chunk_tokens: int | None = None
     compile_backend: str | None = None
 
@@ -188,11 +187,11 @@ class TopTokens(TokenLogProbs):
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
         x, weight, bias, first = _operands(h, weight, bias, labels, group)
-        temperature = self._of_tokens(labels).temperature
+        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
         best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for rows in _chunks(x, self):
-                logits = _logits(x, weight, bias, temperature, rows, self.product)
+                logits, _ = _logits(x, weight, bias, head, rows)
                 chosen, ids = logits.topk(min(self.k, logits.shape[1]))
                 sums = torch.stack(exponentials_(logits), dim=1)
                 own = torch.cat((sums, chosen, (ids + first).to(chosen.dtype)), dim=1)
