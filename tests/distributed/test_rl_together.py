@@ -13,8 +13,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "PP": (2, ["--parallelism.pipeline_parallel_degree=2"]),
     "CP": (2, ["--parallelism.context_parallel_degree=2"]),
     "HSDP": (4, [FSDP, "--parallelism.data_parallel_replicate_degree=2"]),
-    "DDP, in turns": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
+    "DDP": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
     "full AC": (1, ["--activation_checkpoint.mode=full"]),
+    "compiled": (1, ["--compile.enable", "--compile.backend=eager"]),
 }
 QUICK = ("FSDP", "TP")
 # Four models, because context parallelism has no gspo, which is the fifth one's loss.

@@ -4,15 +4,17 @@ A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored 
 base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
 base_model.model.M.base_layer.bias, and other parameters that train whole as
 base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
-layer.
+layer. Read, but not written, are also the files of `peft` for transformers 5, in which the experts of a
+layer are two parameters; see `_fused_experts`.
 """
 
 import copy
+import functools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +44,11 @@ _PLAIN = {
     "fan_in_fan_out": False,
     "use_qalora": False,
     "layer_replication": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
     "alora_invocation_tokens": None,
 }
+# Parameters of experts in transformers 5 -> the layers of an expert in them.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _NAMES_SHOWN = 3
 
 
@@ -65,6 +68,17 @@ class PeftOptions(NamedTuple):
 class _Layer(NamedTuple):
     rank: int
     scale: float
+
+
+class _Stored(NamedTuple):
+    """A matrix in a file.
+
+    cut: returns it of the stored tensor, which may hold those of all experts.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    cut: Callable[[Tensor], Tensor] = lambda stored: stored
 
 
 # ---- writing ----
@@ -239,7 +253,7 @@ def load_peft(
     adapter = copy.copy(adapter)
     config = from_rank_zero(lambda: read_config(folder))
     path = os.path.join(folder, WEIGHTS_FILE)
-    shapes = from_rank_zero(lambda: _shapes_in(path))
+    stored = from_rank_zero(lambda: _shapes_in(path))
     adapted = list(adapted_weights(parts))
     hf_layers = _hf_layers_of(adapted, entries, adapter)
     in_adapters = adapter_names(adapted)
@@ -257,7 +271,12 @@ def load_peft(
             wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     for alias in set().union(*all_ranks(aliases)):
-        shapes.pop(alias, None)
+        stored.pop(alias, None)
+    of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
+    fused = {matrix.key for matrix in of_experts.values()}
+    matrices = {key: _Stored(key, shape) for key, shape in stored.items() if key not in fused}
+    matrices |= of_experts
+    shapes = {key: matrix.shape for key, matrix in matrices.items()}
     for problem in _differences(shapes, all_wanted):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
     problems = [
@@ -270,9 +289,14 @@ def load_peft(
 
     def read() -> None:
         with safe_open(path, framework="pt") as file:
+            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
+
+            def tensor_of(key: str) -> Tensor:
+                return matrices[key].cut(stored_tensor(matrices[key].key))
+
             for one, names in zip(adapted, hf_layers, strict=True):
                 a_parts, b_parts = (
-                    [file.get_tensor(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
+                    [tensor_of(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
                     for kind in "AB"
                 )
                 stacks = entries[one.a].ndim == 3
@@ -318,6 +342,43 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{path} cannot be read: {error}; write the adapters again") from error
 
 
+def _fused_experts(
+    stored: Mapping[str, tuple[int, ...]], wanted: Iterable[str], parameters: Collection[str]
+) -> dict[str, _Stored]:
+    """Return key -> matrix of the experts' adapters that a file of `peft` for transformers 5 has.
+
+    stored: key -> shape in the file. wanted: keys of the model. parameters: the config's
+    target_parameters. Of E experts, gates and ups [E, 2 H, D] have one A of each expert, in [E r, D],
+    and B of all experts in [2 H, r E]; downs [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a
+    module once for each of its parameters, so the first one's keys have base_layer in them.
+    """
+    wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
+    found = {}
+    places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
+    n_experts = 1 + max((int(place[2]) for place in places if place), default=-1)
+    for place in filter(None, places):
+        for depth, parameter in enumerate(reversed(wrapped)):
+            parts, name = _EXPERTS[parameter], f"{place[1]}{'.base_layer' * depth}"
+            a, b = (f"{name}.lora_{kind}.weight" for kind in "AB")
+            if place[3] not in parts or a not in stored or b not in stored:
+                continue
+            expert, part, n_parts = int(place[2]), parts.index(place[3]), len(parts)
+            rank, n_outputs = stored[a][0] // n_experts, stored[b][0]
+
+            def cut_a(x: Tensor, rank: int = rank, expert: int = expert) -> Tensor:
+                return x.view(n_experts, rank, -1)[expert]
+
+            def cut_b(
+                x: Tensor, expert: int = expert, part: int = part, n_parts: int = n_parts
+            ) -> Tensor:
+                return x.view(len(x), -1, n_experts)[..., expert].chunk(n_parts)[part].contiguous()
+
+            layer = place[0].removesuffix(".lora_A.weight")
+            found[f"{layer}.lora_A.weight"] = _Stored(a, (rank, stored[a][1]), cut_a)
+            found[f"{layer}.lora_B.weight"] = _Stored(b, (n_outputs // n_parts, rank), cut_b)
+    return found
+
+
 def _differences(
     saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> Iterable[str]:
@@ -347,8 +408,11 @@ def _other_scales(
     one: Adapted, hf_layers: list[str], rank: int, config: Mapping[str, Any]
 ) -> Iterable[str]:
     """Yield a sentence for each layer whose scale in the file is not the model's."""
-    for name in hf_layers:
-        alpha = config.get("lora_alpha", 8)
+    fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
+    for layer in hf_layers:
+        alpha, name = config.get("lora_alpha", 8), layer
+        if config.get("target_parameters"):
+            name = re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
         for pattern, other in (config.get("alpha_pattern") or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", name):  # as peft does, the first that fits
                 alpha = other
@@ -356,7 +420,7 @@ def _other_scales(
         divisor = rank**0.5 if config.get("use_rslora") else rank
         if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
             yield (
-                f"{name} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
+                f"{layer} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
                 f"model; set lora.alpha = {alpha:g} and lora.use_rslora = "
                 f"{str(bool(config.get('use_rslora'))).lower()}"
             )

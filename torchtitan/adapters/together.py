@@ -1,15 +1,16 @@
 """Adapters of several models in one pass over their base.
 
-Each row of a batch belongs to a model, and the rows of a model are next to each other. A layer's
-frozen product is computed once for all rows; the low-rank products are computed for each model's rows
-with its own A and B, which are stacked.
+Each row of a batch belongs to a model. A layer's frozen product is computed once for all rows; the
+low-rank products are computed for each model's rows with its own A and B, which are stacked.
 
 m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 """
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torchtitan.distributed.dtensor import (
     is_dtensor,
     load_dtensor,
     local_shape_and_offsets,
+    local_tensor,
     with_local,
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
@@ -32,21 +34,34 @@ from torchtitan.numerics.linear import is_slow_product
 # ---- one layer ----
 
 
-class Stacked:
-    """The adapters of one layer: a [m, r, K], b [m, N, r].
+@dataclass
+class _Rows:
+    """The rows of the current microbatch.
 
-    rows: of each model in the current microbatch, [m]; one list, which all layers share.
+    counts: of each model, [m]. order: the rows sorted by model; None if they are sorted already.
     """
 
-    def __init__(self, a: Tensor, b: Tensor, rows: list[int]):
+    counts: list[int] = field(default_factory=list)
+    order: Tensor | None = None
+
+
+class Stacked:
+    """The adapters of one layer: a [m, r, K], b [m, N, r]. rows: one object, which all layers share."""
+
+    def __init__(self, a: Tensor, b: Tensor, rows: _Rows):
         self.a, self.b, self.rows = a, b, rows
 
     def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
         """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
+        order = self.rows.order
+        if order is not None:
+            output, x = output[order], x[order]
         flat = output.flatten(0, -2)
-        tokens_per_row = len(flat) // sum(self.rows)
-        sizes = [n_rows * tokens_per_row for n_rows in self.rows]
-        return _LowRank.apply(flat, x.flatten(0, -2), self.a, self.b, sizes, scale).view_as(output)
+        tokens_per_row = len(flat) // sum(self.rows.counts)
+        sizes = [n_rows * tokens_per_row for n_rows in self.rows.counts]
+        added = _LowRank.apply(flat, x.flatten(0, -2), self.a, self.b, sizes, scale)
+        added = added.view_as(output)
+        return added if order is None else added[order.argsort()]
 
 
 class _LowRank(torch.autograd.Function):
@@ -129,12 +144,9 @@ def reasons_for_turns(
         isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
     )
     schedule = job_config.parallelism.pipeline_parallel_schedule
-    has_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.uses_fsdp
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
         "experts' tokens are in no order of rows": experts,
-        "compiled blocks would be compiled for every division of rows": job_config.compile.enable,
-        "DDP expects gradients of its own parameters": has_ddp,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
@@ -180,12 +192,14 @@ class AdaptersTogether:
     """Computes passes in which each row has the adapters of its model.
 
     parts: the model, with its parameters sharded. group: the ranks that have other rows or tokens,
-    over which gradients are summed; None without.
+    over which gradients are summed; None without. has_ddp: the parts scale gradients for DDP.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None):
-        self._parts, self._group = list(parts), group
-        self._rows: list[int] = []
+    def __init__(
+        self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
+    ):
+        self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
+        self._rows = _Rows()
         self._modules: list[nn.Module] = []
         parameters: dict[str, Tensor] = {}
         for part in self._parts:
@@ -202,21 +216,21 @@ class AdaptersTogether:
     def adapters(
         self, weights: Sequence[Mapping[str, Tensor]], trains: bool = True
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """Compute with these models' adapters inside, in microbatches inside of `rows`. Collective.
+        """Compute with these models' adapters inside, in microbatches after `set_rows`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name. trains: yields a list that
-        gets each model's gradients at the end, in the layout of the parameters.
+        weights: of each model, this rank's part of its A and B, by name, also in host memory. trains:
+        yields a list that gets each model's gradients at the end, in the layout of the parameters.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # a pipeline stage without adapters
             yield [{} for _ in weights]
             return
-        like = weights[0][self._matrices[0].name]
+        like = local_tensor(self._matrices[0].parameter)
         n_values = len(weights) * sum(math.prod(matrix.shape) for matrix in self._ordered)
         values = like.new_empty(n_values)
         stacks = self._views(values, len(weights))
         for matrix, stack in zip(self._matrices, stacks, strict=True):
-            own = [of_model[matrix.name] for of_model in weights]
+            own = [of_model[matrix.name].to(like.device) for of_model in weights]
             if matrix.shards:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
@@ -227,22 +241,36 @@ class AdaptersTogether:
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
             leaf.grad = grad if trains else None
-        self._rows[:] = [0] * len(weights)
+        self._rows.counts, self._rows.order = [0] * len(weights), None
         for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
             module.lora_stacked = Stacked(a, b, self._rows)
+        for part in self._parts if self._has_ddp else ():
+            part.set_requires_gradient_sync(False)  # its parameters get no gradients
+        # Compiled blocks would be compiled for every division of rows.
+        is_compiled = "torch._dynamo" in sys.modules
         try:
-            yield gradients
+            with (
+                torch.compiler.set_stance("force_eager")
+                if is_compiled
+                else contextlib.nullcontext()
+            ):
+                yield gradients
         finally:
+            for part in self._parts if self._has_ddp else ():
+                part.set_requires_gradient_sync(True)
             for module in self._modules:
                 module.lora_stacked = None
         if trains:
             gradients += self._summed(sums, len(weights))
 
-    @contextlib.contextmanager
-    def rows(self, models: Sequence[int]) -> Iterator[None]:
-        """Wrap the forward, and the backward, of a microbatch. models: of its rows, ascending."""
-        self._rows[:] = [models.count(model) for model in range(len(self._rows))]
-        yield
+    def set_rows(self, models: Sequence[int]) -> None:
+        """Call before the forward, and before the backward, of a microbatch. models: of its rows."""
+        rows = self._rows
+        rows.counts = [models.count(model) for model in range(len(rows.counts))]
+        order = sorted(range(len(models)), key=models.__getitem__)
+        is_sorted = order == list(range(len(models)))
+        device = self._matrices[0].parameter.device if self._matrices else None
+        rows.order = None if is_sorted else torch.tensor(order, device=device)
 
     def _views(self, values: Tensor, n_models: int) -> list[Tensor]:
         """Return the stack [m, ...] of each matrix in a buffer of all, in the order of `_matrices`."""
@@ -261,6 +289,8 @@ class AdaptersTogether:
             dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
+            if self._has_ddp:  # its hook has multiplied them, because DDP averages
+                sums /= self._group.size()
         of_models = [
             (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
             for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)

@@ -13,7 +13,6 @@ from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import (
-    AdapterWeights,
     PolicyWeights,
     WeightMismatchError,
     hand_over,
@@ -90,6 +89,8 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
+        # Each rank writes the adapters by itself, because draws ahead of training must not communicate.
+        folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, adapter_rank > 0, records_experts)
         self._vllm = vllm
         self._adapters: Any = None  # a LoRARequest
@@ -171,11 +172,15 @@ class VLLMGenerator(ForeignGenerator):
                     "because a request was still running; end all requests before an update"
                 )
 
-        if isinstance(weights, AdapterWeights):
-            weights.save(path := self._folder_of(weights.version))
-            failure = hand_over((), lambda _: self._load_adapters(weights.version, path))
-        else:
-            failure = hand_over(weights, load)
+        def load_adapters(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
+            name, path = f"version-{weights.version}", self._write_adapters(pairs, weights.version)
+            self._adapters = self._vllm.lora.request.LoRARequest(name, weights.version + 1, path)
+            self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
+            self._remove_other_versions(weights.version)
+
+        takes_adapters = self.weight_names == "adapters"
+        failure = hand_over(weights, load_adapters if takes_adapters else load)
         if failure is not None:
             raise WeightMismatchError(
                 f"vLLM did not load version {weights.version} of the weights ({failure!r}); if "
@@ -183,13 +188,6 @@ class VLLMGenerator(ForeignGenerator):
                 "the model that is trained"
             ) from failure
         self.policy_version = weights.version
-
-    def _load_adapters(self, version: int, path: str) -> None:
-        # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
-        self._adapters = self._vllm.lora.request.LoRARequest(
-            f"version-{version}", version + 1, path
-        )
-        self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
 
 
 def _allowed(rank: int) -> int:

@@ -55,6 +55,15 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
         host.change(True, _replace_mm, lambda: _replacement is not None)
 
 
+def avoid_onednn() -> None:
+    """Undo `use_onednn`, until `host` restores it.
+
+    MKL rounds a row of a product alike beside any other rows. A choice by size would not: rows of many
+    models in one product would go to oneDNN, and those of one model to MKL.
+    """
+    host.change(False, _replace_mm, lambda: _replacement is not None)
+
+
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function x [R, K] -> [R, M], the product with weight [M, K] transposed, plus bias [M].
 

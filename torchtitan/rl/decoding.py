@@ -135,6 +135,7 @@ def continue_prompts(
     max_rows: int,
     next_version: Callable[[], int] = lambda: 0,
     records_experts: bool = False,
+    on_rows: Callable[[list[int]], None] = lambda _: None,
 ) -> tuple[Tensor, list[list[int]], Tensor | None]:
     """Return the drawn tokens, fp64 [N, L, N_FIELDS], and for each row the versions that drew them.
 
@@ -150,6 +151,7 @@ def continue_prompts(
     next_version: called before each forward; returns the version of the forward's weights. It may
         update the weights, if no ranks generate together: keys and values in the cache stay, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
+    on_rows: called before each forward with the indices of the prompts that its rows continue.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -163,7 +165,8 @@ def continue_prompts(
         own_rows = _Rows(decoder, own_uniform, is_wanted, sampling, n_places)
         if records_experts:
             own_rows.experts = [None] * len(rows)
-        _continue_rows(own_rows, prompts, [prompt_of_row[row] for row in rows], next_version)
+        own_prompts = [prompt_of_row[row] for row in rows]
+        _continue_rows(own_rows, prompts, own_prompts, next_version, on_rows)
         versions, drawn = own_rows.versions, own_rows.drawn
         counts = torch.tensor(
             [len(row) for row in versions], dtype=drawn.dtype, device=drawn.device
@@ -318,6 +321,7 @@ def _continue_rows(
     prompts: Sequence[Sequence[int]],
     prompt_of_row: list[int],
     next_version: Callable[[], int],
+    on_rows: Callable[[list[int]], None],
 ) -> None:
     """Draw all rows to their ends.
 
@@ -347,6 +351,7 @@ def _continue_rows(
                     is_direct = not forward.lengths and read == prompt_of_row[:n_read]
                     just_read = forward if is_direct else forward.aside(max(lengths))
                     version = next_version()
+                    on_rows(read)
                     new_tokens = torch.tensor(padded, device=device)
                     at_prompts = just_read(new_tokens, lengths, last_only=True)
                     has_run = True
@@ -367,6 +372,7 @@ def _continue_rows(
                 before, version_of_step = version_of_step, next_version()
                 if version_of_step != before:
                     forward.weights_changed()
+                on_rows([prompt_of_row[row] for row in rows.row_at])
                 logits = forward(rows.tokens[:, None], last_only=True)
                 if places := rows.places(is_open=True):
                     rows.draw_at(places, logits, places, version_of_step, forward)

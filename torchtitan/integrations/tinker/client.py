@@ -44,8 +44,9 @@ from torchtitan.integrations.tinker.types import (
     SamplingParams,
     SaveWeightsResponse,
 )
+from torchtitan.numerics.products import avoid_onednn
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.generator import build_generator
+from torchtitan.rl.generator import LocalGenerator, build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, GSPOLoss, PolicyLoss, build_loss
 from torchtitan.rl.snapshots import (
@@ -57,7 +58,7 @@ from torchtitan.rl.snapshots import (
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
-from torchtitan.step.forward import on_error, scalar_loss
+from torchtitan.step.forward import Microbatch, on_error, scalar_loss
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 
@@ -154,10 +155,13 @@ class LocalTrainingClient:
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
         self.limits = Limits.of(job_config.rl.serve, max(all_ranks(own_bytes)), engine.device)
-        self.shares_passes = False
+        self.shares_passes = self.shares_samples = False
         if self.checkpointer.has_adapters:
             reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
             self.shares_passes = not reasons
+            if self.shares_passes:
+                avoid_onednn()
+            self.shares_samples = not reasons and isinstance(self._generator, LocalGenerator)
             for reason in reasons[:1]:
                 logger.info("models take turns, and share no pass over the base: %s", reason)
 
@@ -465,7 +469,9 @@ class SharedPasses:
     def __init__(self, client: LocalTrainingClient):
         engine = client._trainer.engine
         self._client, self._thread = client, client._thread
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
+        dims = engine.parallel_dims
+        has_ddp = dims.dp_replicate_enabled and not (dims.uses_fsdp or dims.pp_enabled)
+        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group, has_ddp)
 
     @_on_thread
     def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
@@ -484,6 +490,25 @@ class SharedPasses:
             if isinstance(result, Exception) and not call.request.forward_only:
                 call.state.failure = call.state.failure or result
         return results
+
+    @_on_thread
+    def sample(
+        self,
+        samplers: "Sequence[LocalSamplingClient]",
+        prompts: list[ModelInput],
+        num_samples: int,
+        params: SamplingParams,
+    ) -> list[SampleResponse]:
+        """Return each prompt's response from its sampler, all drawn in one batch."""
+        client, generator = self._client, self._client._generator
+        assert isinstance(generator, LocalGenerator)
+        keys = {sampler: sampler.key() for sampler in dict.fromkeys(samplers)}
+        weights = [client._snapshots.weights(key) for key in keys.values()]
+        client._pushed = None
+        client._trainer.push_model_state_dict(generator)
+        models = list(keys)
+        with generator.with_adapters(weights, [models.index(sampler) for sampler in samplers]):
+            return _responses(client, prompts, num_samples, params)
 
     def _prepared(self, call: Call) -> _Prepared | Exception:
         """Return the loss and the samples of a call, or why its data cannot be used."""
@@ -534,7 +559,13 @@ class SharedPasses:
         models = [i for i, (_, own) in enumerate(prepared) for _ in own]
         batch = self._client._batcher.batch(samples, models)
         batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
-        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+
+        @contextlib.contextmanager
+        def around(microbatch: Microbatch) -> Iterator[None]:
+            adapters.set_rows(microbatch.batch.get("models") or [0] * len(microbatch.inputs))
+            yield
+
+        runner.around = around
         try:
             with adapters.adapters([state.weights for state in states], trains) as gradients:
                 yield batch, gradients
@@ -582,22 +613,11 @@ class LocalSamplingClient:
         self, prompts: list[ModelInput], num_samples: int, sampling_params: SamplingParams
     ) -> list[SampleResponse]:
         client = self._client
-        sampling = sampling_params.to_config(client.tokenizer if sampling_params.stop else None)
         with self.weights():
             if client._pushed is not self._key:
                 client._trainer.push_model_state_dict(client._generator)
                 client._pushed = self._key
-            completions = client._generator.generate(
-                [prompt.to_ints() for prompt in prompts], sampling, num_samples
-            )
-        sequences = [
-            SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-            for c in completions
-        ]
-        return [
-            SampleResponse(sequences[first : first + num_samples])
-            for first in range(0, len(sequences), num_samples)
-        ]
+            return _responses(client, prompts, num_samples, sampling_params)
 
     def compute_logprobs(self, prompt: ModelInput) -> Future[list[float | None]]:
         """Return the log-prob of each token given the tokens before it; None for the first."""
@@ -625,14 +645,34 @@ class LocalSamplingClient:
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
         """Give the policy this client's weights inside. Collective; call on the client's thread."""
+        with self._client._snapshots.using(self.key()):
+            yield
+
+    def key(self) -> WeightsKey:
+        """Return the key of this client's weights; saved ones are loaded first. Collective, as `weights`."""
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
             client._pushed = None
             engine = client._trainer.engine
             self._key = client._snapshots.loaded(lambda: engine.load(self._path, model_only=True))
         assert self._key is not None
-        with client._snapshots.using(self._key):
-            yield
+        return self._key
+
+
+def _responses(
+    client: LocalTrainingClient, prompts: list[ModelInput], num_samples: int, params: SamplingParams
+) -> list[SampleResponse]:
+    """Draw from the generator's weights, and return the response to each prompt."""
+    sampling = params.to_config(client.tokenizer if params.stop else None)
+    tokens = [prompt.to_ints() for prompt in prompts]
+    sequences = [
+        SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+        for c in client._generator.generate(tokens, sampling, num_samples)
+    ]
+    return [
+        SampleResponse(sequences[first : first + num_samples])
+        for first in range(0, len(sequences), num_samples)
+    ]
 
 
 # ---- to the trainer's types, and back ----

@@ -168,9 +168,14 @@ class Policy:
             self._samplers.pop(sampler, None)
 
     def sample(
-        self, items: list[ModelInput], sampler: str, num_samples: int, params: SamplingParams
+        self, items: list[tuple[str, ModelInput]], num_samples: int, params: SamplingParams
     ) -> list[SampleResponse]:
-        return self._sampler(sampler).sample_all(items, num_samples, params).result()
+        """Continue prompts of samplers; those of several ones in one batch."""
+        samplers, prompts = [self._sampler(name) for name, _ in items], [x for _, x in items]
+        if len(set(samplers)) == 1:
+            return samplers[0].sample_all(prompts, num_samples, params).result()
+        assert self._passes is not None
+        return self._passes.sample(samplers, prompts, num_samples, params).result()
 
     def logprobs(self, items: list[ModelInput], sampler: str) -> list[list[float | None]]:
         return self._sampler(sampler).compute_all_logprobs(items).result()

@@ -10,7 +10,6 @@ from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
 from torchtitan.integrations.tinker.results import Answer, Pending, Results, write_samples
-from torchtitan.integrations.tinker.types import ModelInput
 
 _MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
@@ -29,7 +28,8 @@ class Sampling:
     """Answers requests for samplers, from any thread.
 
     note: called with the name of each sampler that is used. find: returns the folder of a saved state,
-    by its tinker:// path. max_len: tokens of a row.
+    by its tinker:// path. max_len: tokens of a row. shares_samples: prompts of several samplers may be
+    drawn in one batch.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Sampling:
         tokenizer: BaseTokenizer | None,
         vocab_size: int,
         max_len: int,
+        shares_samples: bool,
     ):
+        self._shares_samples = shares_samples
         self._results, self._put, self._note, self._find = results, put, note, find
         self._tokenizer, self._vocab_size, self._max_len = tokenizer, vocab_size, max_len
         self._lock = Lock()
@@ -133,11 +135,12 @@ class Sampling:
 
         if n_scored is not None:
             key = ("logprobs", sampler)
-            self._submit("logprobs", {"sampler": sampler}, take_logprobs, key, prompt)
+            self._submit("logprobs", {"sampler": sampler}, take_logprobs, key, sampler, prompt)
         # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
-        key = ("sample", sampler, n_samples, params) if params.seed is None else object()
-        arguments = {"sampler": sampler, "num_samples": n_samples, "params": params}
-        self._submit("sample", arguments, finish, key, prompt)
+        of_sampler = "" if self._shares_samples else sampler
+        key = ("sample", of_sampler, n_samples, params) if params.seed is None else object()
+        arguments = {"num_samples": n_samples, "params": params}
+        self._submit("sample", arguments, finish, key, sampler, (sampler, prompt))
         return pending.accepted()
 
     def _submit(
@@ -146,12 +149,10 @@ class Sampling:
         arguments: dict[str, Any],
         answer: Callable[[Any], None],
         key: Any,
-        prompt: ModelInput,
+        lane: str,
+        item: Any,
     ) -> None:
-        lane = arguments["sampler"]
-        self._put(
-            Command(method, arguments, answer, key, [prompt], lane=lane, comes_in_bursts=True)
-        )
+        self._put(Command(method, arguments, answer, key, [item], lane=lane, comes_in_bursts=True))
 
     def retrieve_many(self, values: dict[str, Any]) -> Answer:
         target = take(values, "target", dict)

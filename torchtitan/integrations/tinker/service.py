@@ -113,6 +113,7 @@ class Service:
             client.tokenizer,
             client.vocab_size,
             self._max_len,
+            client.shares_samples,
         )
         limit = job_config.rl.serve.max_request_mib * 2**20
         post, get = "POST", "GET"
