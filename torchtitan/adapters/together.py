@@ -93,7 +93,8 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low_rank, a, b = ctx.saved_tensors
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
+        new = torch.empty_like if all(ctx.sizes) else torch.zeros_like
+        grad_a, grad_b = new(a), new(b)
         grad_low_rank = torch.empty_like(low_rank)
         with torch.autocast(x.device.type, enabled=False):
             wide, parts = grad.to(x.dtype).contiguous(), list(_parts(ctx.sizes))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.integrations.tinker.states import Limits, TrainingState
 from torchtitan.integrations.tinker.together import Call, LossesOfModels
@@ -316,7 +316,11 @@ class LocalTrainingClient:
         """
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
-            swap(self._trained, state.weights)
+            if any(is_dtensor(weight) for _, weight in self._trained):
+                swap(self._trained, state.weights)
+            else:  # without a copy
+                for name, weight in self._trained:
+                    state.weights[name], weight.data = weight.data, state.weights[name]
         engine.weights_version += 1
         for number, optimizer in enumerate(engine.optimizers):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
