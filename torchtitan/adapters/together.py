@@ -9,15 +9,16 @@ m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
+from torchtitan.adapters.low_rank import add_low_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
@@ -29,7 +30,6 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import StackedExperts
-from torchtitan.numerics.linear import is_slow_product
 
 # ---- one layer ----
 
@@ -56,74 +56,10 @@ class Stacked:
         order = self.rows.order
         if order is not None:
             output, x = output[order], x[order]
-        flat = output.flatten(0, -2)
-        tokens_per_row = len(flat) // sum(self.rows.counts)
+        tokens_per_row = output.shape[:-1].numel() // sum(self.rows.counts)
         sizes = [n_rows * tokens_per_row for n_rows in self.rows.counts]
-        added = _LowRank.apply(flat, x.flatten(0, -2), self.a, self.b, sizes, scale)
-        added = added.view_as(output)
+        added = add_low_rank(output, x, self.a, self.b, sizes, scale)
         return added if order is None else added[order.argsort()]
-
-
-class _LowRank(torch.autograd.Function):
-    """output + scale * x A^T B^T, with each model's A and B for its tokens, in output's dtype.
-
-    output [n, N], x [n, K]. sizes: the tokens of each model, one model after another.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int], scale: float
-    ) -> Tensor:
-        wide = torch.float32 if is_slow_product(output) else output.dtype
-        ctx.sizes, ctx.scale, ctx.dtypes = sizes, scale, (x.dtype, a.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            x, a, b, base = (t.to(wide) for t in (x, a, b, output))
-            low_rank, result = x.new_empty(len(x), a.shape[1]), torch.empty_like(base)
-            parts = list(_parts(sizes))
-            for i, rows in parts:
-                torch.matmul(rows(x), a[i].mT, out=rows(low_rank))
-            low_rank *= scale
-            for i, rows in parts:
-                add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
-                add_product(rows(base), rows(low_rank), b[i].mT, out=rows(result))
-        ctx.save_for_backward(x, low_rank, a, b)
-        return result.to(output.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low_rank, a, b = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        new = torch.empty_like if all(ctx.sizes) else torch.zeros_like
-        grad_a, grad_b = new(a), new(b)
-        grad_low_rank = torch.empty_like(low_rank)
-        with torch.autocast(x.device.type, enabled=False):
-            wide, parts = grad.to(x.dtype).contiguous(), list(_parts(ctx.sizes))
-            for i, rows in parts:
-                torch.matmul(rows(wide), b[i], out=rows(grad_low_rank))
-                torch.matmul(rows(wide).mT, rows(low_rank), out=grad_b[i])
-            grad_low_rank *= ctx.scale
-            for i, rows in parts:
-                torch.matmul(rows(grad_low_rank).mT, rows(x), out=grad_a[i])
-                if grad_x is not None:
-                    torch.matmul(rows(grad_low_rank), a[i], out=rows(grad_x))
-        x_dtype, dtype = ctx.dtypes
-        grad_x = None if grad_x is None else grad_x.to(x_dtype)
-        return grad, grad_x, grad_a.to(dtype), grad_b.to(dtype), None, None
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
-    """Yield (index of models, function that cuts their tokens out of [n, ...]).
-
-    One batched product computes all models if they have as many tokens; else each has its own.
-    """
-    if len(set(sizes)) == 1:
-        yield slice(None), lambda t: t.view(len(sizes), -1, t.shape[-1])
-        return
-    begin = 0
-    for i, size in enumerate(sizes):
-        if size:
-            yield i, lambda t, begin=begin, end=begin + size: t[begin:end]
-        begin += size
 
 
 # ---- the model ----
