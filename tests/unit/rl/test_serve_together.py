@@ -56,7 +56,8 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tm
     x, weight = torch.randn(64, 128), torch.randn(128, 128)
     if not torch.equal((x @ weight)[:16], x[:16] @ weight):
         pytest.skip("this CPU's library rounds a row differently beside other rows")
-    monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 24 * 2**14)  # 64 tokens times 64 by 64
+    # Rows of 24 slots; weights of 128 by 128 and 352: those of one model are below, those of four above.
+    monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1_200_000)
     results = []
     for is_together in (True, False):
         with LocalTrainingClient(toy_config(tmp_path / str(is_together), *LORA)) as client:
