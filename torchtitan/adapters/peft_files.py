@@ -14,7 +14,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -71,14 +72,11 @@ class _Layer(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A matrix in a file.
-
-    cut: returns it of the stored tensor, which may hold those of all experts.
-    """
+    """A matrix in a file. cut: where it is in the stored tensor, which may hold those of all experts."""
 
     key: str
     shape: tuple[int, ...]
-    cut: Callable[[Tensor], Tensor] = lambda stored: stored
+    cut: tuple[slice, ...] = ()
 
 
 # ---- writing ----
@@ -292,7 +290,7 @@ def load_peft(
             stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
 
             def tensor_of(key: str) -> Tensor:
-                return matrices[key].cut(stored_tensor(matrices[key].key))
+                return stored_tensor(matrices[key].key)[matrices[key].cut]
 
             for one, names in zip(adapted, hf_layers, strict=True):
                 a_parts, b_parts = (
@@ -347,35 +345,26 @@ def _fused_experts(
 ) -> dict[str, _Stored]:
     """Return key -> matrix of the experts' adapters that a file of `peft` for transformers 5 has.
 
-    stored: key -> shape in the file. wanted: keys of the model. parameters: the config's
-    target_parameters. Of E experts, gates and ups [E, 2 H, D] have one A of each expert, in [E r, D],
-    and B of all experts in [2 H, r E]; downs [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a
-    module once for each of its parameters, so the first one's keys have base_layer in them.
+    stored: key -> shape in the file. wanted: keys of the model. parameters: target_parameters.
+    Gates and ups [E, 2 H, D] of E experts have A [E r, D], one of each expert, and B [2 H, r E]; downs
+    [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a module once for each of these parameters,
+    so the first one's keys have base_layer in them.
     """
     wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
-    found = {}
     places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
     n_experts = 1 + max((int(place[2]) for place in places if place), default=-1)
-    for place in filter(None, places):
-        for depth, parameter in enumerate(reversed(wrapped)):
-            parts, name = _EXPERTS[parameter], f"{place[1]}{'.base_layer' * depth}"
-            a, b = (f"{name}.lora_{kind}.weight" for kind in "AB")
-            if place[3] not in parts or a not in stored or b not in stored:
-                continue
-            expert, part, n_parts = int(place[2]), parts.index(place[3]), len(parts)
-            rank, n_outputs = stored[a][0] // n_experts, stored[b][0]
-
-            def cut_a(x: Tensor, rank: int = rank, expert: int = expert) -> Tensor:
-                return x.view(n_experts, rank, -1)[expert]
-
-            def cut_b(
-                x: Tensor, expert: int = expert, part: int = part, n_parts: int = n_parts
-            ) -> Tensor:
-                return x.view(len(x), -1, n_experts)[..., expert].chunk(n_parts)[part].contiguous()
-
-            layer = place[0].removesuffix(".lora_A.weight")
-            found[f"{layer}.lora_A.weight"] = _Stored(a, (rank, stored[a][1]), cut_a)
-            found[f"{layer}.lora_B.weight"] = _Stored(b, (n_outputs // n_parts, rank), cut_b)
+    found = {}
+    for place, (depth, parameter) in product(filter(None, places), enumerate(wrapped[::-1])):
+        a, b = (f"{place[1]}{'.base_layer' * depth}.lora_{kind}.weight" for kind in "AB")
+        layers, key = _EXPERTS[parameter], place[0].removesuffix("A.weight")
+        if place[3] in layers and a in stored and b in stored:
+            rank, n_rows = stored[a][0] // n_experts, stored[b][0] // len(layers)
+            expert, first_row = int(place[2]), layers.index(place[3]) * n_rows
+            own = slice(expert * rank, (expert + 1) * rank)
+            found[f"{key}A.weight"] = _Stored(a, (rank, stored[a][1]), (own,))
+            rows = slice(first_row, first_row + n_rows)
+            cut = rows, slice(expert, None, n_experts)
+            found[f"{key}B.weight"] = _Stored(b, (n_rows, rank), cut)
     return found
 
 

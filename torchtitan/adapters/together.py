@@ -8,9 +8,7 @@ m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,34 +28,24 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import StackedExperts
+from torchtitan.tools.compiler import uncompiled
 
 # ---- one layer ----
 
 
-@dataclass
-class _Rows:
-    """The rows of the current microbatch.
-
-    counts: of each model, [m]. order: the rows sorted by model; None if they are sorted already.
-    """
-
-    counts: list[int] = field(default_factory=list)
-    order: Tensor | None = None
-
-
 class Stacked:
-    """The adapters of one layer: a [m, r, K], b [m, N, r]. rows: one object, which all layers share."""
+    """The adapters of one layer: a [m, r, K], b [m, N, r]. together: knows the models of the rows."""
 
-    def __init__(self, a: Tensor, b: Tensor, rows: _Rows):
-        self.a, self.b, self.rows = a, b, rows
+    def __init__(self, a: Tensor, b: Tensor, together: "AdaptersTogether"):
+        self.a, self.b, self.together = a, b, together
 
     def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
         """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
-        order = self.rows.order
+        counts, order = self.together.counts, self.together.order
         if order is not None:
             output, x = output[order], x[order]
-        tokens_per_row = output.shape[:-1].numel() // sum(self.rows.counts)
-        sizes = [n_rows * tokens_per_row for n_rows in self.rows.counts]
+        tokens_per_row = output.shape[:-1].numel() // sum(counts)
+        sizes = [n_rows * tokens_per_row for n_rows in counts]
         added = add_low_rank(output, x, self.a, self.b, sizes, scale)
         return added if order is None else added[order.argsort()]
 
@@ -136,7 +124,9 @@ class AdaptersTogether:
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        self._rows = _Rows()
+        # Of the current microbatch: rows of each model, and the rows sorted by model, None if they are.
+        self.counts: list[int] = []
+        self.order: Tensor | None = None
         self._modules: list[nn.Module] = []
         parameters: dict[str, Tensor] = {}
         for part in self._parts:
@@ -178,19 +168,13 @@ class AdaptersTogether:
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
             leaf.grad = grad if trains else None
-        self._rows.counts, self._rows.order = [0] * len(weights), None
+        self.counts, self.order = [0] * len(weights), None
         for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
-            module.lora_stacked = Stacked(a, b, self._rows)
+            module.lora_stacked = Stacked(a, b, self)
         for part in self._parts if self._has_ddp else ():
             part.set_requires_gradient_sync(False)  # its parameters get no gradients
-        # Compiled blocks would be compiled for every division of rows.
-        is_compiled = "torch._dynamo" in sys.modules
         try:
-            with (
-                torch.compiler.set_stance("force_eager")
-                if is_compiled
-                else contextlib.nullcontext()
-            ):
+            with uncompiled():  # compiled blocks would be compiled for every division of rows
                 yield gradients
         finally:
             for part in self._parts if self._has_ddp else ():
@@ -200,14 +184,17 @@ class AdaptersTogether:
         if trains:
             gradients += self._summed(sums, len(weights))
 
-    def set_rows(self, models: Sequence[int]) -> None:
-        """Call before the forward, and before the backward, of a microbatch. models: of its rows."""
-        rows = self._rows
-        rows.counts = [models.count(model) for model in range(len(rows.counts))]
+    def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Call before the forward, and before the backward, of a microbatch. models: of its rows.
+
+        Returns a context that does nothing, for `Runner.around`.
+        """
         order = sorted(range(len(models)), key=models.__getitem__)
-        is_sorted = order == list(range(len(models)))
+        self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else None
-        rows.order = None if is_sorted else torch.tensor(order, device=device)
+        is_sorted = order == list(range(len(models)))
+        self.order = None if is_sorted else torch.tensor(order, device=device)
+        return contextlib.nullcontext()
 
     def _views(self, values: Tensor, n_models: int) -> list[Tensor]:
         """Return the stack [m, ...] of each matrix in a buffer of all, in the order of `_matrices`."""

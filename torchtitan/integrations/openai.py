@@ -183,8 +183,8 @@ class OpenAIGenerator(ForeignGenerator):
 
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         # vLLM's reload_weights keeps the prefix cache.
-        rpcs = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
-        posts: dict[str, Any] = rpcs
+        posts: dict[str, Any] = {f"{self._url}/collective_rpc": rpc}
+        posts[f"{self._url}/reset_prefix_cache"] = {}
         if self._reload_url:
             posts = {self._reload_url: {"path": path, "version": version}}
         elif self.weight_names == "adapters":

@@ -12,11 +12,7 @@ from torch import Tensor
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import (
-    PolicyWeights,
-    WeightMismatchError,
-    hand_over,
-)
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
@@ -31,7 +27,7 @@ class VLLMGenerator(ForeignGenerator):
     tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
         same prompts and draw the same completions.
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
-    folder: adapters are written to subfolders of it, which all ranks must see.
+    folder: each rank writes the adapters to a subfolder of it.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
     records_experts: completions have the experts of their tokens, by vLLM's
         `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.

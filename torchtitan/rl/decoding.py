@@ -5,7 +5,6 @@ at most, V vocabulary.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.step.forward import Runner
+from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 
@@ -71,11 +71,9 @@ class LocalDecoder:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Put the model into evaluation mode, without gradients; restore its state afterwards."""
-        as_written: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.runs_uncompiled and "torch._dynamo" in sys.modules:
-            # Otherwise modules are compiled again for each new shape of the cache. The stance applies
-            # to all threads, so it is not set for a model that no trainer compiles.
-            as_written = torch.compiler.set_stance("force_eager")
+        # Otherwise modules are compiled again for each new shape of the cache. It applies to all threads,
+        # so it is not used for a model that no trainer compiles.
+        as_written = uncompiled() if self.runs_uncompiled else contextlib.nullcontext()
         gathered = contextlib.nullcontext
         if self._may_keep_gathered():
             gathered = self.runner.keep_gathered

@@ -58,7 +58,7 @@ from torchtitan.rl.snapshots import (
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingBatch, TrainingSample
-from torchtitan.step.forward import Microbatch, on_error, scalar_loss
+from torchtitan.step.forward import on_error, scalar_loss
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 
@@ -563,13 +563,7 @@ class SharedPasses:
         models = [i for i, (_, own) in enumerate(prepared) for _ in own]
         batch = self._client._batcher.batch(samples, models)
         batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
-
-        @contextlib.contextmanager
-        def around(microbatch: Microbatch) -> Iterator[None]:
-            adapters.set_rows(microbatch.batch.get("models") or [0] * len(microbatch.inputs))
-            yield
-
-        runner.around = around
+        runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
         try:
             with adapters.adapters([state.weights for state in states], trains) as gradients:
                 yield batch, gradients
