@@ -32,16 +32,17 @@ class _LowRank(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int], scale: float
     ) -> Tensor:
-        wide = torch.float32 if is_slow_product(output) else output.dtype
-        ctx.sizes, ctx.scale, ctx.shape, ctx.dtypes = sizes, scale, x.shape, (x.dtype, a.dtype)
+        ctx.sizes, ctx.scale = sizes, scale
+        ctx.wide = wide = torch.float32 if is_slow_product(output) else output.dtype
+        low_rank = []
         with torch.autocast(x.device.type, enabled=False):
-            x, a, b, base = (t.to(wide) for t in (x.flatten(0, -2), a, b, output.flatten(0, -2)))
+            base, rows_of_x = (t.flatten(0, -2).to(wide) for t in (output, x))
             # Not in place, because selective activation checkpointing keeps the output.
-            result, low_rank = torch.empty_like(base), []
+            result, a_wide, b_wide = torch.empty_like(base), a.to(wide), b.to(wide)
             for i, rows in _parts(sizes):
-                low_rank.append(torch.matmul(a[i], rows(x).mT).mul_(scale))
-                add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
-                add_product(rows(base), low_rank[-1].mT, b[i].mT, out=rows(result))
+                low_rank.append(torch.matmul(a_wide[i], rows(rows_of_x).mT).mul_(scale))
+                add_product = torch.baddbmm if a_wide[i].dim() == 3 else torch.addmm
+                add_product(rows(base), low_rank[-1].mT, b_wide[i].mT, out=rows(result))
         ctx.save_for_backward(x, a, b, *low_rank)
         return result.to(output.dtype).view_as(output)
 
@@ -49,20 +50,20 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, *low_rank = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        new = torch.empty_like if all(ctx.sizes) else torch.zeros_like
-        grad_a, grad_b = new(a), new(b)
         with torch.autocast(x.device.type, enabled=False):
-            wide = grad.to(x.dtype).flatten(0, -2).contiguous()
+            rows_of_x, wide = (t.flatten(0, -2).to(ctx.wide).contiguous() for t in (x, grad))
+            a_wide, b_wide = a.to(ctx.wide), b.to(ctx.wide)
+            new = torch.empty_like if all(ctx.sizes) else torch.zeros_like
+            grad_a, grad_b = new(a_wide), new(b_wide)
+            grad_x = torch.empty_like(rows_of_x) if ctx.needs_input_grad[1] else None
             for (i, rows), own_low_rank in zip(_parts(ctx.sizes), low_rank, strict=True):
-                grad_low_rank = torch.matmul(b[i].mT, rows(wide).mT).mul_(ctx.scale)
+                grad_low_rank = torch.matmul(b_wide[i].mT, rows(wide).mT).mul_(ctx.scale)
                 grad_b[i].copy_(torch.matmul(own_low_rank, rows(wide)).mT)
-                torch.matmul(grad_low_rank, rows(x), out=grad_a[i])
+                torch.matmul(grad_low_rank, rows(rows_of_x), out=grad_a[i])
                 if grad_x is not None:
-                    torch.matmul(grad_low_rank.mT, a[i], out=rows(grad_x))
-        x_dtype, dtype = ctx.dtypes
-        grad_x = None if grad_x is None else grad_x.to(x_dtype).view(ctx.shape)
-        return grad, grad_x, grad_a.to(dtype), grad_b.to(dtype), None, None
+                    torch.matmul(grad_low_rank.mT, a_wide[i], out=rows(grad_x))
+        grad_x = None if grad_x is None else grad_x.to(x.dtype).view_as(x)
+        return grad, grad_x, grad_a.to(a.dtype), grad_b.to(b.dtype), None, None
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
