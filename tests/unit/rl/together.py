@@ -5,7 +5,7 @@ import torch
 from tests.unit.rl.toy import toy_config
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.policy import Policy
-from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput, SamplingParams
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 
 LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
@@ -73,6 +73,23 @@ def train(folder: str, n_models: int, n_steps: int, flags=(), is_together=True, 
             found.append(list(zip(metrics_of(outputs), norms, strict=True)))
         policy.close()
     return found
+
+
+def sample(folder: str, n_models: int, flags=()) -> list:
+    """(tokens, log-probs) of completions that samplers of several models drew in one batch."""
+    config = toy_config(folder, *LORA, "--training.local_batch_size=8", *flags)
+    with LocalTrainingClient(config) as client:
+        policy = Policy(client, config)
+        for model in range(n_models):
+            policy.start_model(adapters_of(model), str(model))
+            policy.forward_backward([(str(model), request(model, 0))])
+            policy.optim_step([(str(model), AdamParams(learning_rate=0.05))])
+            policy.snapshot(f"sampler {model}", str(model))
+        models = [*range(n_models), *reversed(range(n_models))]
+        items = [(f"sampler {m}", ModelInput.from_ints(range(n + 1))) for n, m in enumerate(models)]
+        responses = policy.sample(items, 2, SamplingParams(max_tokens=5))
+        policy.close()
+    return [(x.tokens, x.logprobs) for response in responses for x in response.sequences]
 
 
 def largest_difference(found, expected) -> float:
