@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.adapters.low_rank import add_low_rank
+from torchtitan.adapters.low_rank import MANY_TOKENS, AddLowRank
 from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
@@ -34,7 +34,7 @@ from torchtitan.distributed.dtensor import (
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.numerics.linear import linear
+from torchtitan.numerics.linear import is_slow_product, linear
 
 
 class Adapted(NamedTuple):
@@ -95,9 +95,15 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
         return module.lora_stacked.add(output, x, scales["weight"])
     product = getattr(module, "product", linear)
     a, b, scale = local_parameter(module.lora_a), local_parameter(module.lora_b), scales["weight"]
-    if product is not linear or torch.compiler.is_compiling():
-        return output + product(scale * product(x, a), b)
-    return add_low_rank(output, x, a[None], b[None], [x.shape[:-1].numel()], scale)
+    if product is linear and not torch.compiler.is_compiling():
+        if (n_tokens := x.shape[:-1].numel()) < MANY_TOKENS:
+            return AddLowRank.apply(output, x, a[None], b[None], [n_tokens], scale)
+    low_rank = product(x, a)
+    if is_slow_product(x) or product is not linear:
+        return output + product(scale * low_rank, b)
+    # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    rows = low_rank.flatten(0, -2)
+    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
 
 
 class AdaptedExperts(GroupedExperts):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
-from torchtitan.adapters.low_rank import add_low_rank
+from torchtitan.adapters.low_rank import AddLowRank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
@@ -46,7 +46,7 @@ class Stacked:
             output, x = output[order], x[order]
         tokens_per_row = output.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
-        added = add_low_rank(output, x, self.a, self.b, sizes, scale)
+        added = AddLowRank.apply(output, x, self.a, self.b, sizes, scale)
         return added if order is None else added[order.argsort()]
 
 
