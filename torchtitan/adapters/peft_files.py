@@ -4,8 +4,7 @@ A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored 
 base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
 base_model.model.M.base_layer.bias, and other parameters that train whole as
 base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
-layer. Read, but not written, are also the files of `peft` for transformers 5, in which the experts of a
-layer are two parameters; see `_fused_experts`.
+layer; `_fused_experts` reads those of `peft` for transformers 5, too.
 """
 
 import copy

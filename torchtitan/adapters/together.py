@@ -185,9 +185,9 @@ class AdaptersTogether:
             gradients += self._summed(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Call before the forward, and before the backward, of a microbatch. models: of its rows.
+        """Call before a microbatch's forward, and before its backward; the context does nothing.
 
-        Returns a context that does nothing, for `Runner.around`.
+        models: of the microbatch's rows.
         """
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]

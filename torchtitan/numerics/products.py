@@ -56,11 +56,8 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn`, until `host` restores it.
-
-    MKL rounds a row of a product alike beside any other rows. A choice by size would not: rows of many
-    models in one product would go to oneDNN, and those of one model to MKL.
-    """
+    """Undo `use_onednn`, until `host` restores it, because its choice by size makes a row's bits depend
+    on the number of rows: those of many models would go to oneDNN, and those of one model to MKL."""
     host.change(False, _replace_mm, lambda: _replacement is not None)
 
 

@@ -113,10 +113,7 @@ class Snapshots:
             self._now = lambda: None
 
     def weights(self, key: WeightsKey) -> dict[str, Tensor]:
-        """Return this rank's part of the key's weights that training changes, live ones or a copy.
-
-        Raises ValueError if they are gone.
-        """
+        """Return the key's weights, as `host_copy`, or live. Raises ValueError if they are gone."""
         if key is self._now():
             return {name: local_tensor(w.detach()) for name, w in changing_weights(self._engine)}
         if self.is_expired(key):
