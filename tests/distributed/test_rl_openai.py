@@ -3,7 +3,14 @@
 import pytest
 
 from tests.distributed.test_rl_roles import run_roles
-from tests.unit.rl.test_openai_generator import SHORT, flags_of, server  # noqa: F401, a fixture
+from tests.unit.rl.test_openai_generator import (
+    LORA,
+    SHORT,
+    StandIn,
+    flags_of,
+    served,
+    server,  # noqa: F401, a fixture
+)
 
 
 @pytest.mark.parametrize(
@@ -25,3 +32,17 @@ def test_server_gets_each_version_once_before_it_draws(n_ranks, flags, server, t
     versions = [message["version"] for message in server.reloads]
     assert versions == sorted(set(versions)) and {0, 1} <= set(versions)
     assert len(server.requests) == 3 * 2 * 4
+
+
+def test_rank_that_generates_ahead_gives_the_server_adapters_alone(tmp_path):
+    with served(StandIn(tmp_path / "server", *LORA)) as stand_in:
+        flags = [*SHORT, *LORA, "--rl.generator.backend=openai", "--rl.generator.model=toy"]
+        flags += [f"--rl.generator.url={stand_in.url}", "--rl.generator.adapters"]
+        flags += ["--rl.generator.ranks=1", "--rl.async_steps=1", "--training.steps=3"]
+        first, *_ = run_roles(tmp_path, 2, *flags)
+        # A step is drawn with the adapters of the step before, except the first.
+        assert [step["rl/lag"] for step in first["steps"]] == [0, 1, 1]
+        assert first["steps"][0]["loss/logprob_diff_max"] <= 5e-6
+        assert [request["model"][-1] for request in stand_in.requests] == [*"0" * 16, *"1" * 8]
+        (name,) = stand_in.adapters
+        assert name.startswith("toy-") and name.endswith("-1")

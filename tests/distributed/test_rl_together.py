@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.rl.together import largest_difference, train
+from tests.unit.rl.together import largest_difference, sample, train
 from torchtitan.testing.gloo import run_ranks
 
 FSDP, TP = "--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -13,8 +13,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "PP": (2, ["--parallelism.pipeline_parallel_degree=2"]),
     "CP": (2, ["--parallelism.context_parallel_degree=2"]),
     "HSDP": (4, [FSDP, "--parallelism.data_parallel_replicate_degree=2"]),
-    "DDP, in turns": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
+    "DDP": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
     "full AC": (1, ["--activation_checkpoint.mode=full"]),
+    "compiled": (1, ["--compile.enable", "--compile.backend=eager"]),
 }
 QUICK = ("FSDP", "TP")
 # Four models, because context parallelism has no gspo, which is the fifth one's loss.
@@ -37,3 +38,12 @@ def test_models_in_one_pass_have_the_numbers_of_one_process(layout, alone, tmp_p
         train, world_size, str(tmp_path), N_MODELS, N_STEPS, flags, True, serve, timeout_seconds=240
     ):
         assert largest_difference(found, alone) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "TP", pytest.param("PP", marks=pytest.mark.slow)])
+def test_samples_of_several_models_are_those_of_one_process(layout, tmp_path):
+    expected = sample(str(tmp_path / "one"), 3)
+    world_size, flags = LAYOUTS[layout]
+    for found in run_ranks(sample, world_size, str(tmp_path / "several"), 3, flags):
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        assert largest_difference(found, expected) <= 1e-5

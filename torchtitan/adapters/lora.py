@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.adapters.low_rank import MANY_TOKENS, AddLowRank
 from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
@@ -97,11 +98,15 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     if module.lora_stacked is not None:
         return module.lora_stacked.add(output, x, scales["weight"])
     product = getattr(module, "product", linear)
-    low_rank, b = product(x, local_parameter(module.lora_a)), local_parameter(module.lora_b)
+    a, b, scale = local_parameter(module.lora_a), local_parameter(module.lora_b), scales["weight"]
+    if product is linear and not torch.compiler.is_compiling():
+        if (n_tokens := x.shape[:-1].numel()) < MANY_TOKENS:
+            return AddLowRank.apply(output, x, a[None], b[None], [n_tokens], scale)
+    low_rank = product(x, a)
     if is_slow_product(x) or product is not linear:
-        return output + product(scales["weight"] * low_rank, b)
-    rows, scale = low_rank.flatten(0, -2), scales["weight"]
+        return output + product(scale * low_rank, b)
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    rows = low_rank.flatten(0, -2)
     return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
 
 

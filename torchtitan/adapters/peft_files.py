@@ -4,15 +4,17 @@ A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored 
 base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
 base_model.model.M.base_layer.bias, and other parameters that train whole as
 base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
-layer.
+layer; `_fused_experts` reads those of `peft` for transformers 5, too.
 """
 
 import copy
+import functools
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +44,11 @@ _PLAIN = {
     "fan_in_fan_out": False,
     "use_qalora": False,
     "layer_replication": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
     "alora_invocation_tokens": None,
 }
+# Parameters of experts in transformers 5 -> the layers of an expert in them.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _NAMES_SHOWN = 3
 
 
@@ -65,6 +68,14 @@ class PeftOptions(NamedTuple):
 class _Layer(NamedTuple):
     rank: int
     scale: float
+
+
+class _Stored(NamedTuple):
+    """A matrix in a file. cut: where it is in the stored tensor, which may hold those of all experts."""
+
+    key: str
+    shape: tuple[int, ...]
+    cut: tuple[slice, ...] = ()
 
 
 # ---- writing ----
@@ -239,7 +250,7 @@ def load_peft(
     adapter = copy.copy(adapter)
     config = from_rank_zero(lambda: read_config(folder))
     path = os.path.join(folder, WEIGHTS_FILE)
-    shapes = from_rank_zero(lambda: _shapes_in(path))
+    stored = from_rank_zero(lambda: _shapes_in(path))
     adapted = list(adapted_weights(parts))
     hf_layers = _hf_layers_of(adapted, entries, adapter)
     in_adapters = adapter_names(adapted)
@@ -259,7 +270,12 @@ def load_peft(
             wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     for alias in set().union(*all_ranks(aliases)):
-        shapes.pop(alias, None)
+        stored.pop(alias, None)
+    of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
+    fused = {matrix.key for matrix in of_experts.values()}
+    matrices = {key: _Stored(key, shape) for key, shape in stored.items() if key not in fused}
+    matrices |= of_experts
+    shapes = {key: matrix.shape for key, matrix in matrices.items()}
     for problem in _differences(shapes, all_wanted):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
     problems = [
@@ -272,9 +288,14 @@ def load_peft(
 
     def read() -> None:
         with safe_open(path, framework="pt") as file:
+            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
+
+            def tensor_of(key: str) -> Tensor:
+                return stored_tensor(matrices[key].key)[matrices[key].cut]
+
             for one, names in zip(adapted, hf_layers, strict=True):
                 a_parts, b_parts = (
-                    [file.get_tensor(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
+                    [tensor_of(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
                     for kind in "AB"
                 )
                 stacks = entries[one.a].ndim == 3
@@ -320,6 +341,34 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{path} cannot be read: {error}; write the adapters again") from error
 
 
+def _fused_experts(
+    stored: Mapping[str, tuple[int, ...]], wanted: Iterable[str], parameters: Collection[str]
+) -> dict[str, _Stored]:
+    """Return key -> matrix of the experts' adapters that a file of `peft` for transformers 5 has.
+
+    stored: key -> shape in the file. wanted: keys of the model. parameters: target_parameters.
+    Gates and ups [E, 2 H, D] of E experts have A [E r, D], one of each expert, and B [2 H, r E]; downs
+    [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a module once for each of these parameters,
+    so the first one's keys have base_layer in them.
+    """
+    wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
+    places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
+    n_experts = 1 + max((int(place[2]) for place in places if place), default=-1)
+    found = {}
+    for place, (depth, parameter) in product(filter(None, places), enumerate(wrapped[::-1])):
+        a, b = (f"{place[1]}{'.base_layer' * depth}.lora_{kind}.weight" for kind in "AB")
+        layers, key = _EXPERTS[parameter], place[0].removesuffix("A.weight")
+        if place[3] in layers and a in stored and b in stored:
+            rank, n_rows = stored[a][0] // n_experts, stored[b][0] // len(layers)
+            expert, first_row = int(place[2]), layers.index(place[3]) * n_rows
+            own = slice(expert * rank, (expert + 1) * rank)
+            found[f"{key}A.weight"] = _Stored(a, (rank, stored[a][1]), (own,))
+            rows = slice(first_row, first_row + n_rows)
+            cut = rows, slice(expert, None, n_experts)
+            found[f"{key}B.weight"] = _Stored(b, (n_rows, rank), cut)
+    return found
+
+
 def _differences(
     saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> Iterable[str]:
@@ -349,8 +398,11 @@ def _other_scales(
     one: Adapted, hf_layers: list[str], rank: int, config: Mapping[str, Any]
 ) -> Iterable[str]:
     """Yield a sentence for each layer whose scale in the file is not the model's."""
-    for name in hf_layers:
-        alpha = config.get("lora_alpha", 8)
+    fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
+    for layer in hf_layers:
+        alpha, name = config.get("lora_alpha", 8), layer
+        if config.get("target_parameters"):
+            name = re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
         for pattern, other in (config.get("alpha_pattern") or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", name):  # as peft does, the first that fits
                 alpha = other
@@ -358,7 +410,7 @@ def _other_scales(
         divisor = rank**0.5 if config.get("use_rslora") else rank
         if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
             yield (
-                f"{name} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
+                f"{layer} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
                 f"model; set lora.alpha = {alpha:g} and lora.use_rslora = "
                 f"{str(bool(config.get('use_rslora'))).lower()}"
             )

@@ -1,113 +1,53 @@
 """Adapters of several models in one pass over their base.
 
-Each row of a batch belongs to a model, and the rows of a model are next to each other. A layer's
-frozen product is computed once for all rows; the low-rank products are computed for each model's rows
-with its own A and B, which are stacked.
+Each row of a batch belongs to a model. A layer's frozen product is computed once for all rows; the
+low-rank products are computed for each model's rows with its own A and B, which are stacked.
 
 m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
+from torchtitan.adapters.low_rank import AddLowRank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
     is_dtensor,
     load_dtensor,
     local_shape_and_offsets,
+    local_tensor,
     with_local,
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import StackedExperts
-from torchtitan.numerics.linear import is_slow_product
+from torchtitan.tools.compiler import uncompiled
 
 # ---- one layer ----
 
 
 class Stacked:
-    """The adapters of one layer: a [m, r, K], b [m, N, r].
+    """The adapters of one layer: a [m, r, K], b [m, N, r]. together: knows the models of the rows."""
 
-    rows: of each model in the current microbatch, [m]; one list, which all layers share.
-    """
-
-    def __init__(self, a: Tensor, b: Tensor, rows: list[int]):
-        self.a, self.b, self.rows = a, b, rows
+    def __init__(self, a: Tensor, b: Tensor, together: "AdaptersTogether"):
+        self.a, self.b, self.together = a, b, together
 
     def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
         """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
-        flat = output.flatten(0, -2)
-        tokens_per_row = len(flat) // sum(self.rows)
-        sizes = [n_rows * tokens_per_row for n_rows in self.rows]
-        return _LowRank.apply(flat, x.flatten(0, -2), self.a, self.b, sizes, scale).view_as(output)
-
-
-class _LowRank(torch.autograd.Function):
-    """output + scale * x A^T B^T, with each model's A and B for its tokens, in output's dtype.
-
-    output [n, N], x [n, K]. sizes: the tokens of each model, one model after another.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int], scale: float
-    ) -> Tensor:
-        wide = torch.float32 if is_slow_product(output) else output.dtype
-        ctx.sizes, ctx.scale, ctx.dtypes = sizes, scale, (x.dtype, a.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            x, a, b, base = (t.to(wide) for t in (x, a, b, output))
-            low_rank, result = x.new_empty(len(x), a.shape[1]), torch.empty_like(base)
-            parts = list(_parts(sizes))
-            for i, rows in parts:
-                torch.matmul(rows(x), a[i].mT, out=rows(low_rank))
-            low_rank *= scale
-            for i, rows in parts:
-                add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
-                add_product(rows(base), rows(low_rank), b[i].mT, out=rows(result))
-        ctx.save_for_backward(x, low_rank, a, b)
-        return result.to(output.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low_rank, a, b = ctx.saved_tensors
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
-        grad_a, grad_b = torch.zeros_like(a), torch.zeros_like(b)
-        grad_low_rank = torch.empty_like(low_rank)
-        with torch.autocast(x.device.type, enabled=False):
-            wide, parts = grad.to(x.dtype).contiguous(), list(_parts(ctx.sizes))
-            for i, rows in parts:
-                torch.matmul(rows(wide), b[i], out=rows(grad_low_rank))
-                torch.matmul(rows(wide).mT, rows(low_rank), out=grad_b[i])
-            grad_low_rank *= ctx.scale
-            for i, rows in parts:
-                torch.matmul(rows(grad_low_rank).mT, rows(x), out=grad_a[i])
-                if grad_x is not None:
-                    torch.matmul(rows(grad_low_rank), a[i], out=rows(grad_x))
-        x_dtype, dtype = ctx.dtypes
-        grad_x = None if grad_x is None else grad_x.to(x_dtype)
-        return grad, grad_x, grad_a.to(dtype), grad_b.to(dtype), None, None
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
-    """Yield (index of models, function that cuts their tokens out of [n, ...]).
-
-    One batched product computes all models if they have as many tokens; else each has its own.
-    """
-    if len(set(sizes)) == 1:
-        yield slice(None), lambda t: t.view(len(sizes), -1, t.shape[-1])
-        return
-    begin = 0
-    for i, size in enumerate(sizes):
-        if size:
-            yield i, lambda t, begin=begin, end=begin + size: t[begin:end]
-        begin += size
+        counts, order = self.together.counts, self.together.order
+        if order is not None:
+            output, x = output[order], x[order]
+        tokens_per_row = output.shape[:-1].numel() // sum(counts)
+        sizes = [n_rows * tokens_per_row for n_rows in counts]
+        added = AddLowRank.apply(output, x, self.a, self.b, sizes, scale)
+        return added if order is None else added[order.argsort()]
 
 
 # ---- the model ----
@@ -130,13 +70,10 @@ def reasons_for_turns(
     )
     has_output = any(getattr(part.output, "low_rank", None) is not None for part in parts)
     schedule = job_config.parallelism.pipeline_parallel_schedule
-    has_ddp = parallel_dims.dp_replicate_enabled and not parallel_dims.uses_fsdp
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
         "experts' tokens are in no order of rows": experts,
         "the output projection, which has an adapter, computes all rows at once": has_output,
-        "compiled blocks would be compiled for every division of rows": job_config.compile.enable,
-        "DDP expects gradients of its own parameters": has_ddp,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
@@ -182,12 +119,16 @@ class AdaptersTogether:
     """Computes passes in which each row has the adapters of its model.
 
     parts: the model, with its parameters sharded. group: the ranks that have other rows or tokens,
-    over which gradients are summed; None without.
+    over which gradients are summed; None without. has_ddp: the parts scale gradients for DDP.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None):
-        self._parts, self._group = list(parts), group
-        self._rows: list[int] = []
+    def __init__(
+        self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
+    ):
+        self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
+        # Of the current microbatch: rows of each model, and the rows sorted by model, None if they are.
+        self.counts: list[int] = []
+        self.order: Tensor | None = None
         self._modules: list[nn.Module] = []
         parameters: dict[str, Tensor] = {}
         for part in self._parts:
@@ -204,21 +145,21 @@ class AdaptersTogether:
     def adapters(
         self, weights: Sequence[Mapping[str, Tensor]], trains: bool = True
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """Compute with these models' adapters inside, in microbatches inside of `rows`. Collective.
+        """Compute with these models' adapters inside, in microbatches after `set_rows`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name. trains: yields a list that
-        gets each model's gradients at the end, in the layout of the parameters.
+        weights: of each model, this rank's part of its A and B, by name, also in host memory. trains:
+        yields a list that gets each model's gradients at the end, in the layout of the parameters.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # a pipeline stage without adapters
             yield [{} for _ in weights]
             return
-        like = weights[0][self._matrices[0].name]
+        like = local_tensor(self._matrices[0].parameter)
         n_values = len(weights) * sum(math.prod(matrix.shape) for matrix in self._ordered)
         values = like.new_empty(n_values)
         stacks = self._views(values, len(weights))
         for matrix, stack in zip(self._matrices, stacks, strict=True):
-            own = [of_model[matrix.name] for of_model in weights]
+            own = [of_model[matrix.name].to(like.device) for of_model in weights]
             if matrix.shards:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
@@ -229,22 +170,33 @@ class AdaptersTogether:
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
             leaf.grad = grad if trains else None
-        self._rows[:] = [0] * len(weights)
+        self.counts, self.order = [0] * len(weights), None
         for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
-            module.lora_stacked = Stacked(a, b, self._rows)
+            module.lora_stacked = Stacked(a, b, self)
+        for part in self._parts if self._has_ddp else ():
+            part.set_requires_gradient_sync(False)  # its parameters get no gradients
         try:
-            yield gradients
+            with uncompiled():  # compiled blocks would be compiled for every division of rows
+                yield gradients
         finally:
+            for part in self._parts if self._has_ddp else ():
+                part.set_requires_gradient_sync(True)
             for module in self._modules:
                 module.lora_stacked = None
         if trains:
             gradients += self._summed(sums, len(weights))
 
-    @contextlib.contextmanager
-    def rows(self, models: Sequence[int]) -> Iterator[None]:
-        """Wrap the forward, and the backward, of a microbatch. models: of its rows, ascending."""
-        self._rows[:] = [models.count(model) for model in range(len(self._rows))]
-        yield
+    def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Call before a microbatch's forward, and before its backward; the context does nothing.
+
+        models: of the microbatch's rows.
+        """
+        order = sorted(range(len(models)), key=models.__getitem__)
+        self.counts = [models.count(model) for model in range(len(self.counts))]
+        device = self._matrices[0].parameter.device if self._matrices else None
+        is_sorted = order == list(range(len(models)))
+        self.order = None if is_sorted else torch.tensor(order, device=device)
+        return contextlib.nullcontext()
 
     def _views(self, values: Tensor, n_models: int) -> list[Tensor]:
         """Return the stack [m, ...] of each matrix in a buffer of all, in the order of `_matrices`."""
@@ -263,6 +215,8 @@ class AdaptersTogether:
             dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
+            if self._has_ddp:  # its hook has multiplied them, because DDP averages
+                sums /= self._group.size()
         of_models = [
             (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
             for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)

@@ -32,12 +32,7 @@ from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import (
-    AdapterWeights,
-    PolicyWeights,
-    WeightMismatchError,
-    hand_over,
-)
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 
@@ -193,12 +188,10 @@ class OpenAIGenerator(ForeignGenerator):
                 self._lane.send(pairs, version)
                 self._call("reset_prefix_cache", {})
                 return
-            _write(pairs, path, self._hf_assets_path)
-            load(
-                {self._reload_url: {"path": path, "version": version}} if self._reload_url else rpcs
-            )
-
-        def load(posts: dict[str, Any]) -> None:
+            if self.weight_names == "adapters":
+                self._write_adapters(pairs, version)
+            else:
+                _write(pairs, path, self._hf_assets_path)
             for url, message in posts.items():
                 answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
                 if isinstance(answer, dict) and answer.get("success") is False:
@@ -207,17 +200,17 @@ class OpenAIGenerator(ForeignGenerator):
 
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         # vLLM's reload_weights keeps the prefix cache.
-        rpcs = {f"{self._url}/collective_rpc": rpc, f"{self._url}/reset_prefix_cache": {}}
-        if isinstance(weights, AdapterWeights):
-            weights.save(path)
+        posts: dict[str, Any] = {f"{self._url}/collective_rpc": rpc}
+        posts[f"{self._url}/reset_prefix_cache"] = {}
+        if self._reload_url:
+            posts = {self._reload_url: {"path": path, "version": version}}
+        elif self.weight_names == "adapters":
             lora = {"lora_name": self._name_of(version), "lora_path": path}
             posts = {f"{self._url}/v1/load_lora_adapter": lora}
             if previous >= 0:
                 old = {"lora_name": self._name_of(previous)}
                 posts[f"{self._url}/v1/unload_lora_adapter"] = old
-            failure = hand_over((), lambda _: load(posts) if is_first else None)
-        else:
-            failure = hand_over(weights, send if is_first else lambda pairs: None)
+        failure = hand_over(weights, send if is_first else lambda pairs: None)
         if failure is not None:
             raise WeightMismatchError(
                 f"the server did not load version {version} of the weights: {failure}"

@@ -12,12 +12,7 @@ from torch import Tensor
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import (
-    AdapterWeights,
-    PolicyWeights,
-    WeightMismatchError,
-    hand_over,
-)
+from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
@@ -32,7 +27,7 @@ class VLLMGenerator(ForeignGenerator):
     tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
         same prompts and draw the same completions.
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
-    folder: adapters are written to subfolders of it, which all ranks must see.
+    folder: each rank writes the adapters to a subfolder of it.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
     records_experts: completions have the experts of their tokens, by vLLM's
         `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.
@@ -90,6 +85,8 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
+        # Each rank writes the adapters by itself, because draws ahead of training must not communicate.
+        folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, adapter_rank > 0, records_experts)
         self._vllm = vllm
         self._adapters: Any = None  # a LoRARequest
@@ -171,11 +168,15 @@ class VLLMGenerator(ForeignGenerator):
                     "because a request was still running; end all requests before an update"
                 )
 
-        if isinstance(weights, AdapterWeights):
-            weights.save(path := self._folder_of(weights.version))
-            failure = hand_over((), lambda _: self._load_adapters(weights.version, path))
-        else:
-            failure = hand_over(weights, load)
+        def load_adapters(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
+            name, path = f"version-{weights.version}", self._write_adapters(pairs, weights.version)
+            self._adapters = self._vllm.lora.request.LoRARequest(name, weights.version + 1, path)
+            self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
+            self._remove_other_versions(weights.version)
+
+        takes_adapters = self.weight_names == "adapters"
+        failure = hand_over(weights, load_adapters if takes_adapters else load)
         if failure is not None:
             raise WeightMismatchError(
                 f"vLLM did not load version {weights.version} of the weights ({failure!r}); if "
@@ -183,13 +184,6 @@ class VLLMGenerator(ForeignGenerator):
                 "the model that is trained"
             ) from failure
         self.policy_version = weights.version
-
-    def _load_adapters(self, version: int, path: str) -> None:
-        # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
-        self._adapters = self._vllm.lora.request.LoRARequest(
-            f"version-{version}", version + 1, path
-        )
-        self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
 
 
 def _allowed(rank: int) -> int:

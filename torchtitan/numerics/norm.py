@@ -57,11 +57,11 @@ class _RMSNorm(torch.autograd.Function):
         return (x * factor).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, factor = ctx.saved_tensors
         # With f the factor and M numbers: f' = -f^3 x / M, so grad_x = f w g - x f^3 (g w . x) / M.
         products = (grad * x).reshape(-1, x.shape[-1])
         with torch.autocast("cpu", enabled=False):
             shared = (products @ weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])
-            grad_weight = factor.flatten() @ products
+            grad_weight = factor.flatten() @ products if ctx.needs_input_grad[1] else None
         return (grad * weight).mul_(factor).addcmul_(x, shared), grad_weight, None

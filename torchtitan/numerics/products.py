@@ -55,6 +55,12 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
         host.change(True, _replace_mm, lambda: _replacement is not None)
 
 
+def avoid_onednn() -> None:
+    """Undo `use_onednn`, until `host` restores it, because its choice by size makes a row's bits depend
+    on the number of rows: those of many models would go to oneDNN, and those of one model to MKL."""
+    host.change(False, _replace_mm, lambda: _replacement is not None)
+
+
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function x [R, K] -> [R, M], the product with weight [M, K] transposed, plus bias [M].
 

@@ -528,14 +528,12 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
         "lora.also_train": lora.also_train,
         "lora.rank_pattern": lora.rank_pattern,  # vLLM scales all layers by one alpha / r
         "lora.alpha_pattern": lora.alpha_pattern,
-        "rl.async_steps": job_config.rl.async_steps,
-        "rl.generator.ranks": generator.ranks,
         "rl.generator.reload_url": generator.reload_url,
     }.items():
         if value:
             yield (
-                f"rl.generator.adapters sends files of adapters, of one rank and scale, between two "
-                f"draws of the ranks that train, got {key} = {value}; take one of the keys out"
+                f"rl.generator.adapters sends files of adapters, of one rank and scale, to vLLM, got "
+                f"{key} = {value}; take one of the keys out"
             )
     if generator.backend == "local":
         yield (

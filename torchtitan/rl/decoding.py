@@ -5,7 +5,6 @@ at most, V vocabulary.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.step.forward import Runner
+from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 
@@ -71,11 +71,9 @@ class LocalDecoder:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """Put the model into evaluation mode, without gradients; restore its state afterwards."""
-        as_written: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.runs_uncompiled and "torch._dynamo" in sys.modules:
-            # Otherwise modules are compiled again for each new shape of the cache. The stance applies
-            # to all threads, so it is not set for a model that no trainer compiles.
-            as_written = torch.compiler.set_stance("force_eager")
+        # Otherwise modules are compiled again for each new shape of the cache. It applies to all threads,
+        # so it is not used for a model that no trainer compiles.
+        as_written = uncompiled() if self.runs_uncompiled else contextlib.nullcontext()
         gathered = contextlib.nullcontext
         if self._may_keep_gathered():
             gathered = self.runner.keep_gathered
@@ -135,6 +133,7 @@ def continue_prompts(
     max_rows: int,
     next_version: Callable[[], int] = lambda: 0,
     records_experts: bool = False,
+    on_rows: Callable[[list[int]], None] = lambda _: None,
 ) -> tuple[Tensor, list[list[int]], Tensor | None]:
     """Return the drawn tokens, fp64 [N, L, N_FIELDS], and for each row the versions that drew them.
 
@@ -150,6 +149,7 @@ def continue_prompts(
     next_version: called before each forward; returns the version of the forward's weights. It may
         update the weights, if no ranks generate together: keys and values in the cache stay, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
+    on_rows: called before each forward with the indices of the prompts that its rows continue.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -163,7 +163,8 @@ def continue_prompts(
         own_rows = _Rows(decoder, own_uniform, is_wanted, sampling, n_places)
         if records_experts:
             own_rows.experts = [None] * len(rows)
-        _continue_rows(own_rows, prompts, [prompt_of_row[row] for row in rows], next_version)
+        own_prompts = [prompt_of_row[row] for row in rows]
+        _continue_rows(own_rows, prompts, own_prompts, next_version, on_rows)
         versions, drawn = own_rows.versions, own_rows.drawn
         counts = torch.tensor(
             [len(row) for row in versions], dtype=drawn.dtype, device=drawn.device
@@ -318,6 +319,7 @@ def _continue_rows(
     prompts: Sequence[Sequence[int]],
     prompt_of_row: list[int],
     next_version: Callable[[], int],
+    on_rows: Callable[[list[int]], None],
 ) -> None:
     """Draw all rows to their ends.
 
@@ -347,6 +349,7 @@ def _continue_rows(
                     is_direct = not forward.lengths and read == prompt_of_row[:n_read]
                     just_read = forward if is_direct else forward.aside(max(lengths))
                     version = next_version()
+                    on_rows(read)
                     new_tokens = torch.tensor(padded, device=device)
                     at_prompts = just_read(new_tokens, lengths, last_only=True)
                     has_run = True
@@ -367,6 +370,7 @@ def _continue_rows(
                 before, version_of_step = version_of_step, next_version()
                 if version_of_step != before:
                     forward.weights_changed()
+                on_rows([prompt_of_row[row] for row in rows.row_at])
                 logits = forward(rows.tokens[:, None], last_only=True)
                 if places := rows.places(is_open=True):
                     rows.draw_at(places, logits, places, version_of_step, forward)

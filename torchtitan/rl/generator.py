@@ -1,19 +1,22 @@
 """Generators, which complete prompts with the policy's weights, and the choice between them."""
 
+import contextlib
 import copy
 import os
 import random
 import shutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.distributed import ParallelDims
@@ -152,6 +155,7 @@ class DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
+        self._on_rows: Callable[[list[int]], None] = lambda _: None  # see `continue_prompts`
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
@@ -205,6 +209,7 @@ class DecoderGenerator(Generator):
             self.max_rows,
             self._next_version,
             self.records_experts,
+            self._on_rows,
         )
         if not torch.isfinite(drawn).all():
             raise FloatingPointError(
@@ -256,6 +261,30 @@ class LocalGenerator(DecoderGenerator):
         super().__init__(decoder, engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
         self.policy_version = engine.weights_version
+
+    @contextlib.contextmanager
+    def with_adapters(
+        self, weights: Sequence[Mapping[str, torch.Tensor]], of_prompts: Sequence[int]
+    ) -> Iterator[None]:
+        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`.
+
+        weights: of each model, this rank's part of its A and B, by name, as `snapshots.host_copy`
+            returns them. The engine's own adapters have no part in it. Collective.
+        Raises ValueError if `reasons_for_turns` has a reason.
+        """
+        parts, dims = self.engine.model_parts, self.engine.parallel_dims
+        if reasons := reasons_for_turns(self.engine.job_config, dims, parts):
+            raise ValueError(
+                f"models with adapters cannot share a batch, because {reasons[0]}; sample from one "
+                "after the other"
+            )
+        together = AdaptersTogether(parts, None)
+        self._on_rows = lambda prompts: together.set_rows([of_prompts[i] for i in prompts])
+        try:
+            with torch.no_grad(), together.adapters(weights, trains=False):
+                yield
+        finally:
+            self._on_rows = lambda _: None
 
     def update_weights(
         self, weights: PolicyWeights | None = None, *, check_digest: bool = True
@@ -430,6 +459,14 @@ class ForeignGenerator(Generator):
 
     def _folder_of(self, version: int) -> str:
         return os.path.join(self._folder, f"version-{version}")
+
+    def _write_adapters(self, pairs: Iterable[tuple[str, torch.Tensor]], version: int) -> str:
+        """Write the files of `AdapterWeights` to the version's folder, and return it."""
+        folder = self._folder_of(version)
+        os.makedirs(folder, exist_ok=True)
+        for name, content in pairs:
+            Path(folder, name).write_bytes(content.cpu().numpy().tobytes())
+        return folder
 
     def _remove_other_versions(self, version: int) -> None:
         for name in os.listdir(self._folder):

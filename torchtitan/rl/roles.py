@@ -178,7 +178,7 @@ class RemoteGenerator:
     """
 
     policy_version = -1
-    weight_names: Literal["shared", "ours", "hf"] = "ours"
+    weight_names: Literal["shared", "ours", "hf", "adapters"] = "ours"
     weight_dtype: torch.dtype | None = None
 
     def __init__(self, link: Link | None, first_generator: int):
@@ -196,8 +196,9 @@ class RemoteGenerator:
         """
         refuse(rescoring(policy.job_config.rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
-        if policy.job_config.rl.generator.backend != "local":
-            self.weight_names = "hf"
+        generator = policy.job_config.rl.generator
+        if generator.backend != "local":
+            self.weight_names = "adapters" if generator.adapters else "hf"
         else:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 

@@ -112,19 +112,25 @@ class Snapshots:
         finally:
             self._now = lambda: None
 
-    @contextlib.contextmanager
-    def using(self, key: WeightsKey) -> Iterator[None]:
-        """Give the model the key's weights inside the context. Raises ValueError if they are gone."""
+    def weights(self, key: WeightsKey) -> dict[str, Tensor]:
+        """Return the key's weights, as `host_copy`, or live. Raises ValueError if they are gone."""
         if key is self._now():
-            yield
-            return
+            return {name: local_tensor(w.detach()) for name, w in changing_weights(self._engine)}
         if self.is_expired(key):
             raise ValueError(
                 f"the weights of this sampling client are gone: copies are kept of the last "
                 f"{self._limit} weights with a sampling client; raise rl.generator.max_snapshots, or "
                 "sample from a saved state"
             )
-        copy = self._copies[key]
+        return self._copies[key]
+
+    @contextlib.contextmanager
+    def using(self, key: WeightsKey) -> Iterator[None]:
+        """Give the model the key's weights inside the context. Raises ValueError if they are gone."""
+        if key is self._now():
+            yield
+            return
+        copy = self.weights(key)
         exchange(self._engine, copy)
         try:
             yield

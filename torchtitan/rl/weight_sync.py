@@ -5,10 +5,14 @@ has a version, and a digest that the receiver's weights have to match. Weights f
 sent under our names, because some buffers have no Hugging Face name.
 """
 
+import os
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.processes.ranks import all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -109,17 +113,27 @@ class LiveWeights:
 
 
 class AdapterWeights:
-    """The adapters, for a receiver that has the base and reads files in PEFT's format.
+    """The adapters, for a receiver that has the base: (name, bytes as uint8 [n]) of PEFT's files.
 
-    version: as in `PolicyWeights`.
+    version: as in `PolicyWeights`. Iterating is collective over the engine's ranks.
     """
+
+    digest: str | None = None
 
     def __init__(self, engine: TrainingEngine):
         self._engine, self.version = engine, engine.weights_version
 
-    def save(self, folder: str) -> None:
-        """Write the adapters to a folder. Collective over the engine's ranks."""
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        folder = from_rank_zero(tempfile.mkdtemp)
+
+        def read() -> dict[str, bytes]:
+            files = {entry.name: Path(entry).read_bytes() for entry in os.scandir(folder)}
+            shutil.rmtree(folder)
+            return files
+
         self._engine.save_peft(folder)
+        for name, content in from_rank_zero(read).items():
+            yield name, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class OurNames(BaseStateDictAdapter):

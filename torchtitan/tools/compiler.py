@@ -1,6 +1,8 @@
 """Parts of torch that load its compiler, which takes most of a second: imported on first use."""
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,12 @@ def load_inductor() -> ModuleType:
     import torch._inductor.config
 
     return torch._inductor
+
+
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """A context, for all threads, in which compiled modules run without their compiled code."""
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
 
 
 def compiled_on_first_call(

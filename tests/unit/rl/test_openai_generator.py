@@ -435,11 +435,6 @@ def test_settings_are_checked(values, message):
         ({"rl__generator__reload_url": "http://a/r"}, "got rl.generator.reload_url = http://a/r;"),
         ({"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* got lora.rank_pattern = "),
         ({"lora__also_train": ["norms"]}, "got lora.also_train = .*; take one of the keys out"),
-        ({"rl__generator__ranks": 1}, "of the ranks that train, got rl.generator.ranks = 1"),
-        (
-            {"rl__generator__backend": "vllm", "rl__async_steps": 1},
-            "got rl.async_steps = 1; take one",
-        ),
         ({"rl__generator__backend": "local"}, "'vllm' or 'openai', got 'local', which"),
         ({"rl__generator__backend": "vllm"}, "vLLM read the base from .*; train from that folder"),
     ],

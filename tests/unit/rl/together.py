@@ -7,6 +7,9 @@ from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.policy import Policy
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
+from torchtitan.rl.generator import LocalGenerator
+from torchtitan.rl.snapshots import host_copy
+from torchtitan.rl.types import SamplingConfig
 
 LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
 LAYERS = ["self_attn", "mlp"]
@@ -73,6 +76,25 @@ def train(folder: str, n_models: int, n_steps: int, flags=(), is_together=True, 
             found.append(list(zip(metrics_of(outputs), norms, strict=True)))
         policy.close()
     return found
+
+
+def sample(folder: str, n_models: int, flags=()) -> list:
+    """(tokens, log-probs) of completions that the generator drew in one batch for several models."""
+    config = toy_config(folder, *LORA, "--training.local_batch_size=8", *flags)
+    with LocalTrainingClient(config) as client:
+        policy, engine, weights = Policy(client, config), client._trainer.engine, []
+        for model in range(n_models):
+            policy.start_model(adapters_of(model), str(model))
+            policy.forward_backward([(str(model), request(model, 0))])
+            policy.optim_step([(str(model), AdamParams(learning_rate=0.05))])
+            weights.append(host_copy(engine))
+        models = [*range(n_models), *reversed(range(n_models))]
+        prompts = [list(range(n + 1)) for n in range(len(models))]
+        generator = LocalGenerator(engine, seed=0)
+        with generator.with_adapters(weights, models):
+            drawn = generator.generate(prompts, SamplingConfig(max_tokens=5), 2)
+        policy.close()
+    return [(completion.token_ids, completion.token_logprobs) for completion in drawn]
 
 
 def largest_difference(found, expected) -> float:

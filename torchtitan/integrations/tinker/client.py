@@ -29,7 +29,7 @@ from torch import Tensor
 from torchtitan.adapters.together import reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
@@ -56,6 +56,7 @@ from torchtitan.integrations.tinker.types import (
     SamplingParams,
     SaveWeightsResponse,
 )
+from torchtitan.numerics.products import avoid_onednn
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
@@ -170,6 +171,8 @@ class LocalTrainingClient(AsyncNames):
         if self.checkpointer.has_adapters:
             reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
             self.shares_passes = not reasons
+            if self.shares_passes:
+                avoid_onednn()
             for reason in reasons[:1]:
                 logger.info("models take turns, and share no pass over the base: %s", reason)
 
@@ -333,7 +336,11 @@ class LocalTrainingClient(AsyncNames):
         """
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
-            swap(self._trained, state.weights)
+            if any(is_dtensor(weight) for _, weight in self._trained):
+                swap(self._trained, state.weights)
+            else:  # without a copy
+                for name, weight in self._trained:
+                    state.weights[name], weight.data = weight.data, state.weights[name]
         engine.weights_version += 1
         for number, optimizer in enumerate(engine.optimizers):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]

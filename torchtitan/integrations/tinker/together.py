@@ -97,7 +97,9 @@ class SharedPasses:
     def __init__(self, client: LocalTrainingClient):
         engine = client._trainer.engine
         self._client, self._thread = client, client._thread
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group)
+        dims = engine.parallel_dims
+        has_ddp = dims.dp_replicate_enabled and not (dims.uses_fsdp or dims.pp_enabled)
+        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group, has_ddp)
 
     @on_thread
     def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
@@ -166,7 +168,7 @@ class SharedPasses:
         models = [i for i, (_, own) in enumerate(prepared) for _ in own]
         batch = self._client._batcher.batch(samples, models)
         batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
-        runner.around = lambda mb: adapters.rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
         try:
             with adapters.adapters([state.weights for state in states], trains) as gradients:
                 yield batch, gradients
