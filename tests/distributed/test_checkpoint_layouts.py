@@ -111,11 +111,11 @@ def run(fn, world_size, *args):
     return first
 
 
-# The others that each layout loads from: the two before it in a ring, or all.
+# The others that each layout loads from: the one or two before it in a ring, or all.
 @pytest.mark.parametrize(
     "n_sources, flags",
     [
-        (2, ()),
+        (1, ()),
         pytest.param(len(LAYOUTS), (), marks=pytest.mark.slow),
         pytest.param(2, MUON, marks=pytest.mark.slow, id="Muon"),
     ],

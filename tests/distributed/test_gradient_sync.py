@@ -175,7 +175,6 @@ CASES = {
         "late EP": (late_steps, (EP,), "qwen3 MoE"),
     },
     4: {
-        "HSDP": (gradients_of_both, (REPLICAS,)),
         "trainer": (weights_of_accumulating_trainer,),
     },
 }
@@ -201,11 +200,23 @@ def found(tmp_path_factory):
     return of_cases
 
 
-@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP", "HSDP"])
-def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
-    for largest, at_once, deferred in found[case]:
+def assert_deferred_are_those_of_reducing_each_microbatch(of_ranks):
+    for largest, at_once, deferred in of_ranks:
         assert largest < 1e-6  # in bf16, too: what waits is added up in fp32
         assert deferred * 2 == at_once  # of 3 microbatches and 1: with each, or with 2 of them
+
+
+@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP"])
+def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
+    assert_deferred_are_those_of_reducing_each_microbatch(found[case])
+
+
+@pytest.mark.slow
+def test_deferred_gradients_of_replicas_of_shards_are_those_of_reducing_each(tmp_path):
+    arguments = str(tmp_path), (REPLICAS,)
+    assert_deferred_are_those_of_reducing_each_microbatch(
+        run_ranks(gradients_of_both, 4, *arguments, init_process_group=False, timeout_seconds=300)
+    )
 
 
 def test_replicas_defer_too(found):

@@ -44,7 +44,6 @@ QUICK = {
     "FSDP 2, TP 2": DENSE_AND_EXPERTS[:1],
     "TP 2, CP 2": DENSE_AND_EXPERTS[:1],
     "FSDP 2, PP 2": TIED,
-    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS[1:],
     "CP 2, PP 2": CHUNKS_AND_WINDOWS[:1],
     "TP 2, EP 2": CHUNKS_AND_WINDOWS[1:],
     "CP 2, EP 2": EXPERTS,
@@ -60,7 +59,7 @@ SLOW = {
     "FSDP 2, TP 2, EP 4": EXPERTS,
     "FSDP 2, TP 2": DENSE_AND_EXPERTS[1:],
     "TP 2, CP 2": DENSE_AND_EXPERTS[1:],
-    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS[:1],
+    "TP 2, PP 2, Interleaved1F1B": DENSE_AND_EXPERTS,
     "CP 2, PP 2": CHUNKS_AND_WINDOWS[1:],
 }
 BY_NAME = {layout.name: layout for layout in LAYOUTS + MOE_LAYOUTS}
