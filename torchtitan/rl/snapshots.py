@@ -6,13 +6,13 @@ biases that balance experts), and swapped back.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
 
@@ -48,6 +48,14 @@ def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None
     kept = [x.clone() for x in own]
     torch._foreach_copy_(own, others)
     torch._foreach_copy_(others, kept)
+
+
+def swap_memory(live: Sequence[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
+    """Swap as `swap`, of weights on one device; without a copy unless they are sharded."""
+    if any(is_dtensor(weight) for _, weight in live):
+        return swap(live, weights)
+    for name, weight in live:
+        weights[name], weight.data = weight.data, weights[name]
 
 
 def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:

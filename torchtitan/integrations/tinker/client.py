@@ -29,7 +29,7 @@ from torch import Tensor
 from torchtitan.adapters.together import reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
@@ -66,7 +66,7 @@ from torchtitan.rl.snapshots import (
     WeightsKey,
     changing_weights,
     host_copy,
-    swap,
+    swap_memory,
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingSample
@@ -336,11 +336,7 @@ class LocalTrainingClient(AsyncNames):
         """
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
-            if any(is_dtensor(weight) for _, weight in self._trained):
-                swap(self._trained, state.weights)
-            else:  # without a copy
-                for name, weight in self._trained:
-                    state.weights[name], weight.data = weight.data, state.weights[name]
+            swap_memory(self._trained, state.weights)
         engine.weights_version += 1
         for number, optimizer in enumerate(engine.optimizers):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
