@@ -96,4 +96,87 @@ EXPECTED: dict[str, Expected] = {
         _DENSE,
         spills={"triton_red_fused__to_copy__unsafe_view_add_mul_sum_view_6": 8},
     ),
+    "llama3 8B flex op": Expected(
+        # recomputed: three products
+        [
+            f"forward: 7 mm, 7 triton, {_ROPE}",
+            *_LOSS,
+            f"backward: 17 mm, 13 triton, {_ROPE}",
+        ]
+    ),
+    "llama3 8B tp flex": Expected(
+        [
+            "forward: 2 all_gather_into_tensor, 7 mm, 2 reduce_scatter_tensor, 7 triton, "
+            f"{_ROPE}, 4 wait_tensor",
+            *_LOSS,
+            "backward: 2 all_gather_into_tensor, 2 all_reduce_, 14 mm, 2 reduce_scatter_tensor, "
+            "13 triton, 6 wait_tensor",
+        ]
+    ),
+    "llama3 8B cp varlen": Expected(
+        [
+            "forward: 1 _varlen_attn, 1 all_gather_into_tensor, 7 mm, 7 triton, "
+            f"{_ROPE}, 1 wait_tensor",
+            *_LOSS,
+            "backward: 1 _varlen_attn_backward, 1 index_add, 14 mm, 1 reduce_scatter_tensor, "
+            "11 triton, 1 wait_tensor",
+        ],
+        recompiled=2,  # for any number of documents
+    ),
+    "llama3 8B float8": Expected(
+        [
+            f"forward: 1 _scaled_dot_product_cudnn_attention, 7 _scaled_mm, 36 triton, {_ROPE}",
+            *_LOSS,
+            "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 _scaled_mm, 41 triton",
+        ]
+    ),
+    "qwen3 0.6B varlen": Expected(
+        [
+            "forward: 1 _varlen_attn, 7 mm, 7 triton",
+            *_LOSS,
+            "backward: 1 _varlen_attn_backward, 14 mm, 12 triton",
+        ],
+        recompiled=2,
+        spills={"triton_red_fused__to_copy__unsafe_view_add_mul_sum_view_5": 8},
+    ),
+    "qwen3 30B-A3B ep varlen": Expected(
+        # A block is compiled around the wait for the numbers of tokens.
+        [
+            "forward: 1 _varlen_attn, 4 mm, 3 triton",
+            "forward: 1 mm_dtype in float32, 1 scatter_reduce_, 1 topk, 4 triton",
+            "forward: 3 _grouped_mm, 2 triton",
+            *_LOSS,
+            "backward: 6 _grouped_mm, 2 triton",
+            "backward: 1 mm_dtype, 1 mm_dtype in float32, 7 triton",
+            "backward: 1 _varlen_attn_backward, 8 mm, 7 triton",
+        ],
+        recompiled=2,
+    ),
+    "deepseek_v3 16B sdpa": Expected(
+        [
+            f"forward: 1 _scaled_dot_product_cudnn_attention, 7 mm, 6 triton, {_ROPE}",
+            "forward: 3 _grouped_mm, 1 _scaled_dot_product_cudnn_attention, 7 mm, "
+            "1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, 1 sort, 1 topk, 19 triton, "
+            f"{_ROPE}",
+            *_LOSS,
+            "backward: 6 _grouped_mm, 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, "
+            "1 mm_dtype, 1 mm_dtype in float32, 21 triton",
+            "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, 13 triton",
+        ]
+    ),
+    "gpt_oss 20b flex": Expected(
+        # Layers with a window, and layers without.
+        [
+            *[
+                "forward: 2 _grouped_mm, 4 addmm, 1 mm_dtype in float32, 2 scatter_, "
+                "1 scatter_reduce_, 1 sort, 1 topk, 25 triton"
+            ]
+            * 2,
+            *_LOSS,
+            *["backward: 4 _grouped_mm, 8 mm, 2 mm_dtype in float32, 37 triton"] * 2,
+        ],
+        recompiled=2,
+    ),
+    # Attention alone is compiled.
+    "llama3 small tuned op": Expected(["forward: 1 triton", "backward: 2 triton"]),
 }

@@ -93,7 +93,8 @@ def batches(n_rows: int, seq_lens: tuple[int, ...]) -> Iterator[Tensor]:
 
 def _problems(target: Target) -> Iterator[str]:
     for kernel in target.kernels:
-        if "tl.float64" in kernel.source:
+        # torchao divides 1 by the largest number of a float8 tensor in fp64.
+        if "tl.float64" in kernel.source and "reciprocal" not in kernel.name:
             yield f"{kernel.name} computes in fp64"
         errors = [binary.error for binary in kernel.binaries]
         if all(errors):  # the tuner leaves out a configuration that does not fit
