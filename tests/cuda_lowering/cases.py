@@ -73,6 +73,14 @@ EXPECTED: dict[str, Expected] = {
             "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 mm, 8 triton",
         ]
     ),
+    "llama3 1B varlen": Expected(
+        [
+            f"forward: 1 _varlen_attn, 7 mm, 6 triton, {_ROPE}",
+            *_LOSS,
+            "backward: 1 _varlen_attn_backward, 14 mm, 8 triton",
+        ],
+        recompiled=2,  # for any number of documents
+    ),
     "qwen3 0.6B flex": Expected(
         ["forward: 7 mm, 8 triton", *_LOSS, "backward: 14 mm, 14 triton"],
     ),
