@@ -79,7 +79,6 @@ class Target:
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     graphs: list[str] = dataclasses.field(default_factory=list)
     on_launch: Callable[[str, tuple], None] = lambda name, args: None
-    library: Any = None  # keeps what is registered in it
 
     def forget(self) -> None:
         self.kernels.clear()
@@ -92,6 +91,7 @@ def patch_compiler(compiles: bool = True) -> Target:
     import triton.runtime
     from torch._inductor import async_compile, codecache, config, graph, select_algorithm
     from torch._inductor.runtime import triton_helpers
+    from torch._subclasses.fake_impls import register_op_impl
 
     target = Target()
     _patch_device(torch)
@@ -101,8 +101,7 @@ def patch_compiler(compiles: bool = True) -> Target:
     config.joint_graph_constant_folding = False  # it looks at values
     config.force_disable_caches = True
     # Generated code calls this form, of which torch has no function for fake tensors.
-    target.library = torch.library.Library("aten", "IMPL", "Meta")
-    target.library.impl("_scaled_mm.out", lambda *_args, out, **_kwargs: out)
+    register_op_impl(torch.ops.aten._scaled_mm.out)(lambda *_args, out, **_kwargs: out)
 
     def make(_compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         launcher = async_compile._load_triton_kernel_from_source(name, source)
