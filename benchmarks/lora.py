@@ -1,7 +1,7 @@
 """The cost of adapters: CPU-seconds of a step and memory, against full training and a frozen model.
 
     python benchmarks/lora.py                        # 50M Llama, fp32, one process
-    python benchmarks/lora.py --steps 20 --rank 64
+    python benchmarks/lora.py --steps 20 --rank 64 --tokens 512     # a batch of two rows of 256
 
 Three engines, each in a process of its own, take one step in turn, so that a change of the machine's speed
 changes all three. "frozen" trains its norms only: what adapters cost beyond backward through a frozen
@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 
 SIZES = {"dim": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192}
 SMALL = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 256}
-ROWS, SEQ_LEN = 2, 512
+ROWS = 2
 KINDS = ("full", "adapters", "frozen")
 
 
-def serve(kind: str, rank: int, folder: str, pipe: Connection) -> None:
+def serve(kind: str, rank: int, seq_len: int, folder: str, pipe: Connection) -> None:
     """Take a step for each message; answer with (CPU-seconds, GiB beyond the imports at most)."""
     import torch
 
@@ -45,7 +45,7 @@ def serve(kind: str, rank: int, folder: str, pipe: Connection) -> None:
                 "--model.name=llama3",
                 "--model.flavor=debugmodel",
                 f"--job.dump_folder={folder}",
-                f"--training.seq_len={SEQ_LEN}",
+                f"--training.seq_len={seq_len}",
                 f"--training.local_batch_size={ROWS}",
                 "--training.mixed_precision_param=float32",
                 "--activation_checkpoint.mode=none",
@@ -60,13 +60,13 @@ def serve(kind: str, rank: int, folder: str, pipe: Connection) -> None:
         }
         return TrainingEngine(config, train_spec=dataclasses.replace(spec, **changed))
 
-    tokens = torch.randint(SMALL["vocab_size"], (ROWS, SEQ_LEN + 1))
+    tokens = torch.randint(SMALL["vocab_size"], (ROWS, seq_len + 1))
 
     def step(engine: TrainingEngine) -> None:
         engine.forward_backward_step(
             input_dict={"input": tokens[:, :-1]},
             labels=tokens[:, 1:],
-            global_valid_tokens=ROWS * SEQ_LEN,
+            global_valid_tokens=ROWS * seq_len,
         )
         engine.optim_step()
 
@@ -98,13 +98,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="of each kind, after two to warm up")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step, in two rows")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     pipes, results = {}, {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             pipes[kind], other = context.Pipe()
-            arguments = (kind, options.rank, f"{folder}/{kind}", other)
+            arguments = (kind, options.rank, options.tokens // ROWS, f"{folder}/{kind}", other)
             context.Process(target=serve, args=arguments, daemon=True).start()
         for step in range(options.steps + 2):
             for kind, pipe in pipes.items():
@@ -116,7 +117,7 @@ def main() -> None:
             pipe.send(False)
     full_seconds = statistics.median(seconds for seconds, _ in results["full"])
     full_memory = max(memory for _, memory in results["full"])
-    print(f"rank {options.rank}, {options.steps} steps, Python {sys.version.split()[0]}")
+    print(f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps, Python {sys.version.split()[0]}")
     for kind, pairs in results.items():
         seconds = statistics.median(seconds for seconds, _ in pairs)
         memory = max(memory for _, memory in pairs)

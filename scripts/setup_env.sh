@@ -41,6 +41,8 @@ prepare_python() {
       "$PYTHON" -m venv "$venv" || return 1
     fi
     echo "installing (once; a few minutes)" >&2
+    # The pip that Python 3.11 brings takes twice as long to choose versions.
+    "$venv/bin/python" -m pip install --quiet --upgrade pip || true
     # A line for each package that is fetched, and pip's own for everything that goes wrong.
     "$venv/bin/python" -m pip install --no-compile --constraint "$constraints" \
       --editable "$root${extras:+[$extras]}" ${PACKAGES:-} |
