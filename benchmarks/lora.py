@@ -117,7 +117,9 @@ def main() -> None:
             pipe.send(False)
     full_seconds = statistics.median(seconds for seconds, _ in results["full"])
     full_memory = max(memory for _, memory in results["full"])
-    print(f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps, Python {sys.version.split()[0]}")
+    print(
+        f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps, Python {sys.version.split()[0]}"
+    )
     for kind, pairs in results.items():
         seconds = statistics.median(seconds for seconds, _ in pairs)
         memory = max(memory for _, memory in pairs)

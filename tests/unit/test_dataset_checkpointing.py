@@ -94,9 +94,16 @@ def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, n
 
 
 @pytest.mark.parametrize(
-    "dataset", ["small_indexed", "small_mixed_stream", "small_shuffled_stream"]
+    "dataset, num_before",
+    [
+        ("small_indexed", 70),
+        ("small_mixed_stream", 70),
+        ("small_shuffled_stream", 1),
+        pytest.param("small_indexed", 1, marks=pytest.mark.slow),
+        pytest.param("small_mixed_stream", 1, marks=pytest.mark.slow),
+        pytest.param("small_shuffled_stream", 70, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("num_before", [1, 70])
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
     assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
 

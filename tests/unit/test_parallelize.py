@@ -1,5 +1,6 @@
 """The parallelize plan on a single process: what it applies, in which order, what it refuses."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -51,10 +52,19 @@ def test_one_process_without_options_gets_the_model_as_it_is():
     assert [name for name, _ in model.named_modules()] == names
 
 
+QUICK = {("varlen", "full", "op"), ("varlen", "selective", "op"), ("sdpa", "selective", "1")}
+
+
 @pytest.mark.parametrize(
-    "attn_type", ["sdpa", pytest.param("flex", marks=pytest.mark.slow), "varlen"]
+    "attn_type, mode, option",
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(
+            ["sdpa", "flex", "varlen"], ["full", "selective"], ["op", "1"]
+        )
+        if case[1:] != ("full", "1")
+    ],
 )
-@pytest.mark.parametrize("mode, option", [("full", "op"), ("selective", "op"), ("selective", "1")])
 def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type, mode, option):
     mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
     changes = {"attn_type": attn_type, "attn_mask_type": mask_type}
@@ -77,7 +87,9 @@ def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"]
+)
 def test_all_blocks_share_one_compiled_graph(mode):
     from torch._dynamo.utils import counters
 

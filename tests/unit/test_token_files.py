@@ -202,7 +202,9 @@ def test_several_processes_write_the_bytes_of_one(tmp_path, stories):
 # ---- stopped and started again ----
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
     tmp_path, stories, capsys, number
 ):

@@ -1,6 +1,7 @@
 """Rules about single values, and about features that need or exclude one another."""
 
 import dataclasses
+import functools
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -271,9 +272,13 @@ def validation(job_config: JobConfig) -> Iterator[str]:
         )
 
 
+# Each rule about all settings reads the hints of all sections, which takes 2 ms.
+_type_hints = functools.cache(get_type_hints)
+
+
 def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value, annotation) of a config section and the sections inside it."""
-    hints = get_type_hints(type(section))
+    hints = _type_hints(type(section))
     for field in dataclasses.fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         if dataclasses.is_dataclass(value):
