@@ -2,6 +2,7 @@
 
     python benchmarks/tinker_clients.py                       # 16 clients, 0.5M and 3M parameters
     python benchmarks/tinker_clients.py --clients 4 --datums 8
+    python benchmarks/tinker_clients.py --unembed             # the output projection has adapters, too
 
 A server runs in a process of its own, with adapters beside one small model. Clients send requests over
 HTTP from this process: `forward_backward` and `optim_step` for each step, as tinker-cookbook's loops do.
@@ -59,6 +60,7 @@ def config_of(size: str, options: argparse.Namespace, folder: str):
             "--debug.seed=1",
             "--model.converters=lora",
             f"--lora.rank={options.rank}",
+            f"--lora.target_modules=all-linear{',lm_head' * options.unembed}",
             "--rl.serve.port=0",
             f"--rl.serve.max_models={2 * options.clients + 2}",
         ]
@@ -194,7 +196,7 @@ def measure_policy(size: str, options: argparse.Namespace) -> None:
                     adapters = {
                         "seed": n,
                         "rank": 1 + n % options.rank,
-                        "layers": ["self_attn", "mlp"],
+                        "layers": ["self_attn", "mlp", *["output"] * options.unembed],
                     }
                     policy.start_model(adapters, f"{kind} {n}")
             for _ in range((options.rounds + 1) * options.steps):
@@ -247,6 +249,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of a sequence")
     parser.add_argument("--steps", type=int, default=5, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=4, help="of each kind, after one to warm up")
+    parser.add_argument(
+        "--unembed", action="store_true", help="train_unembed of the clients has effect"
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
     for size in options.sizes:

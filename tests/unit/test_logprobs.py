@@ -17,6 +17,7 @@ from torchtitan.loss.logprobs import (
     token_logprobs,
 )
 from torchtitan.models import _supported_models
+from torchtitan.numerics.low_rank import LowRank
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 
@@ -88,6 +89,59 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
     for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
         scale = gradient.abs().max().item()
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
+
+
+def adapted_inputs(dtype, sizes):
+    """As `make_inputs`, and the `LowRank` of models with these numbers of tokens."""
+    h, weight, bias, labels = make_inputs(dtype)
+    generator = torch.Generator().manual_seed(1)
+    shapes = h.shape, (len(sizes), 2, DIM), (len(sizes), VOCAB, 2)
+    x, a, b = (torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes)
+    return h, weight, bias, labels, LowRank(x, a, b, sizes, 0.3)
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 4, 100])
+@pytest.mark.parametrize("head", [SummedCrossEntropy, partial(TokenLogProbs, entropy=True)])
+def test_adapters_of_several_models_change_the_logits_of_their_tokens(head, chunk_tokens):
+    h, weight, bias, labels, adapters = adapted_inputs(torch.float64, [3, 0, 11])
+    x, a, b, sizes, scale, *_ = adapters
+    models = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    added = torch.einsum("nm,nrm,nvr->nv", x.flatten(0, 1), a[models], b[models])
+    logits = torch.nn.functional.linear(h, weight, bias) + scale * added.view(ROWS, TOKENS, VOCAB)
+    expected = reference(logits, labels, 1.0)
+    found = head(chunk_tokens=chunk_tokens)(h, weight, bias, labels=labels, low_rank=adapters)
+    if isinstance(found, TokenOutputs):
+        torch.testing.assert_close(found, expected)
+        losses = some_loss(found), some_loss(expected)
+    else:
+        losses = found, -expected.logprobs.sum()
+    gradients = [torch.autograd.grad(loss, (h, weight, bias, x, a, b)) for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
+    top = TopTokens(k=3, chunk_tokens=chunk_tokens)
+    tokens = top(h, weight, bias, labels=labels, low_rank=adapters)[..., :3]
+    assert torch.equal(tokens.long(), logits.topk(3).indices)
+
+
+def test_gradients_of_a_models_adapters_have_the_bits_of_it_alone():
+    """The chunks have tokens of model 0, of 0 and 1, of 2, and of 2."""
+    *operands, labels, adapters = adapted_inputs(torch.float32, sizes := [5, 2, 7])
+    h, weight, bias = (t.detach() for t in operands)
+    x, a, b, _, scale, *_ = adapters
+    head, begin = TokenLogProbs(chunk_tokens=4), 0
+    found = head(h, weight, bias, labels=labels, low_rank=adapters).logprobs.flatten()
+    together = torch.autograd.grad(found.sum(), (a, b))
+    for model, size in enumerate(sizes):
+        rows, own = slice(begin, begin + size), slice(model, model + 1)
+        h_of, x_of = (t.flatten(0, 1)[None, rows] for t in (h, x))
+        alone = LowRank(x_of, a[own], b[own], [size], scale)
+        of_model = head(h_of, weight, bias, labels=labels.flatten()[None, rows], low_rank=alone)
+        if not torch.equal(of_model.logprobs[0], found[rows]):
+            pytest.skip("this CPU's library rounds a row differently beside other rows")
+        for all_models, one in zip(
+            together, torch.autograd.grad(of_model.logprobs.sum(), (a, b)), strict=True
+        ):
+            assert torch.equal(all_models[own], one[own])
+        begin += size
 
 
 def values_of_vocabulary_parts(n_ranks):

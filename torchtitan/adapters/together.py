@@ -8,7 +8,7 @@ m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
-from torchtitan.adapters.low_rank import AddLowRank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
@@ -28,6 +27,7 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.models.moe.moe import StackedExperts
+from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
 
 # ---- one layer ----
@@ -39,15 +39,12 @@ class Stacked:
     def __init__(self, a: Tensor, b: Tensor, together: "AdaptersTogether"):
         self.a, self.b, self.together = a, b, together
 
-    def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
-        """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
+    def low_rank(self, x: Tensor, scale: float, product: Callable[..., Tensor]) -> LowRank:
+        """Return the low-rank product of each row of x [B, T, K]. product: as in `LowRank`."""
         counts, order = self.together.counts, self.together.order
-        if order is not None:
-            output, x = output[order], x[order]
-        tokens_per_row = output.shape[:-1].numel() // sum(counts)
+        tokens_per_row = x.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
-        added = AddLowRank.apply(output, x, self.a, self.b, sizes, scale)
-        return added if order is None else added[order.argsort()]
+        return LowRank(x, self.a, self.b, sizes, scale, order, product)
 
 
 # ---- the model ----
@@ -68,12 +65,10 @@ def reasons_for_turns(
     experts = any(
         isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
     )
-    has_output = any(getattr(part.output, "low_rank", None) is not None for part in parts)
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
         "experts' tokens are in no order of rows": experts,
-        "the output projection, which has an adapter, computes all rows at once": has_output,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }

@@ -10,6 +10,7 @@ from tests.unit.rl.test_serve import DATA, PROMPT, server_config
 from tests.unit.rl.test_serve_lora import Client
 from tests.unit.rl.tinker_server import serving
 from tests.unit.rl.together import (
+    LAYERS,
     LORA,
     adapters_of,
     largest_difference,
@@ -263,7 +264,7 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
     data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
         for number, found in losses.items():
-            client.start_adapters(number, number + 1, ["self_attn", "mlp"]).result()
+            client.start_adapters(number, number + 1, LAYERS).result()
             for loss in found:
                 ours = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
                 client.optim_step(params_of(0)).result()

@@ -11,8 +11,9 @@ from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.snapshots import host_copy
 from torchtitan.rl.types import SamplingConfig
 
-LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
-LAYERS = ["self_attn", "mlp"]
+TARGETS = "--lora.target_modules=all-linear,lm_head"
+LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16", TARGETS)
+LAYERS = ["self_attn", "mlp", "output"]
 LOSSES = ("cross_entropy", "ppo", "importance_sampling", "cispo", "gspo", "dro")
 
 
@@ -44,7 +45,8 @@ def request(model: int, step: int, **changes) -> ForwardBackwardRequest:
 
 
 def adapters_of(model: int) -> dict:
-    return {"seed": model, "rank": 1 + model % 8, "layers": LAYERS[model % 3 == 2 :]}
+    layers = [name for i, name in enumerate(LAYERS) if model % 4 != i + 1]
+    return {"seed": model, "rank": 1 + model % 8, "layers": layers}
 
 
 def params_of(model: int) -> AdamParams:
