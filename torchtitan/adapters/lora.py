@@ -125,18 +125,30 @@ class AdaptedExperts(GroupedExperts):
 
     lora: Adapters
     lora_is_on: bool
+    lora_stacked: Any
+
+    def groups(self, selected: Tensor) -> tuple[Tensor, int]:
+        """If several models have adapters, an expert has a group for each model's tokens."""
+        if self.lora_stacked is None or not self.lora_is_on:
+            return super().groups(selected)
+        models, n_models = self.lora_stacked.models_of_tokens(len(selected))
+        return selected * n_models + models[:, None], self.num_experts * n_models
 
     def local_parameters(self) -> tuple[Tensor, ...]:
         weights = super().local_parameters()
         if not self.lora_is_on:
             return weights
+        if self.lora_stacked is not None:
+            # [m, E, ...] -> [E * m, ...], in the order of the groups.
+            pairs = (stack for name in self.lora.scales for stack in self.lora_stacked.pairs[name])
+            return (*weights, *(stack.transpose(0, 1).flatten(0, 1) for stack in pairs))
         names = (_parameter_name(name, which) for name in self.lora.scales for which in "ab")
         return (*weights, *(local_parameter(getattr(self, name)) for name in names))
 
     def _feed_forward(
         self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
     ) -> Tensor:
-        """One expert; see `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
+        """See `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
         scales, dropout = self.lora
         pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
 

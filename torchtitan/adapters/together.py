@@ -34,17 +34,25 @@ from torchtitan.tools.compiler import uncompiled
 
 
 class Stacked:
-    """The adapters of one layer: a [m, r, K], b [m, N, r]. together: knows the models of the rows."""
+    """The adapters of a layer's weights. together: knows the models of the rows.
 
-    def __init__(self, a: Tensor, b: Tensor, together: "AdaptersTogether"):
-        self.a, self.b, self.together = a, b, together
+    pairs: of each weight, A [m, r, K] and B [m, N, r]; of experts [m, E, r, K] and [m, E, N, r].
+    """
+
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], together: "AdaptersTogether"):
+        self.pairs, self.together = pairs, together
 
     def low_rank(self, x: Tensor, scale: float, product: Callable[..., Tensor]) -> LowRank:
-        """Return the low-rank product of each row of x [B, T, K]. product: as in `LowRank`."""
+        """Return the low-rank product of x [B, T, K], or [B * T, K]. product: as in `LowRank`."""
         counts, order = self.together.counts, self.together.order
         tokens_per_row = x.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
-        return LowRank(x, self.a, self.b, sizes, scale, order, product)
+        return LowRank(x, *self.pairs["weight"], sizes, scale, order, product)
+
+    def models_of_tokens(self, n_tokens: int) -> tuple[Tensor, int]:
+        """Return the models [n_tokens] of the tokens of all rows, and the number of models."""
+        models, counts = self.together.models, self.together.counts
+        return models.repeat_interleave(n_tokens // len(models)), len(counts)
 
 
 # ---- the model ----
@@ -62,13 +70,13 @@ def reasons_for_turns(
         if parameter.requires_grad
     )
     whole = next((name for name in trained if name not in adapted), None)
-    experts = any(
+    has_experts = any(
         isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
     )
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        "experts' tokens are in no order of rows": experts,
+        "adapters of experts are on several ranks": has_experts and parallel_dims.ep_enabled,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
@@ -121,7 +129,9 @@ class AdaptersTogether:
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        # Of the current microbatch: rows of each model, and the rows sorted by model, None if they are.
+        # Of the current microbatch: each row's model, rows of each model, and the rows sorted by model,
+        # None if they are.
+        self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
         self._modules: list[nn.Module] = []
@@ -166,8 +176,9 @@ class AdaptersTogether:
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
             leaf.grad = grad if trains else None
         self.counts, self.order = [0] * len(weights), None
-        for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
-            module.lora_stacked = Stacked(a, b, self)
+        pairs = iter(zip(leaves[::2], leaves[1::2], strict=True))
+        for module in self._modules:
+            module.lora_stacked = Stacked({name: next(pairs) for name in module.lora.scales}, self)
         for part in self._parts if self._has_ddp else ():
             part.set_requires_gradient_sync(False)  # its parameters get no gradients
         try:
@@ -189,6 +200,7 @@ class AdaptersTogether:
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else None
+        self.models = torch.tensor(models, device=device)
         is_sorted = order == list(range(len(models)))
         self.order = None if is_sorted else torch.tensor(order, device=device)
         return contextlib.nullcontext()

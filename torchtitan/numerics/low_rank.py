@@ -35,10 +35,12 @@ class LowRank(NamedTuple):
     def add_to(self, output: Tensor) -> Tensor:
         """Return output [..., N] plus the product, in output's dtype."""
         x, a, b, sizes, scale, order, product = self
-        if order is not None:
-            output, x = output[order], x[order]
-        added = _AddLowRank.apply(output, x, a, b, sizes, scale, product)
-        return added if order is None else added[order.argsort()]
+        if order is None:
+            return _AddLowRank.apply(output, x, a, b, sizes, scale, product)
+        # [B, T, ...], or [B * T, ...] in front of experts, by row.
+        base, x = (t.reshape(len(order), -1, t.shape[-1])[order] for t in (output, x))
+        added = _AddLowRank.apply(base, x, a, b, sizes, scale, product)
+        return added[order.argsort()].view_as(output)
 
 
 class _AddLowRank(torch.autograd.Function):

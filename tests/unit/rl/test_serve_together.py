@@ -10,11 +10,13 @@ from tests.unit.rl.test_serve import DATA, PROMPT, server_config
 from tests.unit.rl.test_serve_lora import Client
 from tests.unit.rl.tinker_server import serving
 from tests.unit.rl.together import (
+    EXPERTS,
     LAYERS,
     LORA,
     adapters_of,
     largest_difference,
     metrics_of,
+    model_flags,
     params_of,
     request,
     train,
@@ -51,7 +53,8 @@ def test_models_in_one_pass_have_the_losses_of_each_alone(together, tmp_path):
     assert first[0]["loss:sum"] != last[0]["loss:sum"]
 
 
-def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tmp_path):
+@pytest.mark.parametrize("family", ["", EXPERTS])
+def test_products_of_a_model_do_not_depend_on_the_rows_of_others(family, monkeypatch, tmp_path):
     """In rows of one length all bits are those of the model alone, also where the size of a product would
     choose another library for it, as that of many models' rows does in a model of 3M parameters."""
     x, weight = torch.randn(64, 128), torch.randn(128, 128)
@@ -61,7 +64,8 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tm
     monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1_200_000)
     results = []
     for is_together in (True, False):
-        with LocalTrainingClient(toy_config(tmp_path / str(is_together), *LORA)) as client:
+        config = toy_config(tmp_path / str(is_together), *LORA, *model_flags(family))
+        with LocalTrainingClient(config) as client:
             policy = Policy(client, client._trainer.job_config)
             items = []
             for model in range(4):
