@@ -1,9 +1,10 @@
 """Adapters of several models in one pass over their base.
 
 Each row of a batch belongs to a model. A layer's frozen product is computed once for all rows; the
-low-rank products are computed for each model's rows with its own A and B, which are stacked.
+low-rank products are computed for each model's rows with its own A and B, which are stacked. Experts'
+tokens are sorted by expert and then by model (`AdaptedExperts.groups`).
 
-m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
+m models, E experts, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 """
 
 import contextlib

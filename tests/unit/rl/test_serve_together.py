@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,10 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(family, monkeyp
                 results[-1].append(metrics_of(outputs))
                 policy.optim_step([(name, params_of(0)) for name, _ in items])
             policy.close()
-    assert results[0] == results[1]
+    if family:  # products of fewer than four tokens, as some experts have, round differently
+        assert largest_difference(*results) <= 1e-6
+    else:
+        assert results[0] == results[1]
 
 
 def test_states_in_files_and_rows_of_several_samples_change_no_number(together, tmp_path):
@@ -167,6 +171,12 @@ def test_settings_under_which_models_take_turns_are_named(tmp_path):
         (found,) = reasons_for_turns(config, engine.parallel_dims, engine.model_parts)
         assert not client.shares_passes
         assert "which lora.also_train trains whole" in found
+    config = toy_config(tmp_path, *LORA, *model_flags(EXPERTS))
+    with LocalTrainingClient(config) as client:
+        assert client.shares_passes
+        parts, layout = client._trainer.engine.model_parts, {"pp_enabled": False}
+        (found,) = reasons_for_turns(config, SimpleNamespace(ep_enabled=True, **layout), parts)
+        assert found == "adapters of experts are on several ranks"
 
 
 # ---- turns ----
