@@ -77,7 +77,8 @@ def reasons_for_turns(
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        "adapters of experts are on several ranks": has_experts and parallel_dims.ep_enabled,
+        "expert parallelism deals the experts, which have adapters, to the ranks": has_experts
+        and parallel_dims.ep_enabled,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }

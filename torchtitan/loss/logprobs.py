@@ -519,7 +519,7 @@ def _logits(
     logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
     if adapted_x is not None:
         adapters = adapted_x[rows], a, b, chunk.sizes, call.scale, head.product
-        logits, low_rank = add_products(logits, *adapters)
+        logits, low_rank = add_products(logits, *adapters, in_place=True)
     if head.compile_backend is None:
         logits = _in_fp32(logits, temperature, copy=weight is None)
     return logits, temperature, low_rank

@@ -58,6 +58,7 @@ class _AddLowRank(torch.autograd.Function):
         ctx.sizes, ctx.scale = sizes, scale
         with torch.autocast(x.device.type, enabled=False):
             tokens = (t.flatten(0, -2) for t in (output, x))
+            # Not in place, because selective activation checkpointing keeps the output.
             result, low_rank = add_products(*tokens, a, b, sizes, scale, product)
         ctx.save_for_backward(x, a, b, *low_rank)
         return result.view_as(output)
@@ -81,18 +82,18 @@ def add_products(
     b: Tensor,
     sizes: Sequence[int],
     scale: float,
-    product: Callable[..., Tensor] = linear,
+    product: Callable[..., Tensor],
+    in_place: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return (output [n, N] plus the products of x [n, K], in output's dtype; what backward needs).
 
     The other arguments are those of `LowRank`. A model's rows have the same bits beside other models,
-    and so have the gradients. Without autograd; call it without autocast.
+    and so have the gradients. in_place: overwrite output. Without autograd; call it without autocast.
     """
     low_rank = []
     wide = torch.float32 if is_slow_product(output) else output.dtype
     base, x, a, b = (t.to(wide) for t in (output, x, a, b))
-    # Not in place, because selective activation checkpointing keeps the output.
-    result = torch.empty_like(base)
+    result = base if in_place else torch.empty_like(base)
     for i, rows, few in _parts(sizes, product is linear):
         if product is linear:
             low_rank.append(_times(a[i], rows(x), few).mul_(scale))
