@@ -8,6 +8,7 @@ m models, E experts, r rank, K inputs and N outputs of a layer, n tokens of all 
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -27,7 +28,6 @@ from torchtitan.distributed.dtensor import (
     with_local,
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
 
@@ -71,14 +71,9 @@ def reasons_for_turns(
         if parameter.requires_grad
     )
     whole = next((name for name in trained if name not in adapted), None)
-    has_experts = any(
-        isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
-    )
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        "expert parallelism deals the experts, which have adapters, to the ranks": has_experts
-        and parallel_dims.ep_enabled,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
@@ -88,9 +83,9 @@ def reasons_for_turns(
 class _Matrix(NamedTuple):
     """An A or B, and this rank's part of it.
 
-    shape: of the part that this rank computes with: whole, or tensor parallelism's part.
+    shape: of the part that this rank computes with: whole, or tensor or expert parallelism's part.
     own: where this rank's shard is in it. shards: the groups that have the other shards.
-    copies: the ranks that compute with the same part, for other inputs or outputs; None without.
+    sums: the groups over which its gradient is summed.
     """
 
     name: str
@@ -98,26 +93,32 @@ class _Matrix(NamedTuple):
     shape: tuple[int, ...]
     own: tuple[slice, ...]
     shards: tuple[dist.ProcessGroup, ...]
-    copies: dist.ProcessGroup | None
+    sums: tuple[dist.ProcessGroup, ...]
 
 
-def _matrix(name: str, parameter: Tensor) -> _Matrix:
+def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
+    """group: the ranks that have other rows or tokens."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
+    others = [] if group is None else [group]
     if not is_dtensor(parameter):
-        return _Matrix(name, parameter, shape, own, (), None)
+        return _Matrix(name, parameter, shape, own, (), tuple(others))
     mesh, placements = parameter.device_mesh, parameter.placements
-    is_tp = [axis in ("tp", "etp") for axis in mesh.mesh_dim_names or ()]
+    names = mesh.mesh_dim_names or ()
+    is_split = [axis in ("tp", "ep", "etp") for axis in names]
     replicate = load_dtensor().Replicate()
-    computed = [p if tp else replicate for p, tp in zip(placements, is_tp, strict=True)]
+    computed = [p if split else replicate for p, split in zip(placements, is_split, strict=True)]
     shape, begins = local_shape_and_offsets(parameter.shape, mesh, computed)
     own_shape, own_begins = local_shape_and_offsets(parameter.shape, mesh, placements)
     own = tuple(
         slice(o - b, o - b + n) for o, b, n in zip(own_begins, begins, own_shape, strict=True)
     )
-    axes = list(enumerate(zip(placements, is_tp, strict=True)))
-    shards = [mesh.get_group(i) for i, (p, tp) in axes if not tp and not p.is_replicate()]
-    copies = [mesh.get_group(i) for i, (p, tp) in axes if tp and p.is_replicate()]
-    return _Matrix(name, parameter, shape, own, tuple(shards), copies[0] if copies else None)
+    axes = list(enumerate(zip(placements, is_split, strict=True)))
+    shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
+    # Ranks that compute with the same part, for other inputs or outputs.
+    copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
+    if "ep" in names:  # the gradient has the tokens of all ranks of this axis
+        others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
+    return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
 
 class AdaptersTogether:
@@ -142,9 +143,10 @@ class AdaptersTogether:
             parameters |= {name_without_wrappers(n): p for n, p in part.named_parameters()}
             self._modules += [m for m in part.modules() if hasattr(m, "lora")]
         names = [name for one in adapted_weights(self._parts) for name in (one.a, one.b)]
-        self._matrices = [_matrix(name, parameters[name]) for name in names]
-        # In the buffers, matrices with copies come first, because their gradients have one more sum.
-        order = sorted(range(len(names)), key=lambda i: self._matrices[i].copies is None)
+        self._matrices = [_matrix(name, parameters[name], group) for name in names]
+        # In the buffers, matrices with the same groups are next to each other.
+        kinds = [(matrix.shards, matrix.sums) for matrix in self._matrices]
+        order = sorted(range(len(names)), key=lambda i: kinds.index(kinds[i]))
         self._places = [order.index(i) for i in range(len(names))]
         self._ordered = [self._matrices[i] for i in order]
 
@@ -171,8 +173,8 @@ class AdaptersTogether:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
                 torch.stack(own, out=stack)
-        for group in self._matrices[0].shards:
-            dist.all_reduce(values, group=group)  # a value of one rank, and zeros of the others
+        # Each is a value of one rank, and zeros of the others.
+        self._reduce(values, len(weights), lambda matrix: matrix.shards)
         sums = torch.zeros_like(values) if trains else values
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
@@ -216,16 +218,25 @@ class AdaptersTogether:
             for place, matrix in zip(self._places, self._matrices, strict=True)
         ]
 
+    def _reduce(
+        self,
+        values: Tensor,
+        n_models: int,
+        groups_of: Callable[[_Matrix], tuple[dist.ProcessGroup, ...]],
+    ) -> None:
+        """Sum a buffer of all matrices over ranks, each matrix over its groups."""
+        begin = 0
+        for groups, matrices in itertools.groupby(self._ordered, groups_of):
+            end = begin + n_models * sum(math.prod(matrix.shape) for matrix in matrices)
+            for group in groups:
+                dist.all_reduce(values[begin:end], group=group)
+            begin = end
+
     def _summed(self, sums: Tensor, n_models: int) -> Iterator[dict[str, Tensor]]:
         """Sum the gradients over ranks, and yield this rank's part of each model's."""
-        with_copies = [matrix for matrix in self._matrices if matrix.copies is not None]
-        if with_copies:
-            n_values = n_models * sum(math.prod(matrix.shape) for matrix in with_copies)
-            dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
-            if self._has_ddp:  # its hook has multiplied them, because DDP averages
-                sums /= self._group.size()
+        self._reduce(sums, n_models, lambda matrix: matrix.sums)
+        if self._group is not None and self._has_ddp:
+            sums /= self._group.size()  # its hook has multiplied them, because DDP averages
         of_models = [
             (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
             for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)

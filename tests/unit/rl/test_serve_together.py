@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,12 +170,6 @@ def test_settings_under_which_models_take_turns_are_named(tmp_path):
         (found,) = reasons_for_turns(config, engine.parallel_dims, engine.model_parts)
         assert not client.shares_passes
         assert "which lora.also_train trains whole" in found
-    config = toy_config(tmp_path, *LORA, *model_flags(EXPERTS))
-    with LocalTrainingClient(config) as client:
-        assert client.shares_passes
-        parts, layout = client._trainer.engine.model_parts, {"pp_enabled": False}
-        (found,) = reasons_for_turns(config, SimpleNamespace(ep_enabled=True, **layout), parts)
-        assert found.startswith("expert parallelism deals the experts, which have adapters,")
 
 
 # ---- turns ----
