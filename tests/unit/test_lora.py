@@ -137,12 +137,13 @@ def test_load_of_experts_is_not_balanced_because_their_bias_is_frozen(build):
 def test_models_that_share_a_mixture_of_experts_compute_as_each_alone(kernel, monkeypatch):
     """Also if a model's rows are not next to each other, and a model has no row."""
     torch.manual_seed(0)
-    args = MoEArgs(num_experts=4, top_k=2, use_grouped_mm=kernel != "loop")
+    args = MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, use_grouped_mm=kernel != "loop")
     moe = MoE(args, dim=16, hidden_dim=8)
     for parameter in moe.requires_grad_(False).parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     for name in ("w1", "w2", "w3"):
         add_adapter(moe.experts, name, rank=4, scale=0.5, dropout=0.0)
+        add_adapter(moe.shared_experts.get_submodule(name), "weight", 4, scale=0.5, dropout=0.0)
     trained = {name: p for name, p in moe.named_parameters() if "lora" in name}
     weights = [{name: torch.randn_like(p) for name, p in trained.items()} for _ in range(4)]
     models, x = [2, 0, 1, 2, 0], torch.randn(5, 7, 16)
