@@ -2,6 +2,8 @@
 
     python benchmarks/tinker_clients.py                       # 16 clients, 0.5M and 3M parameters
     python benchmarks/tinker_clients.py --clients 4 --datums 8
+    python benchmarks/tinker_clients.py --unembed             # the output projection has adapters, too
+    python benchmarks/tinker_clients.py --sizes experts       # a mixture of experts with adapters
 
 A server runs in a process of its own, with adapters beside one small model. Clients send requests over
 HTTP from this process: `forward_backward` and `optim_step` for each step, as tinker-cookbook's loops do.
@@ -26,9 +28,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+# family, flavor, changes
 SIZES = {
-    "0.5M": {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2},
-    "3M": {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2},
+    "0.5M": ("llama3", "debugmodel", {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}),
+    "3M": ("llama3", "debugmodel", {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2}),
+    "experts": ("qwen3", "debugmodel_moe_small", {"dim": 128, "n_layers": 2, "moe_inter_dim": 64}),
 }
 VOCAB = 256
 
@@ -42,8 +46,9 @@ def config_of(size: str, options: argparse.Namespace, folder: str):
     from torchtitan.rl.job_config import JobConfig
 
     torch.set_num_threads(1)
-    spec = get_train_spec("llama3")
-    args = dataclasses.replace(spec.model_args["debugmodel"], vocab_size=VOCAB, **SIZES[size])
+    family, flavor, changes = SIZES[size]
+    spec = get_train_spec(family)
+    args = dataclasses.replace(spec.model_args[flavor], vocab_size=VOCAB, **changes)
     spec = dataclasses.replace(spec, model_args={"small": args}, build_tokenizer_fn=None)
     register_train_spec(f"small {size}", spec)
     return ConfigManager(JobConfig).parse_args(
@@ -59,6 +64,7 @@ def config_of(size: str, options: argparse.Namespace, folder: str):
             "--debug.seed=1",
             "--model.converters=lora",
             f"--lora.rank={options.rank}",
+            f"--lora.target_modules=all-linear{',lm_head' * options.unembed}",
             "--rl.serve.port=0",
             f"--rl.serve.max_models={2 * options.clients + 2}",
         ]
@@ -194,7 +200,7 @@ def measure_policy(size: str, options: argparse.Namespace) -> None:
                     adapters = {
                         "seed": n,
                         "rank": 1 + n % options.rank,
-                        "layers": ["self_attn", "mlp"],
+                        "layers": ["self_attn", "mlp", *["output"] * options.unembed],
                     }
                     policy.start_model(adapters, f"{kind} {n}")
             for _ in range((options.rounds + 1) * options.steps):
@@ -247,7 +253,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of a sequence")
     parser.add_argument("--steps", type=int, default=5, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=4, help="of each kind, after one to warm up")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument(
+        "--unembed", action="store_true", help="train_unembed of the clients has effect"
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5M", "3M"])
     options = parser.parse_args()
     for size in options.sizes:
         measure_policy(size, options)

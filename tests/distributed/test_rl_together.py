@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.rl.together import largest_difference, sample, train
+from tests.unit.rl.together import EXPERTS, largest_difference, sample, train
 from torchtitan.testing.gloo import run_ranks
 
 FSDP, TP = "--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -16,6 +16,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DDP": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
     "full AC": (1, ["--activation_checkpoint.mode=full"]),
     "compiled": (1, ["--compile.enable", "--compile.backend=eager"]),
+}
+EP, ETP = "--parallelism.expert_parallel_degree=2", "--parallelism.expert_tensor_parallel_degree=2"
+EXPERT_LAYOUTS: dict[str, tuple[int, list[str]]] = LAYOUTS | {
+    "FSDP, EP": (2, [FSDP, EP]),
+    "TP, EP": (2, [TP, EP]),
+    "CP, EP": (2, [*LAYOUTS["CP"][1], EP]),
+    "FSDP 4, EP": (4, ["--parallelism.data_parallel_shard_degree=4", EP]),
+    "HSDP, EP": (4, [*LAYOUTS["HSDP"][1], EP]),
+    "FSDP x TP, EP x ETP": (4, [FSDP, TP, EP, ETP]),
 }
 QUICK = ("FSDP", "TP")
 # Four models, because context parallelism has no gspo, which is the fifth one's loss.
@@ -38,6 +47,23 @@ def test_models_in_one_pass_have_the_numbers_of_one_process(layout, alone, tmp_p
         train, world_size, str(tmp_path), N_MODELS, N_STEPS, flags, True, serve, timeout_seconds=240
     ):
         assert largest_difference(found, alone) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def experts_alone(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return train(folder, N_MODELS, N_STEPS, is_together=False, family=EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_adapters_of_experts_in_one_pass_have_the_numbers_of_one_process(
+    layout, experts_alone, tmp_path
+):
+    world_size, flags = EXPERT_LAYOUTS[layout]
+    arguments = str(tmp_path), N_MODELS, N_STEPS, flags, True, (), EXPERTS
+    for found in run_ranks(train, world_size, *arguments, timeout_seconds=240):
+        assert largest_difference(found, experts_alone) <= 1e-6
 
 
 @pytest.mark.parametrize("layout", ["FSDP", "TP", pytest.param("PP", marks=pytest.mark.slow)])

@@ -166,13 +166,15 @@ def test_experts_adapters_of_peft_for_transformers_5_load(tmp_path):
         engine_of(folder, *flags)
 
 
-def test_adapters_in_one_batch_sample_with_the_logprobs_of_peft(tmp_path):
-    folder, n_new = base_folder(tmp_path, "qwen3"), 6
+@pytest.mark.parametrize(("family", "flags"), [("qwen3", OUTPUT), ("qwen3_moe", [])])
+def test_adapters_in_one_batch_sample_with_the_logprobs_of_peft(family, flags, tmp_path):
+    folder, n_new = base_folder(tmp_path, family), 6
     prompts, models = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11, 12]], [2, 0, 1, 0, 2]
-    with engine_of(folder) as engine:
+    with engine_of(folder, *flags) as engine:
         theirs, weights = None, []
         for seed in range(3):
-            redraw_adapters(engine.model_parts, seed, 1 + seed, ["self_attn", "mlp"][seed % 2 :])
+            layers = ["self_attn", "mlp", "lm_head"][seed % 2 :]
+            redraw_adapters(engine.model_parts, seed, 1 + seed, layers)
             parameters = dict(engine.model_parts[0].named_parameters())
             for one in adapted_weights(engine.model_parts):
                 torch.nn.init.normal_(parameters[one.b], std=0.3)

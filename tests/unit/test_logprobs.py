@@ -17,6 +17,7 @@ from torchtitan.loss.logprobs import (
     token_logprobs,
 )
 from torchtitan.models import _supported_models
+from torchtitan.numerics.low_rank import LowRank
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 
@@ -88,6 +89,63 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
     for tensor, gradient in zip((h, weight, bias), gradients, strict=True):
         scale = gradient.abs().max().item()
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
+
+
+def adapted_inputs(dtype, sizes):
+    """As `make_inputs`, and the `LowRank` of models with these numbers of tokens."""
+    h, weight, bias, labels = make_inputs(dtype)
+    generator = torch.Generator().manual_seed(1)
+    shapes = h.shape, (len(sizes), 2, DIM), (len(sizes), VOCAB, 2)
+    x, a, b = (torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes)
+    return h, weight, bias, labels, LowRank(x, a, b, sizes, 0.3)
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 4, 100])
+@pytest.mark.parametrize("head", [SummedCrossEntropy, partial(TokenLogProbs, entropy=True)])
+def test_adapters_of_several_models_change_the_logits_of_their_tokens(head, chunk_tokens):
+    h, weight, bias, labels, adapters = adapted_inputs(torch.float64, [3, 0, 11])
+    x, a, b, sizes, scale, *_ = adapters
+    models = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    added = torch.einsum("nm,nrm,nvr->nv", x.flatten(0, 1), a[models], b[models])
+    logits = torch.nn.functional.linear(h, weight, bias) + scale * added.view(ROWS, TOKENS, VOCAB)
+    expected = reference(logits, labels, 1.0)
+    found = head(chunk_tokens=chunk_tokens)(h, weight, bias, labels=labels, low_rank=adapters)
+    if isinstance(found, TokenOutputs):
+        torch.testing.assert_close(found, expected)
+        losses = some_loss(found), some_loss(expected)
+    else:
+        losses = found, -expected.logprobs.sum()
+    gradients = [torch.autograd.grad(loss, (h, weight, bias, x, a, b)) for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
+    top = TopTokens(k=3, chunk_tokens=chunk_tokens)
+    tokens = top(h, weight, bias, labels=labels, low_rank=adapters)[..., :3]
+    assert torch.equal(tokens.long(), logits.topk(3).indices)
+
+
+def test_gradients_of_a_models_adapters_have_the_bits_of_it_alone():
+    sizes, generator = [14, 5, 16], torch.Generator().manual_seed(1)
+    shapes = (1, sum(sizes), 16), (32, 16), (3, 2, 16), (3, 32, 2)
+    h, weight, a, b = (torch.randn(shape, generator=generator) for shape in shapes)
+    labels = torch.randint(0, 32, h.shape[:2], generator=generator)
+    if not torch.equal((h[0] @ weight.t())[:5], h[0, :5] @ weight.t()):
+        pytest.skip("this CPU's library rounds a row differently beside other rows")
+    head = TokenLogProbs(chunk_tokens=10)
+
+    def run(rows, models, sizes):
+        own = a[models].requires_grad_(), b[models].requires_grad_()
+        adapters = LowRank(h[:, rows], *own, sizes, 0.3)
+        found = head(h[:, rows], weight, labels=labels[:, rows], low_rank=adapters).logprobs
+        return found.detach(), *torch.autograd.grad(found.sum(), own)
+
+    logprobs, *together = run(slice(None), slice(None), sizes)  # chunks of 10, 4 + 5, 10 and 6
+    begin = 0
+    for model, size in enumerate(sizes):
+        rows, own = slice(begin, begin + size), slice(model, model + 1)
+        found, *alone = run(rows, own, [size])
+        assert torch.equal(found, logprobs[:, rows])
+        for of_all, of_one in zip(together, alone, strict=True):
+            assert torch.equal(of_all[own], of_one)
+        begin += size
 
 
 def values_of_vocabulary_parts(n_ranks):

@@ -15,10 +15,13 @@ from tests.distributed.layout_matrix import (
     build_engine,
     global_batch,
 )
-from torchtitan.adapters.lora import adapted_weights
+from torchtitan.adapters.lora import adapted_weights, add_adapter
 from torchtitan.adapters.names import fits
+from torchtitan.adapters.together import AdaptersTogether
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.moe import moe as moe_module
 
 LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
 
@@ -128,6 +131,40 @@ def test_load_of_experts_is_not_balanced_because_their_bias_is_frozen(build):
 
 
 # ---- what they compute ----
+
+
+@pytest.mark.parametrize("kernel", ["grouped", "padded groups", "loop"])
+def test_models_that_share_a_mixture_of_experts_compute_as_each_alone(kernel, monkeypatch):
+    """Also if a model's rows are not next to each other, and a model has no row."""
+    torch.manual_seed(0)
+    args = MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, use_grouped_mm=kernel != "loop")
+    moe = MoE(args, dim=16, hidden_dim=8)
+    for parameter in moe.requires_grad_(False).parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for name in ("w1", "w2", "w3"):
+        add_adapter(moe.experts, name, rank=4, scale=0.5, dropout=0.0)
+        add_adapter(moe.shared_experts.get_submodule(name), "weight", 4, scale=0.5, dropout=0.0)
+    trained = {name: p for name, p in moe.named_parameters() if "lora" in name}
+    weights = [{name: torch.randn_like(p) for name, p in trained.items()} for _ in range(4)]
+    models, x = [2, 0, 1, 2, 0], torch.randn(5, 7, 16)
+    factors = torch.randn_like(x)
+    together = AdaptersTogether([moe], None)
+    monkeypatch.setattr(moe_module, "_needs_padding", lambda _: kernel == "padded groups")
+    with together.adapters(weights) as gradients:
+        together.set_rows(models)
+        found = moe(x)
+        (found * factors).sum().backward()
+    assert not any(gradient.any() for gradient in gradients[3].values())
+    for model in range(3):
+        own = [row for row, of_row in enumerate(models) if of_row == model]
+        for name, parameter in trained.items():
+            parameter.data.copy_(weights[model][name])
+            parameter.grad = None
+        out = moe(x[own])
+        (out * factors[own]).sum().backward()
+        torch.testing.assert_close(found[own], out)
+        for name, parameter in trained.items():
+            torch.testing.assert_close(gradients[model][name], parameter.grad)
 
 
 def test_initial_adapters_are_those_of_kaiming_and_change_nothing(build):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.adapters.low_rank import MANY_TOKENS, AddLowRank
 from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
@@ -35,6 +34,7 @@ from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import is_slow_product, linear
+from torchtitan.numerics.low_rank import MANY_TOKENS, LowRank
 
 
 class Adapted(NamedTuple):
@@ -91,17 +91,13 @@ def _parameter_name(weight_name: str, which: str) -> str:
 
 
 def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    if not module.lora_is_on:
+    if (adapter := _low_rank(module, inputs[0])) is None:
         return output
-    scales, dropout = module.lora
-    x = inputs[0] if not dropout else F.dropout(inputs[0], dropout, module.training)
-    if module.lora_stacked is not None:
-        return module.lora_stacked.add(output, x, scales["weight"])
-    product = getattr(module, "product", linear)
-    a, b, scale = local_parameter(module.lora_a), local_parameter(module.lora_b), scales["weight"]
-    if product is linear and not torch.compiler.is_compiling():
-        if (n_tokens := x.shape[:-1].numel()) < MANY_TOKENS:
-            return AddLowRank.apply(output, x, a[None], b[None], [n_tokens], scale)
+    x, scale, product = adapter.x, adapter.scale, adapter.product
+    is_usual = product is linear and not torch.compiler.is_compiling()
+    if module.lora_stacked is not None or (is_usual and adapter.sizes[0] < MANY_TOKENS):
+        return adapter.add_to(output)
+    a, b = adapter.a[0], adapter.b[0]
     low_rank = product(x, a)
     if is_slow_product(x) or product is not linear:
         return output + product(scale * low_rank, b)
@@ -110,14 +106,18 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
 
 
-def _low_rank(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return scale * dropout(x) A^T and B, for `project`; None while adapters are off."""
+def _low_rank(module: nn.Module, x: Tensor) -> LowRank | None:
+    """Return what the adapters add to the module's output for x [..., K]; None while they are off."""
     if not module.lora_is_on:
         return None
     scales, dropout = module.lora
     x = F.dropout(x, dropout, module.training) if dropout else x
-    a, b = local_parameter(module.lora_a), local_parameter(module.lora_b)
-    return scales["weight"] * linear(x, a.to(x.dtype)), b
+    product = getattr(module, "product", linear)
+    if module.lora_stacked is not None:
+        return module.lora_stacked.low_rank(x, scales["weight"], product)
+    a, b = local_parameter(module.lora_a)[None], local_parameter(module.lora_b)[None]
+    sizes = [x.shape[:-1].numel()]
+    return LowRank(x, a, b, sizes, scales["weight"], None, product)
 
 
 class AdaptedExperts(GroupedExperts):
@@ -125,18 +125,30 @@ class AdaptedExperts(GroupedExperts):
 
     lora: Adapters
     lora_is_on: bool
+    lora_stacked: Any
+
+    def groups(self, selected: Tensor) -> tuple[Tensor, int]:
+        """If several models have adapters, an expert has a group for each model's tokens."""
+        if self.lora_stacked is None or not self.lora_is_on:
+            return super().groups(selected)
+        models, n_models = self.lora_stacked.models_of_tokens(len(selected))
+        return selected * n_models + models[:, None], self.num_experts * n_models
 
     def local_parameters(self) -> tuple[Tensor, ...]:
         weights = super().local_parameters()
         if not self.lora_is_on:
             return weights
+        if self.lora_stacked is not None:
+            # [m, E, ...] -> [E * m, ...], in the order of the groups.
+            pairs = (stack for name in self.lora.scales for stack in self.lora_stacked.pairs[name])
+            return (*weights, *(stack.transpose(0, 1).flatten(0, 1) for stack in pairs))
         names = (_parameter_name(name, which) for name in self.lora.scales for which in "ab")
         return (*weights, *(local_parameter(getattr(self, name)) for name in names))
 
     def _feed_forward(
         self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
     ) -> Tensor:
-        """One expert; see `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
+        """See `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
         scales, dropout = self.lora
         pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
 

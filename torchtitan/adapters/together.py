@@ -1,14 +1,16 @@
 """Adapters of several models in one pass over their base.
 
 Each row of a batch belongs to a model. A layer's frozen product is computed once for all rows; the
-low-rank products are computed for each model's rows with its own A and B, which are stacked.
+low-rank products are computed for each model's rows with its own A and B, which are stacked. Experts'
+tokens are sorted by expert and then by model (`AdaptedExperts.groups`).
 
-m models, r rank, K inputs and N outputs of a layer, n tokens of all rows.
+m models, E experts, r rank, K inputs and N outputs of a layer, n tokens of all rows.
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
-from torchtitan.adapters.low_rank import AddLowRank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
@@ -27,27 +28,32 @@ from torchtitan.distributed.dtensor import (
     with_local,
 )
 from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.models.moe.moe import StackedExperts
+from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
 
 # ---- one layer ----
 
 
 class Stacked:
-    """The adapters of one layer: a [m, r, K], b [m, N, r]. together: knows the models of the rows."""
+    """The adapters of a layer's weights. together: knows the models of the rows.
 
-    def __init__(self, a: Tensor, b: Tensor, together: "AdaptersTogether"):
-        self.a, self.b, self.together = a, b, together
+    pairs: of each weight, A [m, r, K] and B [m, N, r]; of experts [m, E, r, K] and [m, E, N, r].
+    """
 
-    def add(self, output: Tensor, x: Tensor, scale: float) -> Tensor:
-        """Return the output [B, T, N] plus the low-rank product of each row of x [B, T, K]."""
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], together: "AdaptersTogether"):
+        self.pairs, self.together = pairs, together
+
+    def low_rank(self, x: Tensor, scale: float, product: Callable[..., Tensor]) -> LowRank:
+        """Return the low-rank product of x [B, T, K], or [B * T, K]. product: as in `LowRank`."""
         counts, order = self.together.counts, self.together.order
-        if order is not None:
-            output, x = output[order], x[order]
-        tokens_per_row = output.shape[:-1].numel() // sum(counts)
+        tokens_per_row = x.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
-        added = AddLowRank.apply(output, x, self.a, self.b, sizes, scale)
-        return added if order is None else added[order.argsort()]
+        return LowRank(x, *self.pairs["weight"], sizes, scale, order, product)
+
+    def models_of_tokens(self, n_tokens: int) -> tuple[Tensor, int]:
+        """Return the models [n_tokens] of the tokens of all rows, and the number of models."""
+        models, counts = self.together.models, self.together.counts
+        return models.repeat_interleave(n_tokens // len(models)), len(counts)
 
 
 # ---- the model ----
@@ -65,15 +71,9 @@ def reasons_for_turns(
         if parameter.requires_grad
     )
     whole = next((name for name in trained if name not in adapted), None)
-    experts = any(
-        isinstance(m, StackedExperts) and hasattr(m, "lora") for p in parts for m in p.modules()
-    )
-    has_output = any(getattr(part.output, "low_rank", None) is not None for part in parts)
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        "experts' tokens are in no order of rows": experts,
-        "the output projection, which has an adapter, computes all rows at once": has_output,
         f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
@@ -83,9 +83,9 @@ def reasons_for_turns(
 class _Matrix(NamedTuple):
     """An A or B, and this rank's part of it.
 
-    shape: of the part that this rank computes with: whole, or tensor parallelism's part.
+    shape: of the part that this rank computes with: whole, or tensor or expert parallelism's part.
     own: where this rank's shard is in it. shards: the groups that have the other shards.
-    copies: the ranks that compute with the same part, for other inputs or outputs; None without.
+    sums: the groups over which its gradient is summed.
     """
 
     name: str
@@ -93,26 +93,32 @@ class _Matrix(NamedTuple):
     shape: tuple[int, ...]
     own: tuple[slice, ...]
     shards: tuple[dist.ProcessGroup, ...]
-    copies: dist.ProcessGroup | None
+    sums: tuple[dist.ProcessGroup, ...]
 
 
-def _matrix(name: str, parameter: Tensor) -> _Matrix:
+def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
+    """group: the ranks that have other rows or tokens."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
+    others = [] if group is None else [group]
     if not is_dtensor(parameter):
-        return _Matrix(name, parameter, shape, own, (), None)
+        return _Matrix(name, parameter, shape, own, (), tuple(others))
     mesh, placements = parameter.device_mesh, parameter.placements
-    is_tp = [axis in ("tp", "etp") for axis in mesh.mesh_dim_names or ()]
+    names = mesh.mesh_dim_names or ()
+    is_split = [axis in ("tp", "ep", "etp") for axis in names]
     replicate = load_dtensor().Replicate()
-    computed = [p if tp else replicate for p, tp in zip(placements, is_tp, strict=True)]
+    computed = [p if split else replicate for p, split in zip(placements, is_split, strict=True)]
     shape, begins = local_shape_and_offsets(parameter.shape, mesh, computed)
     own_shape, own_begins = local_shape_and_offsets(parameter.shape, mesh, placements)
     own = tuple(
         slice(o - b, o - b + n) for o, b, n in zip(own_begins, begins, own_shape, strict=True)
     )
-    axes = list(enumerate(zip(placements, is_tp, strict=True)))
-    shards = [mesh.get_group(i) for i, (p, tp) in axes if not tp and not p.is_replicate()]
-    copies = [mesh.get_group(i) for i, (p, tp) in axes if tp and p.is_replicate()]
-    return _Matrix(name, parameter, shape, own, tuple(shards), copies[0] if copies else None)
+    axes = list(enumerate(zip(placements, is_split, strict=True)))
+    shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
+    # Ranks that compute with the same part, for other inputs or outputs.
+    copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
+    if "ep" in names:  # the gradient has the tokens of all ranks of this axis
+        others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
+    return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
 
 class AdaptersTogether:
@@ -126,7 +132,9 @@ class AdaptersTogether:
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        # Of the current microbatch: rows of each model, and the rows sorted by model, None if they are.
+        # Of the current microbatch: each row's model, rows of each model, and the rows sorted by model,
+        # None if they are.
+        self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
         self._modules: list[nn.Module] = []
@@ -135,9 +143,10 @@ class AdaptersTogether:
             parameters |= {name_without_wrappers(n): p for n, p in part.named_parameters()}
             self._modules += [m for m in part.modules() if hasattr(m, "lora")]
         names = [name for one in adapted_weights(self._parts) for name in (one.a, one.b)]
-        self._matrices = [_matrix(name, parameters[name]) for name in names]
-        # In the buffers, matrices with copies come first, because their gradients have one more sum.
-        order = sorted(range(len(names)), key=lambda i: self._matrices[i].copies is None)
+        self._matrices = [_matrix(name, parameters[name], group) for name in names]
+        # In the buffers, matrices with the same groups are next to each other.
+        kinds = [(matrix.shards, matrix.sums) for matrix in self._matrices]
+        order = sorted(range(len(names)), key=lambda i: kinds.index(kinds[i]))
         self._places = [order.index(i) for i in range(len(names))]
         self._ordered = [self._matrices[i] for i in order]
 
@@ -164,15 +173,16 @@ class AdaptersTogether:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
                 torch.stack(own, out=stack)
-        for group in self._matrices[0].shards:
-            dist.all_reduce(values, group=group)  # a value of one rank, and zeros of the others
+        # Each is a value of one rank, and zeros of the others.
+        self._reduce(values, len(weights), lambda matrix: matrix.shards)
         sums = torch.zeros_like(values) if trains else values
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
         for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
             leaf.grad = grad if trains else None
         self.counts, self.order = [0] * len(weights), None
-        for module, a, b in zip(self._modules, leaves[::2], leaves[1::2], strict=True):
-            module.lora_stacked = Stacked(a, b, self)
+        pairs = iter(zip(leaves[::2], leaves[1::2], strict=True))
+        for module in self._modules:
+            module.lora_stacked = Stacked({name: next(pairs) for name in module.lora.scales}, self)
         for part in self._parts if self._has_ddp else ():
             part.set_requires_gradient_sync(False)  # its parameters get no gradients
         try:
@@ -194,6 +204,7 @@ class AdaptersTogether:
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else None
+        self.models = torch.tensor(models, device=device)
         is_sorted = order == list(range(len(models)))
         self.order = None if is_sorted else torch.tensor(order, device=device)
         return contextlib.nullcontext()
@@ -207,16 +218,25 @@ class AdaptersTogether:
             for place, matrix in zip(self._places, self._matrices, strict=True)
         ]
 
+    def _reduce(
+        self,
+        values: Tensor,
+        n_models: int,
+        groups_of: Callable[[_Matrix], tuple[dist.ProcessGroup, ...]],
+    ) -> None:
+        """Sum a buffer of all matrices over ranks, each matrix over its groups."""
+        begin = 0
+        for groups, matrices in itertools.groupby(self._ordered, groups_of):
+            end = begin + n_models * sum(math.prod(matrix.shape) for matrix in matrices)
+            for group in groups:
+                dist.all_reduce(values[begin:end], group=group)
+            begin = end
+
     def _summed(self, sums: Tensor, n_models: int) -> Iterator[dict[str, Tensor]]:
         """Sum the gradients over ranks, and yield this rank's part of each model's."""
-        with_copies = [matrix for matrix in self._matrices if matrix.copies is not None]
-        if with_copies:
-            n_values = n_models * sum(math.prod(matrix.shape) for matrix in with_copies)
-            dist.all_reduce(sums[:n_values], group=with_copies[0].copies)
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
-            if self._has_ddp:  # its hook has multiplied them, because DDP averages
-                sums /= self._group.size()
+        self._reduce(sums, n_models, lambda matrix: matrix.sums)
+        if self._group is not None and self._has_ddp:
+            sums /= self._group.size()  # its hook has multiplied them, because DDP averages
         of_models = [
             (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
             for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)

@@ -9,8 +9,11 @@ computes the gradient from the same logits in forward.
 Under tensor parallelism each rank computes its vocabulary entries, and ranks exchange a few numbers
 per token once.
 
+An adapter's low-rank product is added to each chunk's logits. A chunk may have tokens of several
+models, each with adapters of its own; a model's tokens are cut into chunks as if it was alone.
+
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
-chunk, N tokens in all chunks.
+chunk, N tokens in all chunks; m models, r rank of their adapters.
 """
 
 import functools
@@ -28,6 +31,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import linear
+from torchtitan.numerics.low_rank import LowRank, add_products, gradients_of_products
 
 _OPS = torch.ops._c10d_functional
 
@@ -92,18 +96,18 @@ class TokenLogProbs:
         *,
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
     ) -> TokenOutputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
         group: ranks that each hold a part of the vocabulary, in rank order. Then weight is [v, M],
             h and labels are the same on all of them, the call is collective, and the gradient of h
             is this rank's summand.
+        low_rank: is added to the logits; its rows are sorted by model, and its b is [m, v, r].
         """
-        x, weight, bias, first = _operands(h, weight, bias, labels, group)
+        operands, call = _operands(h, weight, bias, labels, group, low_rank)
         with torch.autocast(h.device.type, enabled=False):
-            return TokenOutputs(
-                *_LogProbs.apply(x, weight, bias, labels, self._of_tokens(labels), first, group)
-            )
+            return TokenOutputs(*_LogProbs.apply(*operands, labels, self._of_tokens(labels), call))
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -159,11 +163,12 @@ class SummedCrossEntropy:
         *,
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        x, weight, bias, first = _operands(h, weight, bias, labels, group)
+        operands, call = _operands(h, weight, bias, labels, group, low_rank)
         with torch.autocast(h.device.type, enabled=False):
-            return _SummedLoss.apply(x, weight, bias, labels.flatten(), self, first, group)
+            return _SummedLoss.apply(*operands, labels.flatten(), self, call)
 
 
 @dataclass(frozen=True)
@@ -184,17 +189,18 @@ class TopTokens(TokenLogProbs):
         *,
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
-        x, weight, bias, first = _operands(h, weight, bias, labels, group)
+        operands, call = _operands(h, weight, bias, labels, group, low_rank)
         head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
         best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
-            for rows in _chunks(x, self):
-                logits, _ = _logits(x, weight, bias, head, rows)
+            for chunk in _chunks(operands.x, self, call):
+                logits, _, _ = _logits(operands, head, call, chunk)
                 chosen, ids = logits.topk(min(self.k, logits.shape[1]))
                 sums = torch.stack(exponentials_(logits), dim=1)
-                own = torch.cat((sums, chosen, (ids + first).to(chosen.dtype)), dim=1)
+                own = torch.cat((sums, chosen, (ids + call.first).to(chosen.dtype)), dim=1)
                 best.append(self._best_of_ranks(_of_ranks(own, group)))
             return torch.cat(best).float().view(*labels.shape, 2 * self.k)
 
@@ -238,11 +244,46 @@ def token_logprobs(
         group = mesh.get_group()
         first = -(-logits.shape[-1] // mesh.size()) * mesh.get_local_rank()
         logits = logits.to_local()
-    return TokenOutputs(
-        *_LogProbs.apply(
-            logits.flatten(0, -2), None, None, labels, head._of_tokens(labels), first, group
-        )
-    )
+    operands = _Operands(logits.flatten(0, -2))
+    of_tokens = head._of_tokens(labels)
+    return TokenOutputs(*_LogProbs.apply(*operands, labels, of_tokens, _Call(first, group)))
+
+
+class _Operands(NamedTuple):
+    """What logits are computed from. x: [N, M], or the logits [N, v] without a weight.
+
+    weight: [v, M]. bias: [v]. adapted_x, a, b: of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    adapted_x: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+
+class _Call(NamedTuple):
+    """One call of a head. first: the vocabulary entry that this rank's logits begin with.
+
+    sizes, scale: of the `LowRank`.
+    """
+
+    first: int
+    group: dist.ProcessGroup | None
+    sizes: list[int] | None = None
+    scale: float = 1.0
+
+
+class _Chunk(NamedTuple):
+    """Tokens whose logits exist at a time. begin: the first of them. sizes: of each model, [m]."""
+
+    begin: int
+    sizes: list[int]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.begin + sum(self.sizes))
 
 
 def _operands(
@@ -251,16 +292,21 @@ def _operands(
     bias: Tensor | None,
     labels: Tensor,
     group: dist.ProcessGroup | None,
-) -> tuple[Any, ...]:
-    """Check the labels. Return h as [N, M], weight [v, M] and bias [v], in autocast's dtype if it
-    is on, and the vocabulary entry that this rank's weight begins with."""
+    low_rank: LowRank | None,
+) -> tuple[_Operands, _Call]:
+    """Check the labels. Return the operands, h, weight and bias in autocast's dtype if it is on."""
     rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     _check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
     operands = [h.flatten(0, -2), weight, bias]
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return *operands, rank * weight.shape[0]
+    first = rank * weight.shape[0]
+    if low_rank is None:
+        return _Operands(*operands), _Call(first, group)
+    assert low_rank.order is None, "the rows of a batch that a head reads are sorted by model"
+    x, a, b, sizes, scale, *_ = low_rank
+    return _Operands(*operands, x.flatten(0, -2), a, b), _Call(first, group, sizes, scale)
 
 
 def _check_chunk(head: str, chunk_tokens: int | None) -> None:
@@ -294,129 +340,122 @@ def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
 
 
 class _LogProbs(torch.autograd.Function):
-    """(x [N, M], weight [v, M], bias [v], labels [B, T]) -> (logprobs, entropy or None) [B, T]
-
-    x: the logits [N, v] if weight is None. first: the vocabulary entry that this rank's logits
-    begin with.
-    """
+    """(operands, labels [B, T]) -> (logprobs, entropy or None) [B, T]"""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        labels: Tensor,
-        head: TokenLogProbs,
-        first: int,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        own_labels = labels.flatten() - first
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, labels, head, call = args
+        operands = _Operands(*tensors)
+        own_labels = labels.flatten() - call.first
         of_chunks = []
         statistics_of = _maybe_compiled(_statistics, head.compile_backend)
-        for rows in _chunks(x, head):
-            logits, temperature = _logits(x, weight, bias, head, rows)
-            of_chunks.append(statistics_of(logits, temperature, own_labels[rows], head.entropy))
+        for chunk in _chunks(operands.x, head, call):
+            logits, temperature, _ = _logits(operands, head, call, chunk)
+            chunk_labels = own_labels[chunk.rows]
+            of_chunks.append(statistics_of(logits, temperature, chunk_labels, head.entropy))
             del logits  # before the next chunk's exist
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
-        top, total, logprobs, entropy = _over_ranks(statistics, labels, group)
+        top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
         entropy = entropy if head.entropy else None
-        ctx.save_for_backward(x, weight, bias, labels, top + total.log(), entropy)
-        ctx.head, ctx.first = head, first
+        ctx.save_for_backward(*operands, labels, top + total.log(), entropy)
+        ctx.head, ctx.call = head, call
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        x, weight, bias, *of_tokens = ctx.saved_tensors
-        of_tokens = [None if t is None else t.flatten() for t in (*of_tokens, *grads)]
-        gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
-        gradient_of = _maybe_compiled(_gradient_of_logits, ctx.head.compile_backend)
-        with torch.autocast(x.device.type, enabled=False):
-            for rows in _chunks(x, ctx.head):
+        n, head, call = len(_Operands._fields), ctx.head, ctx.call
+        operands = _Operands(*ctx.saved_tensors[:n])
+        of_tokens = (*ctx.saved_tensors[n:], *grads)
+        of_tokens = [None if t is None else t.flatten() for t in of_tokens]
+        gradients = _Gradients(operands, ctx.needs_input_grad[:n], call.scale)
+        gradient_of = _maybe_compiled(_gradient_of_logits, head.compile_backend)
+        with torch.autocast(operands.x.device.type, enabled=False):
+            for chunk in _chunks(operands.x, head, call):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
-                    None if t is None else t[rows] for t in of_tokens
+                    None if t is None else t[chunk.rows] for t in of_tokens
                 )
-                logits, temperature = _logits(x, weight, bias, ctx.head, rows)
+                logits, temperature, low_rank = _logits(operands, head, call, chunk)
                 divisor = temperature[:, 0] if isinstance(temperature, Tensor) else temperature
                 grad_logits = gradient_of(
                     logits,
                     temperature,
                     labels,
-                    ctx.first,
+                    call.first,
                     log_normalizer,
                     entropy,
                     None if grad is None else grad / divisor,
                     None if grad_entropy is None else grad_entropy / divisor,
                 )
                 del logits
-                gradients.add(rows, grad_logits)
+                gradients.add(chunk, grad_logits, low_rank)
                 del grad_logits  # before the next chunk's exist
-        return *gradients.sums(), None, None, None, None
+        return *gradients.sums(), None, None, None
 
 
 class _SummedLoss(torch.autograd.Function):
-    """(x [N, M], weight [v, M], bias [v], labels [N]) -> the summed cross entropy, a scalar.
-
-    first: as in `_LogProbs`.
-    """
+    """(operands, labels [N]) -> the summed cross entropy, a scalar."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        head: SummedCrossEntropy,
-        first: int,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, labels, head, call = args
+        operands = _Operands(*tensors)
+        gradients = _Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
         losses = []
         statistics_of = _maybe_compiled(_statistics, head.compile_backend)
         gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
-        for rows in _chunks(x, head):
-            own_labels, is_ignored = labels[rows] - first, labels[rows] == IGNORE_INDEX
-            logits, temperature = _logits(x, weight, bias, head, rows)
+        for chunk in _chunks(operands.x, head, call):
+            of_chunk = labels[chunk.rows]
+            own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
+            logits, temperature, low_rank = _logits(operands, head, call, chunk)
             statistics = statistics_of(logits, temperature, own_labels, False)
             highest = statistics[:, 0]
-            top, total, logprobs, _ = _over_ranks(statistics, labels[rows], group)
+            top, total, logprobs, _ = _over_ranks(statistics, of_chunk, call.group)
             losses.append(-logprobs.sum())
             if any(gradients.wanted):
                 scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
                 grad_logits = gradient_of(logits, highest, scale, own_labels, is_ignored)
-                gradients.add(rows, grad_logits)
+                gradients.add(chunk, grad_logits, low_rank)
                 del grad_logits
             del logits  # before the next chunk's exist
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
-        return torch.stack(losses).sum() if losses else x.new_zeros((), dtype=torch.float32)
+        if not losses:
+            return operands.x.new_zeros((), dtype=torch.float32)
+        return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         scaled = [None if t is None else t * grad for t in ctx.saved_tensors]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None
 
 
 class _Gradients:
-    """Sums the gradients of x, weight and bias, if wanted, over chunks of the logits' gradient."""
+    """Sums the gradients of the operands, if wanted, over chunks of the logits' gradient.
 
-    def __init__(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
-    ):
-        self.operands, self.wanted = (x, weight, bias), wanted
-        self.of_x = torch.empty_like(x) if wanted[0] else None
+    scale: of the adapters' product.
+    """
+
+    def __init__(self, operands: _Operands, wanted: tuple[bool, ...], scale: float):
+        self.operands, self.wanted, self.scale = operands, wanted, scale
+        self.of_x = torch.empty_like(operands.x) if wanted[0] else None
         self.of_weight: Tensor | None = None
         self.of_bias: Tensor | None = None
+        self.of_adapters: list[Tensor | None] = [None] * 3
+        if any(wanted[3:]):
+            x, *a_and_b = operands[3:]
+            kinds = [torch.promote_types(t.dtype, torch.float32) for t in a_and_b]
+            sums = [torch.zeros_like(t, dtype=k) for t, k in zip(a_and_b, kinds, strict=True)]
+            self.of_adapters = [torch.empty_like(x), *sums]
 
-    def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """rows: the tokens of a chunk; grad_logits: their [n, v], of any dtype."""
-        x, weight, _ = self.operands
-        wants_x, wants_weight, wants_bias = self.wanted
+    def add(self, chunk: _Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
+        """grad_logits: [n, v] of a chunk's tokens, of any dtype; low_rank: from `add_products`."""
+        rows = chunk.rows
+        x, weight, _, adapted_x, a, b = self.operands
+        wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
         grad_logits = grad_logits.to(x.dtype)
         if wants_x:
             self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
@@ -428,10 +467,16 @@ class _Gradients:
                 self.of_weight = _sum_in_fp32(self.of_weight, part)
         if wants_bias:
             self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
+        if any(wants_adapters):
+            of_x, of_a, of_b = self.of_adapters
+            operands = adapted_x[rows], a, b, low_rank, chunk.sizes, self.scale
+            of_x[rows], grad_a, grad_b = gradients_of_products(grad_logits, *operands)
+            of_a += grad_a
+            of_b += grad_b
 
     def sums(self) -> list[Tensor | None]:
-        """Return the gradients of x, weight and bias, in their dtypes; None if not wanted."""
-        sums = [self.of_x, self.of_weight, self.of_bias]
+        """Return the gradients of the operands, in their dtypes; None if not wanted."""
+        sums = [self.of_x, self.of_weight, self.of_bias, *self.of_adapters]
         for i, operand in enumerate(self.operands):
             if self.wanted[i]:  # the sum is None if there were no tokens
                 sums[i] = (
@@ -440,34 +485,44 @@ class _Gradients:
         return sums
 
 
-def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy) -> list[slice]:
+def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy, call: _Call) -> list[_Chunk]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
     # for [4096, V] in fp32, would spend much of their time on these sums if chunks were small. Compiled
     # code stores logits in 16 bits only.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
-    return [slice(start, start + size) for start in range(0, len(x), size)]
+    sizes, begin = call.sizes or [len(x)], 0
+    chunks: list[_Chunk] = []
+    for model, n_tokens in enumerate(sizes):
+        # A model's first token begins a part, so that sums over its tokens have the bits of it alone.
+        for start in range(0, n_tokens, size):
+            n = min(size, n_tokens - start)
+            if not chunks or sum(chunks[-1].sizes) + n > size:
+                chunks.append(_Chunk(begin, [0] * len(sizes)))
+            chunks[-1].sizes[model] = n
+            begin += n
+    return chunks
 
 
 def _logits(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    head: TokenLogProbs | SummedCrossEntropy,
-    rows: slice,
-) -> tuple[Tensor, float | Tensor]:
-    """Return the logits [n, v] of a chunk, and its temperature.
+    operands: _Operands, head: TokenLogProbs | SummedCrossEntropy, call: _Call, chunk: _Chunk
+) -> tuple[Tensor, float | Tensor, list[Tensor]]:
+    """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
 
     As the functions below take them: to be compiled, in any dtype, because compiled code stores nothing
     but its result; else divided by the temperature, in fp32 (fp64 if x is) and memory of their own.
     """
-    temperature = head.temperature
+    x, weight, bias, adapted_x, a, b = operands
+    rows, temperature, low_rank = chunk.rows, head.temperature, []
     if isinstance(temperature, Tensor):
         temperature = temperature[rows]
     logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
+    if adapted_x is not None:
+        adapters = adapted_x[rows], a, b, chunk.sizes, call.scale, head.product
+        logits, low_rank = add_products(logits, *adapters, in_place=True)
     if head.compile_backend is None:
         logits = _in_fp32(logits, temperature, copy=weight is None)
-    return logits, temperature
+    return logits, temperature, low_rank
 
 
 def _in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:

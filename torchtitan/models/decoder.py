@@ -235,8 +235,8 @@ class OutputProjection(Linear):
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
-        operands = h, self.weight, self.bias
-        return project(head or self.product, *operands, in_fp32=self.in_fp32, low_rank=low_rank)
+        how = {"product": self.product, "in_fp32": self.in_fp32, "low_rank": low_rank}
+        return project(head, h, self.weight, self.bias, **how)
 
 
 class ValueHead(nn.Linear):

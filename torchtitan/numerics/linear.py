@@ -7,11 +7,14 @@ once, as bf16 instructions do.
 
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torchtitan.numerics.low_rank import LowRank
 
 # Set when the first Linear is built, because code that is being compiled cannot query the CPU.
 _cpu_multiplies_bf16: bool | None = None
@@ -54,24 +57,23 @@ def project(
     weight: Tensor,
     bias: Tensor | None,
     *,
+    product: Callable[..., Tensor] = linear,
     in_fp32: bool,
-    low_rank: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
+    low_rank: "Callable[[Tensor], LowRank | None] | None" = None,
 ) -> Any:
-    """Return `head(x, weight, bias)`, or `linear(x, weight, bias)` if head is None.
+    """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
     in_fp32: with copies of the arguments in fp32 (fp64 stays), without autocast.
-    low_rank: returns of x [..., K] an adapter's x A^T [..., r] and B [N, r], whose product is added.
+    low_rank: returns what an adapter adds for x; a head gets it as its argument `low_rank`.
     """
-    product = head or linear
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        if low_rank is None or (pair := low_rank(x)) is None:
-            return product(x, weight, bias)
-        low, b = pair[0].to(x.dtype), pair[1].to(weight.dtype)
-        if product is linear:
-            return product(x, weight, bias) + linear(low, b)
-        # A head has one product of its own, so the operands of that get r more columns.
-        return product(torch.cat((x, low), dim=-1), torch.cat((weight, b), dim=-1), bias)
+        adapter = None if low_rank is None else low_rank(x)
+        if head is not None:
+            added = {} if adapter is None else {"low_rank": adapter}
+            return head(x, weight, bias, **added)
+        output = product(x, weight, bias)
+        return output if adapter is None else adapter.add_to(output)
 
     if not in_fp32:
         return compute(x, weight, bias)

@@ -49,7 +49,11 @@ Outputs = TypeVar("Outputs", covariant=True)
 
 
 class Head(Protocol[Outputs]):
-    """Computes outputs from hidden states in place of logits; see `loss.logprobs`."""
+    """Computes outputs from hidden states in place of logits; see `loss.logprobs`.
+
+    If the output projection has an adapter, the head is also called with `low_rank`, which adds the
+    adapter's part to logits: `low_rank.add_to(logits)`.
+    """
 
     def __call__(
         self,
@@ -533,16 +537,17 @@ class Runner:
         bias: Tensor | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        **adapter: Any,
     ) -> Any:
         """Return the head's outputs, or a scalar 0 if a caller's function failed earlier in this call;
         see `FailureWatch`."""
 
         def compute() -> Any:
-            return head(h, weight, bias, group=group)
+            return head(h, weight, bias, group=group, **adapter)
 
         if group is not None:  # the tensor-parallel ranks compute it together
             return compute()
-        return self.watch.attempt(compute, lambda: zero_loss((h, weight, bias)))
+        return self.watch.attempt(compute, lambda: zero_loss((h, weight, bias, adapter)))
 
     def microbatches(
         self,

@@ -66,7 +66,8 @@ def differences(trainer, samples, **batcher) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["llama3", "qwen3 packed", "lora"])
 def test_logprobs_are_bitwise_the_trainers_in_every_batch(tmp_path, dtype, model):
-    flags = {"llama3": [], "qwen3 packed": [*QWEN, *PACKED], "lora": ["--model.converters=lora"]}
+    lora = ["--model.converters=lora", "--lora.target_modules=all-linear,lm_head"]
+    flags = {"llama3": [], "qwen3 packed": [*QWEN, *PACKED], "lora": lora}
     trainer = make_trainer(tmp_path, f"--training.mixed_precision_param={dtype}", *flags[model])
     generator = build_generator(trainer.job_config, trainer.engine)
     sampling = SamplingConfig(temperature=0.8, max_tokens=16, stop_token_ids=(3,), seed=1)

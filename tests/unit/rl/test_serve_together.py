@@ -10,10 +10,13 @@ from tests.unit.rl.test_serve import DATA, PROMPT, server_config
 from tests.unit.rl.test_serve_lora import Client
 from tests.unit.rl.tinker_server import serving
 from tests.unit.rl.together import (
+    EXPERTS,
+    LAYERS,
     LORA,
     adapters_of,
     largest_difference,
     metrics_of,
+    model_flags,
     params_of,
     request,
     train,
@@ -50,7 +53,8 @@ def test_models_in_one_pass_have_the_losses_of_each_alone(together, tmp_path):
     assert first[0]["loss:sum"] != last[0]["loss:sum"]
 
 
-def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tmp_path):
+@pytest.mark.parametrize("family", ["", EXPERTS])
+def test_products_of_a_model_do_not_depend_on_the_rows_of_others(family, monkeypatch, tmp_path):
     """In rows of one length all bits are those of the model alone, also where the size of a product would
     choose another library for it, as that of many models' rows does in a model of 3M parameters."""
     x, weight = torch.randn(64, 128), torch.randn(128, 128)
@@ -60,7 +64,8 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tm
     monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1_200_000)
     results = []
     for is_together in (True, False):
-        with LocalTrainingClient(toy_config(tmp_path / str(is_together), *LORA)) as client:
+        config = toy_config(tmp_path / str(is_together), *LORA, *model_flags(family))
+        with LocalTrainingClient(config) as client:
             policy = Policy(client, client._trainer.job_config)
             items = []
             for model in range(4):
@@ -76,7 +81,10 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(monkeypatch, tm
                 results[-1].append(metrics_of(outputs))
                 policy.optim_step([(name, params_of(0)) for name, _ in items])
             policy.close()
-    assert results[0] == results[1]
+    if family:  # products of fewer than four tokens, as some experts have, round differently
+        assert largest_difference(*results) <= 1e-6
+    else:
+        assert results[0] == results[1]
 
 
 def test_states_in_files_and_rows_of_several_samples_change_no_number(together, tmp_path):
@@ -263,7 +271,7 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
     data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
         for number, found in losses.items():
-            client.start_adapters(number, number + 1, ["self_attn", "mlp"]).result()
+            client.start_adapters(number, number + 1, LAYERS).result()
             for loss in found:
                 ours = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
                 client.optim_step(params_of(0)).result()

@@ -144,7 +144,7 @@ def test_adapter_of_the_output_trains_if_the_client_wants_it(tmp_path):
     targets = "--lora.target_modules=all-linear,lm_head"
     config = toy_config(tmp_path, "--model.converters=lora", targets)
     with local.LocalServiceClient(config) as service:
-        assert not service._training.shares_passes
+        assert service._training.shares_passes
         whole = local.ModelInput.from_ints(TOKENS)
         datum = local.Datum(local.ModelInput(whole.tokens[:-1]), {"target_tokens": TOKENS[1:]})
         for wanted in (False, True):

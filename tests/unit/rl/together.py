@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.distributed.layout_matrix import register_tiny
 from tests.unit.rl.toy import toy_config
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.policy import Policy
@@ -11,9 +12,18 @@ from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.snapshots import host_copy
 from torchtitan.rl.types import SamplingConfig
 
-LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
-LAYERS = ["self_attn", "mlp"]
+TARGETS = "--lora.target_modules=all-linear,lm_head"
+LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16", TARGETS)
+LAYERS = ["self_attn", "mlp", "output"]
 LOSSES = ("cross_entropy", "ppo", "importance_sampling", "cispo", "gspo", "dro")
+
+
+EXPERTS = "one dense layer, one of experts"  # and shared experts
+
+
+def model_flags(family: str) -> tuple[str, ...]:
+    """Flags for a model of `layout_matrix`, or for rl_toy without a family."""
+    return (f"--model.name={register_tiny(family)}", "--model.flavor=tiny") if family else ()
 
 
 def data_of(model: int, step: int) -> list[Datum]:
@@ -44,7 +54,8 @@ def request(model: int, step: int, **changes) -> ForwardBackwardRequest:
 
 
 def adapters_of(model: int) -> dict:
-    return {"seed": model, "rank": 1 + model % 8, "layers": LAYERS[model % 3 == 2 :]}
+    layers = [name for i, name in enumerate(LAYERS) if model % 4 != i + 1]
+    return {"seed": model, "rank": 1 + model % 8, "layers": layers}
 
 
 def params_of(model: int) -> AdamParams:
@@ -59,10 +70,17 @@ def metrics_of(outputs) -> list:
     ]
 
 
-def train(folder: str, n_models: int, n_steps: int, flags=(), is_together=True, serve=()) -> list:
-    """[step][model] -> (metrics, log-probs), of models in one pass, or one model after another."""
-    config = toy_config(folder, *LORA, "--training.local_batch_size=8", *flags, *serve)
+def train(
+    folder: str, n_models: int, n_steps: int, flags=(), is_together=True, serve=(), family=""
+) -> list:
+    """[step][model] -> (metrics, log-probs), of models in one pass, or one model after another.
+
+    family: see `model_flags`.
+    """
+    flags = (*model_flags(family), "--training.local_batch_size=8", *flags, *serve)
+    config = toy_config(folder, *LORA, *flags)
     with LocalTrainingClient(config) as client:
+        assert client.shares_passes
         policy = Policy(client, config)
         for model in range(n_models):
             policy.start_model(adapters_of(model), str(model))

@@ -4,7 +4,7 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens in one call of the experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger, warn_once
 class StackedExperts(nn.Module):
     """E feed-forwards of one shape; subclasses create their parameters, stacked along dim 0.
 
-    feed_forward: one expert's function, see `run_for_loop`.
+    feed_forward: the experts' function, see `run_for_loop`.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -46,8 +46,15 @@ class StackedExperts(nn.Module):
         """Return this rank's parts of the parameters, in the order that `feed_forward` takes them."""
         raise NotImplementedError
 
+    def groups(self, selected: Tensor) -> tuple[Tensor, int]:
+        """Return the groups [T, k] that compute the choices of experts [T, k], and how many there are.
+
+        An expert has one group, or in a subclass several, one after the other.
+        """
+        return selected, self.num_experts
+
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], grouped by expert; num_tokens_per_expert: [E] int. Returns [N, D].
+        """x: [N, D], sorted by group; num_tokens_per_expert: [E] int, of each group. Returns [N, D].
 
         Under expert parallelism E is this rank's number of experts, and the groups are padded.
         """
@@ -92,26 +99,35 @@ class GroupedExperts(StackedExperts):
 
 
 def _swiglu(linear: Callable[..., Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """One expert; see `run_for_loop`."""
+    """See `run_for_loop`."""
     return linear(F.silu(linear(x, w1)) * linear(x, w3), w2)
 
 
 def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
     """Return [N, D], computed one expert after the other; waits for the device to read the counts.
 
-    feed_forward: one expert's (linear, x, *parameters) -> out. It has to call `linear(x, weight,
-        bias=None)` in place of `F.linear`.
+    feed_forward: the experts' (linear, x, *parameters) -> out. It has to call `linear(x, weights,
+        biases=None)` in place of `F.linear`.
     parameters: [E, ...] each, weights laid out like a Linear's; x: [N, D], grouped by expert;
         counts: rows per expert [E] int. Rows past their sum get zeros.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     counts = num_tokens_per_expert.tolist()
     num_tokens = sum(counts)
-    groups = x[:num_tokens].split(counts)
+    linear = partial(_looped_linear, counts=counts)
+    out = feed_forward(linear, x[:num_tokens], *parameters).type_as(x)
+    return torch.cat([out, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
+
+
+def _looped_linear(
+    x: Tensor, weights: Tensor, biases: Tensor | None = None, *, counts: Sequence[int]
+) -> Tensor:
+    """`grouped_linear`, one product for each entry of weights. counts: rows of each group."""
+    n = len(counts) // len(weights)
+    groups = x.split([sum(counts[i : i + n]) for i in range(0, len(counts), n)])
     # Not by index, because the gradient of indexing is as large as all experts together.
-    per_expert = zip(groups, *(parameter.unbind() for parameter in parameters), strict=True)
-    outs = [feed_forward(linear, *x_and_parameters).type_as(x) for x_and_parameters in per_expert]
-    return torch.cat([*outs, x.new_zeros(x.shape[0] - num_tokens, x.shape[-1])])
+    operands = groups, weights.unbind(), *([] if biases is None else [biases.unbind()])
+    return torch.cat([linear(*each) for each in zip(*operands, strict=True)])
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
@@ -314,7 +330,7 @@ def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
 
 
 class TokenReorderer(nn.Module):
-    """Sorts (token, expert) pairs by expert."""
+    """Sorts (token, expert) pairs by expert, or by their groups."""
 
     def __init__(self, num_experts: int, top_k: int):
         super().__init__()
@@ -322,14 +338,19 @@ class TokenReorderer(nn.Module):
         self.top_k = top_k
 
     def forward(
-        self, top_scores: Tensor, selected_experts_indices: Tensor
+        self,
+        top_scores: Tensor,
+        selected_experts_indices: Tensor,
+        *,
+        num_groups: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: if the second one
+        has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
-        counts = count_tokens(selected_experts_indices, self.num_experts)
+        counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
         return top_scores.flatten()[pairs], pairs, counts
 
 
@@ -399,7 +420,12 @@ class MoE(nn.Module):
                 self.tokens_per_expert.add_(num_tokens_per_expert)
 
         # Under tensor parallelism the reorderer may return only this rank's share of the pairs.
-        scores, pairs, num_tokens_per_expert = self.reorderer(top_scores, selected)
+        groups, num_groups = selected, None
+        if (groups_of := getattr(self.experts, "groups", None)) is not None:
+            groups, num_groups = groups_of(selected)
+        scores, pairs, num_tokens_per_expert = self.reorderer(
+            top_scores, groups, num_groups=num_groups
+        )
         if (announce_counts := getattr(self.experts, "announce_counts", None)) is not None:
             announce_counts(num_tokens_per_expert)
         top_k, share = self.router.top_k, pairs.shape[0] != selected.numel()

@@ -34,13 +34,13 @@ def _permute(
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `func(w1, w2, w3, x, num_tokens_per_expert)` wrapped to pad its groups of tokens.
 
-    There may be any number of weights; the first has one entry per expert along dim 0.
+    There may be any number of weights; the largest along dim 0 has one entry per group of tokens.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
     def padded(*weights_x_and_counts: Tensor) -> Tensor:
         *weights, x, num_tokens_per_expert = weights_x_and_counts
-        num_local_experts = weights[0].shape[0]
+        num_local_experts = max(weight.shape[0] for weight in weights)
         ep_degree = num_tokens_per_expert.shape[0] // num_local_experts
         input_shape, x, indices, padded_counts = _permute(
             x, num_tokens_per_expert, ep_degree, num_local_experts

@@ -32,7 +32,7 @@ def feed_forward(
     bias2: Tensor,
     limit: float,
 ) -> Tensor:
-    """One expert's two layers; see `run_for_loop`."""
+    """The experts' two layers; see `run_for_loop`."""
     return linear(swiglu(linear(x, mlp1, bias1), limit=limit), mlp2, bias2)
 
 
