@@ -350,6 +350,7 @@ def patch_kernels() -> None:
 
     sdpa is the kernel that an H100 chooses; a torch without CUDA's kernels would write out the scores.
     """
+    from torch._functorch import partitioners
     from torch.nn.attention.flex_attention import flex_attention
     from torch.nn.attention.varlen import varlen_attn
 
@@ -362,6 +363,9 @@ def patch_kernels() -> None:
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex)
     VarlenAttentionWrapper._compiled_varlen_attn = staticmethod(varlen_attn)
     F.scaled_dot_product_attention = _attention_of_h100
+    # Compiled code that computes attention again would restore a generator, which this device lacks;
+    # without dropout no random number is drawn.
+    partitioners.functionalize_rng_ops = lambda joint, forward, backward, n: (forward, backward)
 
 
 _attention_of_host = F.scaled_dot_product_attention

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -273,7 +273,7 @@ def validation(job_config: JobConfig) -> Iterator[str]:
 
 
 # Each rule about all settings reads the hints of all sections, which takes 2 ms.
-_type_hints = functools.cache(get_type_hints)
+_type_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
