@@ -158,6 +158,7 @@ class VLLMGenerator(ForeignGenerator):
 
         def load(pairs: Iterator[tuple[str, Tensor]]) -> None:
             # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
+            self._llm.collective_rpc(_pack_experts_again)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if next(pairs, None) is not None:
                 raise RunError("it did not read all weights")
@@ -184,6 +185,18 @@ class VLLMGenerator(ForeignGenerator):
                 "the model that is trained"
             ) from failure
         self.policy_version = weights.version
+
+
+def _pack_experts_again(worker: Any) -> None:
+    """Have a worker of vLLM on a CPU pack the experts of its next weights.
+
+    Otherwise it copies them, as they come, over those that it has packed, and answers wrongly.
+    Private to vLLM: it packs them for a layer without a kernel. Tested with vLLM 0.32.0.
+    """
+    if worker.device.type == "cpu":
+        for module in worker.model_runner.model.modules():
+            if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None):
+                method.moe_kernel = None
 
 
 def _allowed(rank: int) -> int:
