@@ -1,14 +1,15 @@
 """Tokens per CPU-second of RL's generator, of `transformers.generate` and of vLLM, with the same weights.
 
     python benchmarks/generation_speed.py [--sizes small large] [--repeats 5] [--dtype bfloat16]
-    .venv-vllm/bin/python benchmarks/generation_speed.py --vllm     # see scripts/run_vllm_tests.sh
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/generation_speed.py --vllm
 
 32 prompts of 16 tokens are continued by 128 tokens each, sampled at temperature 1 from the whole
 vocabulary; one thread. The ways take turns, after two turns to warm up, and the fastest of each
-counts. `modules` is the generator without `generation.one_token`, `exact` the one of
-`rl.generator.exact`. vLLM's engine runs in this process, compiled. Before that, greedy continuations
-are compared. `small` has 0.5M parameters, `large` 89M. bfloat16 is by autocast; vLLM's weights are
-bfloat16. Log-probs of the drawn tokens are computed here and, as `vllm, log-probs`, by vLLM.
+counts. Before that, greedy continuations are compared. `modules` is the generator without
+`generation.one_token`, `exact` the one of `rl.generator.exact`. vLLM's engine runs in this process,
+compiled; scripts/run_vllm_tests.sh makes its environment. All but `transformers` and `vllm` compute
+the drawn tokens' log-probs, too. `small` has 0.5M parameters, `large` 89M. bfloat16 is by autocast,
+except in vLLM, whose weights are bfloat16.
 """
 
 import argparse
