@@ -106,13 +106,14 @@ def test_two_training_processes_share_the_policy(toy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["data_parallel_shard_size", "tensor_parallel_size"])
-def test_adapters_learn_with_their_base_as_the_reference(toy, tmp_path, size):
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
+def test_adapters_learn_with_their_base_as_the_reference(toy, tmp_path, layout):
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    ((size, degree),) = cases.LAYOUTS[layout].items()
     settings = (
         f"{model}.lora_rank=8",
         f"{model}.lora.merge=true",
-        f"{actor}.torchtitan.{size}=2",
+        f"{actor}.torchtitan.{size}={degree}",
         f"{actor}.use_kl_loss=true",
     )
     metrics = run(

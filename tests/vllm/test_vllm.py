@@ -3,6 +3,10 @@
 import functools
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import pytest
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_roles import run_roles
+from tests.tiny_hf import tiny_hf_model
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
 from tests.vllm.server import make_folder, vllm_server
@@ -102,6 +107,55 @@ def test_engines_of_two_ranks_get_adapters_alone(folder, tmp_path):
     assert numbers(first) == numbers(second)
     for step in first["steps"]:
         assert 0 < step["loss/logprob_diff_max"] <= CLOSE
+
+
+def run_with_experts(tmp_path, flags):
+    """The metrics of every step of a run whose vLLM records experts.
+
+    vLLM does so in its second model runner, and runs its kernels on a CPU by a Triton with a CPU
+    backend, which PyPI's lacks. Triton's interpreter stands in, in a process that begins with it.
+    """
+    code = (
+        "import json; from types import SimpleNamespace; from triton.backends import backends\n"
+        "backends['cpu'] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))\n"
+        "from tests.vllm.test_vllm import run_eagerly\n"
+        f"print(json.dumps(run_eagerly({str(tmp_path)!r}, {flags!r})['steps']))"
+    )
+    variables = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    arguments = dict(env=os.environ | variables, timeout=900, check=True)
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, **arguments)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A Qwen3 with experts that matter, as this package exports it."""
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = dict(vocab_size=32, hidden_size=64, head_dim=32)  # vLLM's heads have at least 32
+    tiny_hf_model("qwen3_moe", **sizes).save_pretrained(folder / "theirs")
+    config = toy_config(folder)
+    shutil.copytree(config.model.hf_assets_path, folder / "ours")
+    engine = TrainingEngine.from_hf(folder / "theirs", config)
+    engine.save_hf(folder / "ours")
+    engine.close()
+    return folder / "ours"
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["own choice", "replay"])
+def test_trainer_with_vllms_experts_scores_what_vllm_drew_as_vllm_did(replays, mixture, tmp_path):
+    """Without replay its routers choose others from step 2 on: `expert_bias` has no Hugging Face name."""
+    flags = ["--model.name=qwen3", f"--model.hf_config={mixture}"]
+    flags += ["--checkpoint.enable", f"--checkpoint.initial_load_path={mixture}"]
+    flags += ["--checkpoint.initial_load_in_hf", *flags_in_process(mixture)]
+    if replays:
+        steps = run_with_experts(tmp_path, [*flags, "--rl.generator.replay_experts"])
+    else:
+        (run,) = run_ranks(run_eagerly, 1, tmp_path, flags, timeout_seconds=900)
+        steps = run["steps"]
+    first, *later = [step["loss/logprob_diff_max"] for step in steps]
+    print(first, later)
+    assert 0 < first <= CLOSE
+    assert len(later) == 3 and all((difference <= CLOSE) == replays for difference in later)
 
 
 # ---- as a server ----

@@ -157,6 +157,7 @@ class VLLMGenerator(ForeignGenerator):
         self.policy_version = -1  # until all weights are of one version
 
         def load(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            self._llm.collective_rpc(_pack_experts_again)
             # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if next(pairs, None) is not None:
@@ -184,6 +185,20 @@ class VLLMGenerator(ForeignGenerator):
                 "the model that is trained"
             ) from failure
         self.policy_version = weights.version
+
+
+def _pack_experts_again(worker: Any) -> None:
+    """Let a vLLM worker on a CPU pack the experts of the next weights that it loads.
+
+    Otherwise it copies them unpacked over the packed ones, and log-probs are wrong without an error.
+    Private to vLLM: it packs experts of a layer that has no kernel yet. Tested with vLLM 0.32.0.
+    """
+    if worker.device.type != "cpu":
+        return
+    for module in worker.model_runner.model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _allowed(rank: int) -> int:
