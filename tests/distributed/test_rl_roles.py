@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch
 
 from tests.distributed.rl_runs import numbers, weights_hash
 from tests.unit.rl.toy import toy_config
@@ -62,7 +64,8 @@ def run_roles(folder, n_ranks, *flags, kill_after=None):
 def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_both(ahead, tmp_path):
     flags = [*STEPS, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
     both = run_roles(tmp_path / "both", 2, *flags)
-    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    delta = ["--rl.weight_sync.delta"] if ahead else []
+    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2", *delta)
     assert apart[2:] == [None, None]
     assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
     assert apart[0]["evaluations"] == both[0]["evaluations"] and both[0]["evaluations"]
@@ -250,6 +253,71 @@ def leave_at_update(dump_folder, flags):
     assert 2 <= part.step <= 2 + part.config.async_steps
     part.close()
     return str(caught.value)
+
+
+class SlowLink:
+    """A link that sends weights only while `is_open`, and records messages."""
+
+    def __init__(self, failure=None):
+        self.sent, self.is_open, self.failure = [], threading.Event(), failure
+
+    def broadcast(self, message):
+        self.sent.append(message)
+
+    def send_weights(self, weights, changes):
+        assert self.is_open.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        self.sent.append([(name, tensor.clone()) for name, tensor in weights])
+
+    def receive_from_all(self):
+        return [([], None)]
+
+
+def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
+    link = SlowLink()
+    remote, weight = RemoteGenerator(link, 1), torch.zeros(3)
+    for version in range(2):
+        remote.update_weights(Update([("w", weight)], version, None))
+        answer = remote.begin(f"request {version}")
+        weight += 1  # the next training step
+        assert remote.policy_version == version
+        if version == 0:
+            assert link.sent == [("weights", True)]  # and the rest waits
+            threading.Timer(0.2, link.is_open.set).start()  # the second update waits for this
+    assert answer() == []
+    remote.close()
+    kinds = [message if message is None else message[0] for message in link.sent]
+    assert kinds[::3] == ["weights", "weights", None] and kinds[2::3] == ["draw", "draw"]
+    assert [update[0][1].tolist() for update in kinds_of_weights(link)] == [[0] * 3, [1] * 3]
+
+
+def kinds_of_weights(link):
+    return [message for message in link.sent if isinstance(message, list)]
+
+
+def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episodes():
+    for failure, message in (
+        (MemoryError("no room for the changes"), "no room for the changes"),
+        (RuntimeError("Connection closed\nby peer"), "rank 1 or a later .*: Connection closed$"),
+    ):
+        link = SlowLink(failure)
+        link.is_open.set()
+        remote = RemoteGenerator(link, 1)
+        for version in range(2):  # the second is not sent
+            remote.update_weights(Update([("w", torch.zeros(3))], version, None))
+        with pytest.raises((MemoryError, LostGeneratorError), match=message):
+            remote.begin("request")()
+        remote.close()
+        assert link.sent == [("weights", True)]
+
+
+class Update:
+    def __init__(self, pairs, version, digest):
+        self.pairs, self.version, self.digest = pairs, version, digest
+
+    def __iter__(self):
+        return iter(self.pairs)
 
 
 def test_ranks_that_cannot_be_divided_are_told(tmp_path):
