@@ -256,7 +256,7 @@ def leave_at_update(dump_folder, flags):
 
 
 class SlowLink:
-    """A link that sends weights only while `is_open`, and records messages."""
+    """A link that sends weights only while `is_open`, and records what it sent."""
 
     def __init__(self, failure=None):
         self.sent, self.is_open, self.failure = [], threading.Event(), failure
@@ -268,56 +268,62 @@ class SlowLink:
         assert self.is_open.wait(60)
         if self.failure is not None:
             raise self.failure
-        self.sent.append([(name, tensor.clone()) for name, tensor in weights])
+        self.sent.append([tensor.tolist() for _, tensor in weights])
 
     def receive_from_all(self):
         return [([], None)]
 
 
-def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
-    link = SlowLink()
-    remote, weight = RemoteGenerator(link, 1), torch.zeros(3)
-    for version in range(2):
-        remote.update_weights(Update([("w", weight)], version, None))
-        answer = remote.begin(f"request {version}")
-        weight += 1  # the next training step
-        assert remote.policy_version == version
-        if version == 0:
-            assert link.sent == [("weights", True)]  # and the rest waits
-            threading.Timer(0.2, link.is_open.set).start()  # the second update waits for this
-    assert answer() == []
-    remote.close()
-    kinds = [message if message is None else message[0] for message in link.sent]
-    assert kinds[::3] == ["weights", "weights", None] and kinds[2::3] == ["draw", "draw"]
-    assert [update[0][1].tolist() for update in kinds_of_weights(link)] == [[0] * 3, [1] * 3]
+class Update(dict):
+    """`PolicyWeights` of one tensor."""
 
+    digest = None
 
-def kinds_of_weights(link):
-    return [message for message in link.sent if isinstance(message, list)]
-
-
-def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episodes():
-    for failure, message in (
-        (MemoryError("no room for the changes"), "no room for the changes"),
-        (RuntimeError("Connection closed\nby peer"), "rank 1 or a later .*: Connection closed$"),
-    ):
-        link = SlowLink(failure)
-        link.is_open.set()
-        remote = RemoteGenerator(link, 1)
-        for version in range(2):  # the second is not sent
-            remote.update_weights(Update([("w", torch.zeros(3))], version, None))
-        with pytest.raises((MemoryError, LostGeneratorError), match=message):
-            remote.begin("request")()
-        remote.close()
-        assert link.sent == [("weights", True)]
-
-
-class Update:
-    def __init__(self, pairs, version, digest):
-        self.pairs, self.version, self.digest = pairs, version, digest
+    def __init__(self, version, tensor):
+        super().__init__(w=tensor)
+        self.version = version
 
     def __iter__(self):
-        return iter(self.pairs)
+        return iter(self.items())
+
+
+def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
+    link, weight = SlowLink(), torch.zeros(2)
+    remote = RemoteGenerator(link, 1)
+    remote.update_weights(Update(0, weight))
+    remote.begin("first")
+    weight += 1  # the next training step
+    assert remote.policy_version == 0
+    threading.Timer(0.2, link.is_open.set).start()
+    remote.update_weights(Update(1, weight))  # waits until the weights before are sent
+    assert link.is_open.is_set()
+    answer = remote.begin("second")
+    weight += 1
+    assert answer() == []
+    remote.close()
+    update = ("weights", True)
+    first, second = ("draw", "first"), ("draw", "second")
+    assert link.sent == [update, [[0.0, 0.0]], first, update, [[1.0, 1.0]], second, None]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (MemoryError("no room for the changes"), "no room for the changes"),
+        (RuntimeError("Connection closed\nby peer"), "rank 1 or a later .*: Connection closed$"),
+    ],
+    ids=["of this rank", "of the connection"],
+)
+def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episodes(failure, message):
+    link = SlowLink(failure)
+    link.is_open.set()
+    remote = RemoteGenerator(link, 1)
+    for version in range(2):  # the second is not sent
+        remote.update_weights(Update(version, torch.zeros(3)))
+    with pytest.raises((MemoryError, LostGeneratorError), match=message):
+        remote.begin("request")()
+    remote.close()
+    assert link.sent == [("weights", True)]
 
 
 def test_ranks_that_cannot_be_divided_are_told(tmp_path):

@@ -41,16 +41,14 @@ class WeightChanges:
     def unpacked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights; the next update changes their memory. Other weights pass unchanged.
 
-        Raises RunError if the result differs from the sender's tensor.
+        pairs: tensors on the host. Raises RunError if a result differs from the sender's tensor.
         """
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)
             if kind == _WHOLE:
                 self._last[name] = tensor
-            elif kind == _CHANGES and not (
-                name in self._last and _apply(tensor.cpu(), self._last[name])
-            ):
+            elif kind == _CHANGES and not (name in self._last and _apply(tensor, self._last[name])):
                 raise RunError(
                     f"an update came with the changes of {name} since the update before, which this "
                     "receiver does not have; start the trainer again, which then sends whole weights"
