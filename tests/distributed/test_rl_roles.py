@@ -63,6 +63,7 @@ def run_roles(folder, n_ranks, *flags, kill_after=None):
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_both(ahead, tmp_path):
     flags = [*STEPS, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
+    flags += ["--rl.generator.dtype=bfloat16"] if ahead else []
     both = run_roles(tmp_path / "both", 2, *flags)
     delta = ["--rl.weight_sync.delta"] if ahead else []
     apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2", *delta)
