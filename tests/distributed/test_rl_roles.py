@@ -16,9 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
-from torchtitan.rl import decoding
 from torchtitan.rl.controller import Controller, build_part
-from torchtitan.rl.generator import PolicyModel
+from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
@@ -145,13 +144,13 @@ def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout
 
 def draw_slowly(dump_folder, flags):
     """`run_part`, with a token taking about as long as a training step."""
-    forward = decoding.LocalDecoder.run
+    next_version = DecoderGenerator._next_version  # called before each token
 
-    def slow_forward(*arguments, **options):
+    def slow_next_version(generator):
         time.sleep(0.05)
-        return forward(*arguments, **options)
+        return next_version(generator)
 
-    decoding.LocalDecoder.run = slow_forward  # only generating ranks have a decoder
+    DecoderGenerator._next_version = slow_next_version  # only generating ranks draw
     return run_part(dump_folder, flags)
 
 
