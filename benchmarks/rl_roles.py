@@ -3,7 +3,7 @@
     python benchmarks/rl_roles.py [--steps 150] [--seeds 0 1 2] [--ahead 2] [--out FOLDER] [FLAG ...]
 
 The copy task of torchtitan/rl/train_configs/copy_cpu.toml with FSDP on gloo, once per seed and way;
-flags such as --rl.task.length=6 change it for all, and --token-seconds makes each forward of a generator
+flags such as --rl.task.length=6 change it for all, and --token-seconds makes each token of a generator
 so much slower, as if its device were. In flight, the generating ranks take over new weights
 between tokens (rl.generator.in_flight). Prints mean rewards of the last tenth, seconds per step without
 the first (of all ranks together: four ranks on two cores share them), how many updates old the episodes
@@ -38,17 +38,17 @@ def run_part(folder: str, flags: list[str], token_seconds: float) -> list[dict[s
     """What each step logged, on a rank that trains."""
     from torchtitan.config import ConfigManager
     from torchtitan.rl.controller import Controller, build_part
-    from torchtitan.rl.decoding import LocalDecoder
+    from torchtitan.rl.generator import DecoderGenerator
     from torchtitan.rl.job_config import JobConfig
 
     base = [f"--job.config_file={PRESET}", f"--job.dump_folder={folder}", "--rl.eval_every=0"]
-    forward = LocalDecoder.run
+    next_version = DecoderGenerator._next_version  # called before each token
 
-    def slow_forward(*arguments, **options):
+    def slow_next_version(generator):
         time.sleep(token_seconds)
-        return forward(*arguments, **options)
+        return next_version(generator)
 
-    LocalDecoder.run = slow_forward
+    DecoderGenerator._next_version = slow_next_version
     part = build_part(ConfigManager(JobConfig).parse_args([*base, *flags]))
     rows: list[dict[str, float]] = []
     if isinstance(part, Controller):

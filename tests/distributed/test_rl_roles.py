@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch
 
 from tests.distributed.rl_runs import numbers, weights_hash
 from tests.unit.rl.toy import toy_config
@@ -14,9 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
-from torchtitan.rl import decoding
 from torchtitan.rl.controller import Controller, build_part
-from torchtitan.rl.generator import PolicyModel
+from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
@@ -61,8 +62,10 @@ def run_roles(folder, n_ranks, *flags, kill_after=None):
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_both(ahead, tmp_path):
     flags = [*STEPS, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
+    flags += ["--rl.generator.dtype=bfloat16"] if ahead else []
     both = run_roles(tmp_path / "both", 2, *flags)
-    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    delta = ["--rl.weight_sync.delta"] if ahead else []
+    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2", *delta)
     assert apart[2:] == [None, None]
     assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
     assert apart[0]["evaluations"] == both[0]["evaluations"] and both[0]["evaluations"]
@@ -141,13 +144,13 @@ def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout
 
 def draw_slowly(dump_folder, flags):
     """`run_part`, with a token taking about as long as a training step."""
-    forward = decoding.LocalDecoder.run
+    next_version = DecoderGenerator._next_version  # called before each token
 
-    def slow_forward(*arguments, **options):
+    def slow_next_version(generator):
         time.sleep(0.05)
-        return forward(*arguments, **options)
+        return next_version(generator)
 
-    decoding.LocalDecoder.run = slow_forward  # only generating ranks have a decoder
+    DecoderGenerator._next_version = slow_next_version  # only generating ranks draw
     return run_part(dump_folder, flags)
 
 
@@ -250,6 +253,77 @@ def leave_at_update(dump_folder, flags):
     assert 2 <= part.step <= 2 + part.config.async_steps
     part.close()
     return str(caught.value)
+
+
+class SlowLink:
+    """A link that sends weights only while `is_open`, and records what it sent."""
+
+    def __init__(self, failure=None):
+        self.sent, self.is_open, self.failure = [], threading.Event(), failure
+
+    def broadcast(self, message):
+        self.sent.append(message)
+
+    def send_weights(self, weights, changes):
+        assert self.is_open.wait(60)
+        if self.failure is not None:
+            raise self.failure
+        self.sent.append([tensor.tolist() for _, tensor in weights])
+
+    def receive_from_all(self):
+        return [([], None)]
+
+
+class Update(dict):
+    """`PolicyWeights` of one tensor."""
+
+    digest = None
+
+    def __init__(self, version, tensor):
+        super().__init__(w=tensor)
+        self.version = version
+
+    def __iter__(self):
+        return iter(self.items())
+
+
+def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
+    link, weight = SlowLink(), torch.zeros(2)
+    remote = RemoteGenerator(link, 1)
+    remote.update_weights(Update(0, weight))
+    remote.begin("first")
+    weight += 1  # the next training step
+    assert remote.policy_version == 0
+    threading.Timer(0.2, link.is_open.set).start()
+    remote.update_weights(Update(1, weight))  # waits until the weights before are sent
+    assert link.is_open.is_set()
+    answer = remote.begin("second")
+    weight += 1
+    assert answer() == []
+    remote.close()
+    update = ("weights", True)
+    first, second = ("draw", "first"), ("draw", "second")
+    assert link.sent == [update, [[0.0, 0.0]], first, update, [[1.0, 1.0]], second, None]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (MemoryError("no room for the changes"), "no room for the changes"),
+        (RuntimeError("Connection closed\nby peer"), "rank 1 or a later .*: Connection closed$"),
+    ],
+    ids=["of this rank", "of the connection"],
+)
+def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episodes(failure, message):
+    link = SlowLink(failure)
+    link.is_open.set()
+    remote = RemoteGenerator(link, 1)
+    for version in range(2):  # the second is not sent
+        remote.update_weights(Update(version, torch.zeros(3)))
+    with pytest.raises((MemoryError, LostGeneratorError), match=message):
+        remote.begin("request")()
+    remote.close()
+    assert link.sent == [("weights", True)]
 
 
 def test_ranks_that_cannot_be_divided_are_told(tmp_path):

@@ -63,7 +63,7 @@ class OpenAIGenerator(ForeignGenerator):
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
     weight_transfer: "nccl" or "gloo" sends whole weights to a vLLM server by `vllm_lane.WeightLane`,
-        and writes no files.
+        and writes no files. delta: with "gloo", send only what changed since the last update.
     adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
     records_experts: completions have the experts of their tokens; the server must be vLLM, started
@@ -87,11 +87,12 @@ class OpenAIGenerator(ForeignGenerator):
         timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
         weight_transfer: Literal["", "nccl", "gloo"] = "",
+        delta: bool = False,
         adapters: bool = False,
         records_experts: bool = False,
     ):
         super().__init__(dtype, seed, folder, adapters, records_experts)
-        self._weight_transfer = weight_transfer
+        self._weight_transfer, self._delta = weight_transfer, delta and weight_transfer == "gloo"
         self._lane: WeightLane | None = None
         # Drawn anew, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
@@ -183,7 +184,11 @@ class OpenAIGenerator(ForeignGenerator):
             if self._weight_transfer:
                 if self._lane is None:
                     self._lane = WeightLane(
-                        self._weight_transfer, self._call, self._url, self._timeout_seconds
+                        self._weight_transfer,
+                        self._call,
+                        self._url,
+                        self._timeout_seconds,
+                        self._delta,
                     )
                 self._lane.send(pairs, version)
                 self._call("reset_prefix_cache", {})

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.rl.weight_sync import buckets_of
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_sync import buckets_of, copied
 from torchtitan.tools.utils import get_device_type, use_device
 
 T = TypeVar("T")
@@ -43,11 +44,6 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor's bytes, because gloo does not send every dtype."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 class WeightLane:
     """The way of one rank's weights to the workers of one vLLM server.
 
@@ -55,6 +51,7 @@ class WeightLane:
     call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
         where the message is None. It raises if the server refuses.
     url: the server's; the lane listens at the address of this machine that reaches it.
+    delta: send only what changed since the last update; for "gloo".
 
     Raises what `call` raises. After that the lane cannot be used again.
     """
@@ -65,8 +62,10 @@ class WeightLane:
         call: Callable[[str, dict[str, Any] | None], Any],
         url: str,
         timeout_seconds: float,
+        delta: bool = False,
     ):
         self._call = call
+        self._changes = WeightChanges() if delta else None
         size = 1 + call("get_world_size", None)["world_size"]
         to = urlsplit(url)
         server = to.hostname, to.port or (443 if to.scheme == "https" else 80)
@@ -107,7 +106,8 @@ class WeightLane:
     def send(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all weights, under Hugging Face names; `/weight_info` then tells their version."""
         self._call("start_weight_update", {})
-        for bucket in buckets_of(pairs, self._device):
+        pairs = copied(pairs, self._device)
+        for bucket in buckets_of(pairs if self._changes is None else self._changes.packed(pairs)):
             info = {
                 "names": [name for name, _ in bucket],
                 "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],

@@ -11,7 +11,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchtitan.integrations.vllm_lane import bytes_of, gloo_group
+from torchtitan.integrations.vllm_lane import gloo_group
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 
 _TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
 
@@ -26,6 +27,7 @@ class GlooReceiver(NCCLWeightTransferEngine):
         self.model_update_group: Any = gloo_group(
             store, init_info.rank_offset + worker, init_info.world_size, _TIMEOUT
         )
+        self._changes = WeightChanges()  # of this sender
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's own waits for an accelerator afterwards, which a CPU is none.
@@ -41,7 +43,8 @@ class GlooReceiver(NCCLWeightTransferEngine):
         ]
         for work in works:
             work.wait()
-        self.model.load_weights((name, x.to(self.device)) for name, x in tensors.items())
+        weights = self._changes.unpacked(tensors.items())
+        self.model.load_weights((name, x.to(self.device)) for name, x in weights)
 
     def shutdown(self) -> None:
         self.model_update_group = None

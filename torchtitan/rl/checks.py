@@ -470,6 +470,15 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
                     f"rl.generator.ranks = {generator.ranks} needs separate ranks for generation, which "
                     f"do not exist with {key}; take one of the keys out"
                 )
+    if job_config.rl.weight_sync.delta and (
+        generator.adapters or not (generator.ranks or generator.weight_transfer == "gloo")
+    ):
+        yield (
+            "rl.weight_sync.delta sends the changes of whole weights to rl.generator.ranks, or to a "
+            "vLLM server with rl.generator.weight_transfer = 'gloo', got rl.generator.ranks = "
+            f"{generator.ranks}, weight_transfer = {generator.weight_transfer!r} and adapters = "
+            f"{generator.adapters}; set one of them, or turn delta off"
+        )
     if not 0 < generator.memory_share <= 1:
         yield (
             f"rl.generator.memory_share must be above 0 and at most 1, got "

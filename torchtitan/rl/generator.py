@@ -602,6 +602,7 @@ def build_copy(policy: PolicyModel) -> Generator:
             timeout_seconds=rl.generator.timeout_seconds,
             vocab_size=policy.model_args.vocab_size,
             weight_transfer=rl.generator.weight_transfer,
+            delta=rl.weight_sync.delta,
             adapters=rl.generator.adapters,
             records_experts=rl.generator.replay_experts,
         )

@@ -208,6 +208,9 @@ class RLWeightSync:
     # (broadcast); auto shares them if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
     digest: bool = True  # Compare digests of the sent and received weights at each update
+    # Send only the values whose bits changed since the last update, for rl.generator.ranks and
+    # rl.generator.weight_transfer = "gloo"; sender and receivers keep one more copy in host memory
+    delta: bool = False
 
 
 @dataclass

@@ -11,11 +11,11 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,21 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
-from torchtitan.rl.weight_sync import PolicyWeights, ReceivedWeights, hand_over, send_weights
+from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_sync import (
+    PolicyWeights,
+    ReceivedWeights,
+    StagedWeights,
+    hand_over,
+    send_weights,
+)
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import SIGNALS
 from torchtitan.tools.utils import use_device
+
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
@@ -113,10 +122,11 @@ class Link:
             dist.broadcast_object_list(box, group=self.down, group_src=0)
         return box[0]
 
-    def send_weights(self, weights: PolicyWeights, pairs: Iterator[tuple[str, Tensor]]) -> None:
-        """Send the weights that `pairs` iterates over; the other members read `ReceivedWeights`."""
+    def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
+        """Send weights, packed by `changes`; the other members read `ReceivedWeights`."""
+        pairs = weights if changes is None else changes.packed(weights)
         with errors_of_gloo():
-            send_weights(weights, self.down, 0, pairs=pairs, device=_CPU)
+            send_weights(weights, self.down, 0, pairs=pairs)
 
     def send(self, answer: Any) -> None:
         """Send member 0 an answer, without waiting until it is received."""
@@ -174,6 +184,7 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 class RemoteGenerator:
     """The generating ranks, for the ranks that train: it takes weights, and begins draws.
 
+    Rank 0 sends on a thread, one message after another, so that training goes on meanwhile.
     link, first_generator: of this rank's `Role`.
     """
 
@@ -183,10 +194,13 @@ class RemoteGenerator:
 
     def __init__(self, link: Link | None, first_generator: int):
         self._link, self._first_generator = link, first_generator
+        self._thread = None if link is None else ThreadPoolExecutor(1, "messages")
+        self._weights_sent: Future | None = None
+        self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
         # Answers received before their turn: number of the request -> (episodes, failure) of ranks
         self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
-        self._lost_because: str | None = None
+        self._failure: Exception | None = None  # after it nothing is sent or received
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
@@ -194,26 +208,30 @@ class RemoteGenerator:
 
         Raises ConfigError if `rl.generator.rescore` is set and their policy differs.
         """
-        refuse(rescoring(policy.job_config.rl, policy.compute_dtype_name))
+        rl = policy.job_config.rl
+        refuse(rescoring(rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
-        generator = policy.job_config.rl.generator
-        if generator.backend != "local":
-            self.weight_names = "adapters" if generator.adapters else "hf"
+        self._changes = WeightChanges() if rl.weight_sync.delta else None
+        if rl.generator.backend != "local":
+            self.weight_names = "adapters" if rl.generator.adapters else "hf"
         else:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Send the weights; later requests use them. Collective.
+        """Copy the weights to host memory, and begin to send them; later requests use them.
 
-        If a generating rank is gone, the next wait for episodes raises LostGeneratorError.
+        Collective. Waits until the weights before are sent, so that one copy waits at most.
+        If sending fails, the next wait for episodes raises.
         """
+        if self._weights_sent is not None:
+            wait([self._weights_sent])
 
-        def send(pairs: Iterator[tuple[str, Tensor]]) -> None:
-            if self._link is not None:
-                self._send(("weights", check_digest))
-                self._unless_lost(self._link.send_weights, weights, pairs)
+        def stage(pairs: Iterator[tuple[str, Tensor]]) -> None:
+            if self._link is not None and self._failure is None:
+                staged = StagedWeights(weights, pairs, _CPU)
+                self._weights_sent = self._send(("weights", check_digest), staged)
 
-        if (failure := hand_over(weights, send)) is not None:
+        if (failure := hand_over(weights, stage)) is not None:
             raise failure
         self.policy_version = weights.version
 
@@ -223,18 +241,16 @@ class RemoteGenerator:
         The result raises LostGeneratorError if a generating rank is gone, RunError if one failed.
         """
         self._n_requests += 1
-        self._send(("draw", request))
-        return partial(from_rank_zero, partial(self._answer, self._n_requests))
+        sent = self._send(("draw", request))
+        return partial(from_rank_zero, partial(self._answer, self._n_requests, sent))
 
-    def _answer(self, number: int) -> list[Episode]:
+    def _answer(self, number: int, sent: Future) -> list[Episode]:
         """Wait for the episodes of a request; called on rank 0."""
+        wait([sent])  # it waits for weights that come before it, which may take long
         while number not in self._answers:
-            of_ranks = self._unless_lost(self._link.receive_from_all)
-            if self._lost_because is not None:
-                raise LostGeneratorError(
-                    f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
-                    f"does not answer: {self._lost_because}"
-                )
+            of_ranks = self._unless_failed(self._link.receive_from_all)
+            if self._failure is not None:
+                raise self._failure
             self._n_received += 1
             self._answers[self._n_received] = of_ranks
         return episodes_of(self._answers.pop(number), self._first_generator)
@@ -244,17 +260,33 @@ class RemoteGenerator:
         if not self._is_closed:
             self._is_closed = True
             self._send(None)
+            if self._thread is not None:
+                self._thread.shutdown()
 
-    def _send(self, message: Any) -> None:
-        if self._link is not None:
-            self._unless_lost(self._link.broadcast, message)
+    def _send(self, message: Any, weights: StagedWeights | None = None) -> Future | None:
+        """Have the thread send a message, and weights after it; None on ranks without a link."""
+        if self._thread is None:
+            return None
 
-    def _unless_lost(self, communicate: Callable[..., Any], *arguments: Any) -> Any:
-        if self._lost_because is None:
+        def send() -> None:
+            self._link.broadcast(message)
+            if weights is not None:
+                self._link.send_weights(weights, self._changes)
+
+        return self._thread.submit(self._unless_failed, send)
+
+    def _unless_failed(self, communicate: Callable[[], T]) -> T | None:
+        if self._failure is None:
             try:
-                return communicate(*arguments)
+                return communicate()
             except RuntimeError as error:  # gloo's, of a lost connection
-                self._lost_because = str(error).partition("\n")[0]
+                cause = str(error).partition("\n")[0]
+                self._failure = LostGeneratorError(
+                    f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
+                    f"does not answer: {cause}"
+                )
+            except Exception as error:
+                self._failure = error
         return None
 
 
@@ -282,6 +314,7 @@ class GeneratorRank:
             self.generator = BufferedGenerator(generator, in_flight=in_flight)
         except ImportError as error:
             raise ConfigError(str(error)) from error
+        self._changes = WeightChanges()
         self._draws = Draws(task, self.generator, device, ahead=False)  # on the thread below
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
@@ -297,7 +330,7 @@ class GeneratorRank:
             while (message := self._link.broadcast()) is not None:
                 kind, argument = message
                 if kind == "weights":
-                    weights = ReceivedWeights(self._link.down, 0, _CPU)
+                    weights = ReceivedWeights(self._link.down, 0, _CPU, self._changes)
                     with errors_of_gloo():
                         self.generator.update_weights(weights, check_digest=argument)
                 else:

@@ -24,6 +24,7 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.rl.weight_changes import WeightChanges
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -68,13 +69,18 @@ class TakesWeights(Protocol):
 class StagedWeights:
     """A copy of weights that can be read once, later; reading frees its memory.
 
+    pairs: an iteration over `weights`; None begins one. device: of the copy; None keeps the tensors'.
     version, digest: as in `PolicyWeights`. failure: the exception that taking the weights over
     raised.
     """
 
-    @torch.no_grad()
-    def __init__(self, weights: PolicyWeights):
-        self._pairs = deque((name, tensor.detach().clone()) for name, tensor in weights)
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        pairs: Iterable[tuple[str, Tensor]] | None = None,
+        device: torch.device | None = None,
+    ):
+        self._pairs = deque(copied(weights if pairs is None else pairs, device))
         self.version, self._digest = weights.version, weights.digest
         self.digest: str | None = None
         self.failure: Exception | None = None
@@ -278,15 +284,14 @@ def send_weights(
     group: dist.ProcessGroup | None,
     source: int,
     *,
-    pairs: Iterator[tuple[str, Tensor]] | None = None,
-    device: torch.device | None = None,
+    pairs: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
 
-    source: this rank's number in the group. pairs: an iteration over `weights`; None begins one.
-    device: of the sent tensors; None keeps theirs.
+    source: this rank's number in the group. pairs: an iteration over `weights`, or
+    `WeightChanges.packed` of one; None begins one. Its tensors must not change meanwhile.
     """
-    for bucket in buckets_of(weights if pairs is None else pairs, device):
+    for bucket in buckets_of(weights if pairs is None else pairs):
         header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
         dist.broadcast_object_list([header], group=group, group_src=source)
         for _, tensor in bucket:
@@ -295,18 +300,22 @@ def send_weights(
     dist.broadcast_object_list([end], group=group, group_src=source)
 
 
-def buckets_of(
+def copied(
     pairs: Iterable[tuple[str, Tensor]], device: torch.device | None
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of (name, contiguous copy) of 64 MiB or little more.
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield contiguous copies, which stay when the memory of the weights changes.
 
     device: of the copies; None keeps the tensors'.
     """
-    bucket: list[tuple[str, Tensor]] = []
     for name, tensor in pairs:
-        # A copy, because the iterator may reuse the memory for the next tensor.
-        copied = tensor.detach().to(device or tensor.device, copy=True)
-        bucket.append((name, copied.contiguous()))
+        yield name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
+
+
+def buckets_of(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield lists of (name, tensor) of 64 MiB or little more."""
+    bucket: list[tuple[str, Tensor]] = []
+    for pair in pairs:
+        bucket.append(pair)
         if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
             yield bucket
             bucket = []
@@ -317,15 +326,26 @@ def buckets_of(
 class ReceivedWeights:
     """The weights that another rank sends with `send_weights`, as `PolicyWeights`.
 
+    changes: unpacks weights that were packed; a receiver has one for all updates.
     version: -1 until the last tensor was read.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, source: int, device: torch.device):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        source: int,
+        device: torch.device,
+        changes: WeightChanges | None = None,
+    ):
         self._group, self._source, self._device = group, source, device
+        self._changes = changes or WeightChanges()
         self.version = -1
         self.digest: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._changes.unpacked(self._received())
+
+    def _received(self) -> Iterator[tuple[str, Tensor]]:
         while True:
             received: list[Any] = [None]
             dist.broadcast_object_list(received, group=self._group, group_src=self._source)

@@ -125,6 +125,10 @@ BAD_VALUES = [
         {"rl__generator__ranks": 1, "checkpoint__create_seed_checkpoint": True},
         "do not exist with checkpoint.create_seed_checkpoint",
     ),
+    (
+        {"rl__weight_sync__delta": True},
+        "rl.weight_sync.delta sends .* got rl.generator.ranks = 0, weight_transfer = '' and adapters",
+    ),
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at least 1 and at most 2"),

@@ -21,12 +21,13 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
-from torchtitan.integrations.vllm_lane import bytes_of, gloo_group
+from torchtitan.integrations.vllm_lane import gloo_group
 from torchtitan.rl import weight_sync
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, build_generator
 from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
 from torchtitan.tools.errors import RunError
 
@@ -53,6 +54,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.n_good = 0
         self.change, self.can_forget = lambda choice: choice, True
         self.adapters, self.received, self.group = [], {}, None
+        self.num_bytes = []  # of each update
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def complete(self, request):
@@ -86,15 +88,23 @@ class StandIn(http.server.ThreadingHTTPServer):
 
     def start_transfer(self, message):
         """Join the sender's group as vLLM's worker does, see `vllm_receiver`."""
+        self.changes = WeightChanges()
         info, limit = message["init_info"], timedelta(seconds=30)
         store = torch.distributed.TCPStore(info["master_address"], info["master_port"])
         self.group = gloo_group(store, info["rank_offset"], info["world_size"], limit)
 
+    def begin_transfer(self):
+        self.received.clear()
+        self.num_bytes.append(0)
+
     def receive(self, message):
         info = message["update_info"]
+        tensors = {}
         for name, dtype, shape in zip(*info.values(), strict=True):
-            self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            self.group.broadcast(bytes_of(self.received[name]), 0).wait()
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(bytes_of(tensors[name]), 0).wait()
+            self.num_bytes[-1] += tensors[name].nbytes
+        self.received.update(self.changes.unpacked(tensors.items()))
 
     def finish_transfer(self, message):
         pairs = self.adapter.from_hf(self.received).items()
@@ -133,7 +143,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     "/v1/unload_lora_adapter": self.server.unload_adapters,
                     "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
                     "/init_weight_transfer_engine": self.server.start_transfer,
-                    "/start_weight_update": lambda _: self.server.received.clear(),
+                    "/start_weight_update": lambda _: self.server.begin_transfer(),
                     "/update_weights": self.server.receive,
                     "/finish_weight_update": self.server.finish_transfer,
                 }
@@ -200,9 +210,14 @@ def flags_of_transfer(server):
     return ["--rl.generator.backend=openai", *address, "--rl.generator.weight_transfer=gloo"]
 
 
-def test_weights_may_come_without_files(server, tmp_path, monkeypatch):
+# Few numbers change, even in fp32.
+DELTA = ["--rl.weight_sync.delta", "--optimizer.lr=1e-10"]
+
+
+@pytest.mark.parametrize("extra", [[], DELTA], ids=["whole", "delta"])
+def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_sync, "_BUCKET_BYTES", 100_000)  # several messages for an update
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
+    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server), *extra))
     controller.setup()
     for _ in range(2):
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
@@ -212,6 +227,8 @@ def test_weights_may_come_without_files(server, tmp_path, monkeypatch):
     controller.close()
     assert [message["version"] for message in server.reloads] == [0, 1, 2]
     assert not (tmp_path / "generator_weights").exists()
+    first, *later = server.num_bytes
+    assert all(0 < n < first / 2 for n in later) if extra else later == [first, first]
 
 
 @pytest.mark.parametrize("good_answers", [0, 1, 2], ids=["init", "start", "update"])
