@@ -178,6 +178,7 @@ def measure(
 PACKED_MODELS = {
     "1B": ("llama3", "1B", 16384),
     "0.6B": ("qwen3", "0.6B", 16384),
+    "8B": ("llama3", "8B", 8192),
     "debugmodel": ("llama3", "debugmodel", 512),
 }
 MEAN_DOCUMENT = 1024

@@ -1,10 +1,11 @@
 // A CUDA driver and runtime for a machine without a GPU, preloaded into torch's CUDA builds.
 //
-// There is one device, which says that it is an H100. It has memory, but its memory has no contents:
-// addresses are reserved where nobody may read or write, so that a host that follows a pointer of the
-// device crashes as it would with a driver. Copies to the device are dropped, and copies from it
-// give zeros. Kernels, products and collectives count as launched and do nothing. Streams and events
-// are done at once; an event takes 1 ms. An allocation beyond the memory of the card fails.
+// There is one device, which says that it is an H100. Its memory is reserved memory of the host, of
+// which only those pages exist that a copy or memset wrote. Copies and memsets are made, except copies
+// to the device of more than 16 MiB. Kernels and products count as launched and do nothing: where they
+// would have written is what was there before, zeros in most places. Collectives copy if there is one
+// rank. Streams and events are done at once; an event takes 1 ms. An allocation beyond the memory of
+// the card fails.
 //
 // So torch's dispatch, its allocator, its checks of arguments and its reports of waits are real, and
 // so are the launchers of Triton, which load their binaries here. Speed, values, races between
@@ -29,6 +30,7 @@ namespace {
 constexpr size_t kMemory = 81079ul << 20;   // bytes, as torch reports them for an H100 with 80 GB
 constexpr size_t kContext = 520ul << 20;    // of them, what a process takes before it allocates
 constexpr size_t kGranularity = 2ul << 20;  // of allocations
+constexpr size_t kLargestCopy = 16ul << 20; // to the device
 
 std::mutex mutex;
 std::map<const char*, size_t> on_device;  // start and size of what is reserved
@@ -62,7 +64,7 @@ size_t rounded(size_t size) { return (size + kGranularity - 1) / kGranularity * 
 // Addresses, aligned as an allocation is.
 void* reserve(size_t size) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  void* mapped = mmap(nullptr, size + kGranularity, PROT_NONE, flags, -1, 0);
+  void* mapped = mmap(nullptr, size + kGranularity, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   char* start = reinterpret_cast<char*>(rounded(reinterpret_cast<size_t>(mapped)));
   munmap(mapped, start - static_cast<char*>(mapped));
@@ -83,11 +85,23 @@ size_t unreserve(void* start) {
 }
 
 void copy(void* target, const void* source, size_t size) {
-  if (holds(on_device, target)) return;
-  if (holds(on_device, source))
-    std::memset(target, 0, size);
-  else
-    std::memcpy(target, source, size);
+  if (size > kLargestCopy && holds(on_device, target)) return;
+  std::memmove(target, source, size);
+}
+
+void fill(void* target, int value, size_t size) {
+  char *start = static_cast<char*>(target), *end = start + size;
+  if (value == 0) {  // whole pages are forgotten: they are zeros when they are read again
+    const size_t page = 4096;
+    char* first = reinterpret_cast<char*>((reinterpret_cast<size_t>(start) + page - 1) / page * page);
+    char* last = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) / page * page);
+    if (first < last && madvise(first, last - first, MADV_DONTNEED) == 0) {
+      std::memset(start, 0, first - start);
+      std::memset(last, 0, end - last);
+      return;
+    }
+  }
+  if (size <= kLargestCopy) std::memset(target, value, size);
 }
 
 template <typename Handle>
@@ -232,10 +246,14 @@ API cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, c
                                 cudaStream_t) {
   return copy(target, source, size), cudaSuccess;
 }
+API cudaError_t cudaMemset(void* target, int value, size_t size) {
+  return fill(target, value, size), cudaSuccess;
+}
+API cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t) {
+  return fill(target, value, size), cudaSuccess;
+}
 NOTHING(cudaMemcpyPeerAsync)
 NOTHING(cudaMemcpyToSymbol)
-NOTHING(cudaMemset)
-NOTHING(cudaMemsetAsync)
 
 // ---- runtime: streams, events, kernels ----
 
@@ -533,28 +551,60 @@ NOTHING(cudnnBackendFinalize)
 NOTHING(cudnnBackendDestroyDescriptor)
 LAUNCH(cudnnBackendExecute)
 
-// ---- NCCL: every rank but this one is imagined ----
+// ---- NCCL: of several ranks this one alone exists, and their collectives do nothing ----
+
+namespace {
+
+// A communicator is the number of ranks, and this one's.
+int new_communicator(void** comm, size_t ranks, size_t rank) {
+  return *comm = reinterpret_cast<void*>(ranks << 32 | rank << 1 | 1), 0;
+}
+
+int ranks_of(void* comm) { return reinterpret_cast<size_t>(comm) >> 32; }
+
+int collective(void* target, const void* source, size_t count, int type, void* comm) {
+  const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // ncclDataType_t
+  if (ranks_of(comm) == 1) copy(target, source, count * sizes[type]);
+  return standin_launch();
+}
+
+}  // namespace
 
 extern "C" {
 struct ncclUniqueId { char bytes[128]; };
 API int ncclGetUniqueId(ncclUniqueId* id) { return std::memset(id, 0, sizeof(*id)), 0; }
-API int ncclCommInitRank(void** comm, int, ncclUniqueId, int) { return new_handle(comm), 0; }
-API int ncclCommInitRankConfig(void** comm, int, ncclUniqueId, int, void*) {
-  return new_handle(comm), 0;
+API int ncclCommInitRank(void** comm, int ranks, ncclUniqueId, int rank) {
+  return new_communicator(comm, ranks, rank);
 }
-API int ncclCommSplit(void*, int, int, void** comm, void*) { return new_handle(comm), 0; }
+API int ncclCommInitRankConfig(void** comm, int ranks, ncclUniqueId, int rank, void*) {
+  return new_communicator(comm, ranks, rank);
+}
+API int ncclCommSplit(void* whole, int, int, void** comm, void*) { return *comm = whole, 0; }
+API int ncclCommCount(void* comm, int* count) { return *count = ranks_of(comm), 0; }
+API int ncclCommUserRank(void* comm, int* rank) {
+  return *rank = (reinterpret_cast<size_t>(comm) & 0xffffffff) >> 1, 0;
+}
 API int ncclCommGetAsyncError(void*, int* error) { return *error = 0, 0; }
+API int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void*) {
+  return collective(to, from, count, type, comm);
 }
+API int ncclAllReduce(const void* from, void* to, size_t count, int type, int, void* comm, void*) {
+  return collective(to, from, count, type, comm);
+}
+API int ncclReduce(const void* from, void* to, size_t count, int type, int, int, void* comm,
+                   void*) {
+  return collective(to, from, count, type, comm);
+}
+API int ncclBroadcast(const void* from, void* to, size_t count, int type, int, void* comm, void*) {
+  return collective(to, from, count, type, comm);
+}
+}
+SAME(ncclAllReduce, ncclReduceScatter)
 NOTHING(ncclCommDestroy)
 NOTHING(ncclCommAbort)
 NOTHING(ncclCommFinalize)
 NOTHING(ncclGroupStart)
 NOTHING(ncclGroupEnd)
-LAUNCH(ncclAllReduce)
-LAUNCH(ncclAllGather)
-LAUNCH(ncclReduceScatter)
-LAUNCH(ncclReduce)
-LAUNCH(ncclBroadcast)
 LAUNCH(ncclBcast)
 LAUNCH(ncclAlltoAll)
 LAUNCH(ncclSend)
