@@ -1,18 +1,17 @@
 // A CUDA driver and runtime for a machine without a GPU, preloaded into torch's CUDA builds.
 //
-// There is one device, which says that it is an H100. Its memory is reserved memory of the host, of
-// which only those pages exist that a copy or memset wrote. Copies and memsets are made, except copies
-// to the device of more than 16 MiB. Kernels and products count as launched and do nothing: where they
-// would have written is what was there before, zeros in most places. Collectives copy if there is one
-// rank. Streams and events are done at once; an event takes 1 ms. An allocation beyond the memory of
-// the card fails.
+// There is one device, which says that it is an H100. Its memory is reserved memory of the host.
+// Kernels, products and memsets do nothing, the first two count as launched, and what the host reads
+// is zeros. Only what was copied to the device within the last 32 launches can be read again, up to
+// 16 MiB: objects that ranks exchange. Collectives copy if there is one rank. Streams and events are
+// done at once; an event takes 1 ms. An allocation beyond the memory of the card fails.
 //
 // So torch's dispatch, its allocator, its checks of arguments and its reports of waits are real, and
 // so are the launchers of Triton, which load their binaries here. Speed, values, races between
 // streams and errors of kernels are not.
 //
 // A symbol that is not here is looked up in the real library: libcudart then finds a driver without
-// what it needs, and raises. cuda.h and cuda_runtime_api.h check the signatures of what has a body.
+// what it needs, and raises; others may crash. cuda.h and cuda_runtime_api.h check the signatures of what has a body.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -30,7 +29,8 @@ namespace {
 constexpr size_t kMemory = 81079ul << 20;   // bytes, as torch reports them for an H100 with 80 GB
 constexpr size_t kContext = 520ul << 20;    // of them, what a process takes before it allocates
 constexpr size_t kGranularity = 2ul << 20;  // of allocations
-constexpr size_t kLargestCopy = 16ul << 20; // to the device
+constexpr size_t kLargestCopy = 16ul << 20;  // bytes to the device
+constexpr long kKnownFor = 32;               // launches
 
 std::mutex mutex;
 std::map<const char*, size_t> on_device;  // start and size of what is reserved
@@ -84,24 +84,35 @@ size_t unreserve(void* start) {
   return size;
 }
 
-void copy(void* target, const void* source, size_t size) {
-  if (size > kLargestCopy && holds(on_device, target)) return;
-  std::memmove(target, source, size);
+// Memory of the device that holds what was copied there, and the launches until then.
+struct Copied {
+  size_t size;
+  long launched;
+};
+std::map<const char*, Copied> copied;
+
+// Whether what is read from there was copied there, a few launches ago at most.
+bool is_known(const char* source, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto after = copied.upper_bound(source);
+  if (after == copied.begin()) return false;
+  --after;
+  return source + size <= after->first + after->second.size &&
+         launched - after->second.launched <= kKnownFor;
 }
 
-void fill(void* target, int value, size_t size) {
-  char *start = static_cast<char*>(target), *end = start + size;
-  if (value == 0) {  // whole pages are forgotten: they are zeros when they are read again
-    const size_t page = 4096;
-    char* first = reinterpret_cast<char*>((reinterpret_cast<size_t>(start) + page - 1) / page * page);
-    char* last = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) / page * page);
-    if (first < last && madvise(first, last - first, MADV_DONTNEED) == 0) {
-      std::memset(start, 0, first - start);
-      std::memset(last, 0, end - last);
-      return;
-    }
-  }
-  if (size <= kLargestCopy) std::memset(target, value, size);
+void copy(void* target, const void* source, size_t size) {
+  const bool to_device = holds(on_device, target);
+  if (size > kLargestCopy && to_device) return;
+  const char* from = static_cast<const char*>(source);
+  if (!holds(on_device, source) || is_known(from, size))
+    std::memmove(target, source, size);
+  else
+    std::memset(target, 0, size);
+  if (!to_device) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (copied.size() > 10000) copied.clear();
+  copied[static_cast<char*>(target)] = {size, launched};
 }
 
 template <typename Handle>
@@ -246,12 +257,8 @@ API cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, c
                                 cudaStream_t) {
   return copy(target, source, size), cudaSuccess;
 }
-API cudaError_t cudaMemset(void* target, int value, size_t size) {
-  return fill(target, value, size), cudaSuccess;
-}
-API cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t) {
-  return fill(target, value, size), cudaSuccess;
-}
+NOTHING(cudaMemset)
+NOTHING(cudaMemsetAsync)
 NOTHING(cudaMemcpyPeerAsync)
 NOTHING(cudaMemcpyToSymbol)
 
