@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import attention, gpu_book
+from benchmarks import attention, device_waits, gpu_book
 from benchmarks.gpu_book import Section, run_section, write_book
 
 PYTEST_OUTPUT = """\
@@ -188,3 +188,8 @@ def test_attention_benchmark_cut_short_has_written_what_it_measured(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         attention.main()
     assert json.loads(figures.read_text()) == [{"seq_len": 8192}]
+
+
+def test_waits_are_counted_with_the_kernels_of_a_gpu():
+    flags = device_waits.flags_of("gpt_oss compile")
+    assert "--compile.enable" in flags and not any("aot_eager" in flag for flag in flags)
