@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,25 +206,30 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {DEVICE}")
-    figures: list[dict[str, Any]] = []
+    measurements: list[Callable[[], dict[str, Any]]] = []
     if args.mask_share:
         show_mask_share()
     elif DEVICE == "cpu":
         lengths = uneven_lengths(8192, 64)
         for dtype in (torch.float32, torch.bfloat16):
-            figures.append(compare_kernels(lengths, heads=(8, 8), head_dim=64, dtype=dtype))
-        show_cost_of_layouts(8192, heads=(8, 8), head_dim=64)
+            sizes = dict(heads=(8, 8), head_dim=64, dtype=dtype)
+            measurements.append(partial(compare_kernels, lengths, **sizes))
     else:
         sizes = dict(heads=(32, 8), head_dim=128)
-        whole = uneven_lengths(16384, 16)
-        figures = [
-            compare_kernels(whole, **sizes, dtype=torch.bfloat16, with_dense=False),
-            count_stalls_on_gpu(16384, 16, **sizes),
+        whole, bf16 = uneven_lengths(16384, 16), torch.bfloat16
+        measurements = [
+            partial(compare_kernels, whole, **sizes, dtype=bf16, with_dense=False),
+            partial(count_stalls_on_gpu, 16384, 16, **sizes),
             # Last: from a second length on, flex's kernels serve any.
-            compare_kernels(uneven_lengths(4096, 4), **sizes, dtype=torch.bfloat16),
+            partial(compare_kernels, uneven_lengths(4096, 4), **sizes, dtype=bf16),
         ]
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2))
+    figures = []
+    for measure in measurements:
+        figures.append(measure())
+        if args.json:  # after each, as a run may be cut short
+            Path(args.json).write_text(json.dumps(figures, indent=2))
+    if DEVICE == "cpu" and not args.mask_share:
+        show_cost_of_layouts(8192, heads=(8, 8), head_dim=64)
 
 
 if __name__ == "__main__":

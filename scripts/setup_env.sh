@@ -27,7 +27,8 @@ prepare_python() {
   local extras="$1" root venv stamp wanted constraints
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
   venv="${VENV:-$root/.venv}"
-  constraints="$root/${CONSTRAINTS:-constraints.txt}"
+  constraints="${CONSTRAINTS:-constraints.txt}"
+  [ "${constraints#/}" != "$constraints" ] || constraints="$root/$constraints"
   if [ "$venv" = none ]; then
     PYTHON="$(find_python)" || return 1
     return

@@ -182,8 +182,7 @@ EXPECTED: dict[str, Expected] = {
             * 2,
             *_LOSS,
             *["backward: 4 _grouped_mm, 8 mm, 2 mm_dtype in float32, 37 triton"] * 2,
-        ],
-        recompiled=2,
+        ]
     ),
     # Attention alone is compiled.
     "llama3 small tuned op": Expected(["forward: 1 triton", "backward: 2 triton"]),

@@ -12,6 +12,7 @@ that compiles is skipped.
 
 # ruff: noqa: E402 (the device has to be there before torch)
 
+import types
 from typing import Any
 from unittest import mock
 
@@ -158,7 +159,7 @@ def _check_devices(leaves: list[Any], operator: str) -> None:
 # ---- what is compiled or communicates elsewhere ----
 
 
-def _flex(q, k, v, *, score_mod, block_mask, scale, return_lse, enable_gqa):
+def _flex(q, k, v, *, score_mod, block_mask, scale, return_aux, enable_gqa):
     """By the mask written out from its mask function."""
     assert score_mod is None
     row = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
@@ -168,7 +169,7 @@ def _flex(q, k, v, *, score_mod, block_mask, scale, return_lse, enable_gqa):
     scores = (q.float() @ k.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~allowed, float("-inf"))
     out = (scores.softmax(-1) @ v.float()).to(v.dtype)
-    return (out, scores.logsumexp(-1)) if return_lse else out
+    return (out, types.SimpleNamespace(lse=scores.logsumexp(-1))) if return_aux else out
 
 
 def _varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):

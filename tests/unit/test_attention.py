@@ -4,6 +4,7 @@ Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, 
 are good to a few 1e-6.
 """
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -310,6 +311,26 @@ def test_log_sum_exp_is_returned_and_has_a_gradient():
     scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed_pairs(ids), float("-inf"))
     assert_same(lse, scores.logsumexp(-1), (q, k), **FP32)
     assert_same(out, scores.softmax(-1) @ v.double(), inputs, **FP32)
+
+
+def test_log_sum_exp_of_an_accelerator_is_asked_for_without_a_deprecated_argument(monkeypatch):
+    """Torch notes in a global that it has warned, so that the compiler would compile once more."""
+    from torch.nn.attention import flex_attention as flex
+
+    inputs = [x.detach() for x in tensors(1, 6, 2, 2)]
+
+    def kernel(*meta, **options):
+        return flex.flex_attention(*inputs, **options)
+
+    monkeypatch.setattr(flex, "_WARNINGS_SHOWN", set())
+    monkeypatch.setattr(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(kernel))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        out, lse = FlexAttentionWrapper()(*(x.to("meta") for x in inputs), return_lse=True)
+    q, k, v = (x.double() for x in inputs)
+    scores = q @ k.mT / 8**0.5
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), **FP32)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v, **FP32)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen", "sdpa"])

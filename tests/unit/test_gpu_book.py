@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import gpu_book
+from benchmarks import attention, device_waits, gpu_book
 from benchmarks.gpu_book import Section, run_section, write_book
 
 PYTEST_OUTPUT = """\
@@ -175,3 +176,20 @@ def test_command_says_no_gpu_and_succeeds_where_there_is_none(tmp_path):
     assert done.returncode == 0, done.stderr
     book = json.loads((tmp_path / "out" / "book.json").read_text())
     assert [entry["outcome"] for entry in book["sections"]] == ["no GPU", "no GPU"]
+
+
+def test_attention_benchmark_cut_short_has_written_what_it_measured(tmp_path, monkeypatch):
+    figures = tmp_path / "attention.json"
+    compare = mock.Mock(side_effect=[{"seq_len": 8192}, KeyboardInterrupt])
+    monkeypatch.setattr(attention, "compare_kernels", compare)
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--json", str(figures)])
+    with pytest.raises(KeyboardInterrupt):
+        attention.main()
+    assert json.loads(figures.read_text()) == [{"seq_len": 8192}]
+
+
+def test_waits_are_counted_with_the_kernels_of_a_gpu():
+    flags = device_waits.flags_of("gpt_oss compile")
+    assert "--compile.enable" in flags and not any("aot_eager" in flag for flag in flags)

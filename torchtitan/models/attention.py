@@ -289,18 +289,22 @@ class FlexAttentionWrapper(nn.Module):
             )
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
+        flex = load_flex_attention()
         options = {
             "score_mod": score_mod,
             "block_mask": block_mask,
             "scale": scale,
-            "return_lse": return_lse,
+            # Not torch's `return_lse`, whose warning changes a global that the compiler guards on.
+            "return_aux": flex.AuxRequest(lse=True) if return_lse else None,
             "enable_gqa": enable_gqa,
         }
         if torch.compiler.is_compiling():  # the surrounding graph is being compiled already
             if q.dtype.itemsize == 2:
                 options["kernel_options"] = self.kernel_options.get((q.shape[-1], v.shape[-1]))
-            return load_flex_attention().flex_attention(q, k, v, **options)
-        return FlexAttentionWrapper._compiled_flex_attn(q, k, v, **options)
+            results = flex.flex_attention(q, k, v, **options)
+        else:
+            results = FlexAttentionWrapper._compiled_flex_attn(q, k, v, **options)
+        return (results[0], results[1].lse) if return_lse else results
 
 
 def choose_kernel_options(model: nn.Module) -> None:
