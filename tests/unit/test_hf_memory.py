@@ -90,10 +90,11 @@ def random_files(folder, config, n_files):
     return sum(sizes), max(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(LLAMA, marks=pytest.mark.slow), QWEN3_MOE],  # with stacked experts
+    [LLAMA, QWEN3_MOE],  # with stacked experts
     ids=lambda config: config["model_type"],
 )
 def test_conversions_need_the_model_and_one_file(tmp_path, config):
