@@ -132,10 +132,11 @@ def _rank_main(
 ) -> None:
     """Run a rank: send ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
+    # A rank starts its data workers as torchrun's ranks do. Those of a fork server outlive a killed rank.
+    multiprocessing.set_start_method(None, force=True)
     gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
-    gc.set_threshold(
-        50_000
-    )  # a rank is short: what the default of 700 collects takes a tenth of it
+    # A rank is short: what the default of 700 collects takes a tenth of it.
+    gc.set_threshold(50_000)
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
