@@ -5,9 +5,12 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.rl_runs import numbers, weights_hash
 from tests.unit.rl.toy import toy_config
@@ -19,8 +22,9 @@ from torchtitan.numerics import products
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.roles import RemoteGenerator
+from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
+from torchtitan.rl.weight_sync import StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -324,6 +328,16 @@ def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episode
         remote.begin("request")()
     remote.close()
     assert link.sent == [("weights", True)]
+
+
+def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
+    store, limit = dist.HashStore(), timedelta(seconds=1)
+    with ThreadPoolExecutor(2) as pool:
+        sender, receiver = pool.map(lambda member: Link(store, member, 2, limit), range(2))
+    weights = StagedWeights(Update(0, torch.zeros(2**24)))  # more than sockets buffer
+    with pytest.raises(RuntimeError, match="(?i)timed out"):
+        sender.send_weights(weights, None)
+    assert receiver.size == 2  # it is there all the time
 
 
 def test_ranks_that_cannot_be_divided_are_told(tmp_path):

@@ -103,15 +103,17 @@ def join_role(job_config: JobConfig) -> Role:
 class Link:
     """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: time limit of member 0's wait for an answer; a rank that dies is noticed at once.
+    timeout: time limit of member 0's waits, for an answer or for a member that does not take what is
+        sent; a rank that dies is noticed at once.
     down: the group in which member 0 sends messages to all members, one after another.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
-        # Without a time limit, because the trainer may take long between two messages.
-        down, forever = dist.PrefixStore("down", store), timedelta(days=365)
-        self.down = _gloo_group(down, member, size, forever)
+        down = dist.PrefixStore("down", store)
+        # The others wait without a limit, because the trainer may take long between two messages.
+        limit = timedelta(days=365) if member else timeout
+        self.down = _gloo_group(down, member, size, limit)
         self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
