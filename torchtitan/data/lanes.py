@@ -34,7 +34,7 @@ Row = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents are laid into rows of T = `seq_len` tokens.
+    """The way documents are laid into rows of T = `seq_len` tokens.
 
     "concat": end to end. A row is made of T + 1 tokens: its labels are the last T of them.
     "fit": whole documents, chosen by best fit among `WINDOW`; only a document longer than T is cut.

@@ -250,7 +250,7 @@ def token_logprobs(
 
 
 class _Operands(NamedTuple):
-    """What logits are computed from. x: [N, M], or the logits [N, v] without a weight.
+    """The tensors that logits are computed from. x: [N, M], or the logits [N, v] without a weight.
 
     weight: [v, M]. bias: [v]. adapted_x, a, b: of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
     """
@@ -614,8 +614,8 @@ def _gradient_of_logits(
 ) -> Tensor:
     """Return [n, v] in the dtype of `logits`, from gradients [n] of logprobs and entropies.
 
-    If not compiled, it overwrites the logits. With p the probabilities, H the entropy: d logprob / dz_j = [j is the label] - p_j and
-    dH / dz_j = -p_j (log p_j + H).
+    If not compiled, it overwrites the logits. With p the probabilities, H the entropy:
+    d logprob / dz_j = [j is the label] - p_j and dH / dz_j = -p_j (log p_j + H).
     """
     dtype = logits.dtype
     if torch.compiler.is_compiling():

@@ -107,7 +107,7 @@ class Muon(RoundedAdam):
 
 
 class _Layout:
-    """How a matrix, or E matrices, are spread over ranks.
+    """The spread of a matrix, or of E matrices, over ranks.
 
     mesh: its ranks; None if this rank is the only one. axes: the axes of the mesh whose ranks share
     the matrices. On other axes each rank has matrices of its own. own_number: this rank's number

@@ -64,13 +64,13 @@ class Limits:
     """Limits of the models with adapters that a server trains.
 
     n_models: in all. n_device, n_host: states on an accelerator, and in host memory beside them.
+    full: the error of a client for whose model there is no place.
     """
 
     n_models: int
     n_device: int
     n_host: int
     full: str
-    """What to tell a client for whose model there is no place."""
 
     @classmethod
     def of(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
