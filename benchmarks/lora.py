@@ -32,7 +32,9 @@ def serve(kind: str, rank: int, seq_len: int, folder: str, pipe: Connection) -> 
     from torchtitan.config import ConfigManager
     from torchtitan.engine import TrainingEngine
     from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.tools.host import keep_freed_memory
 
+    keep_freed_memory()  # as torchtitan.train does
     torch.set_num_threads(1)
     spec = get_train_spec("llama3")
     flags = {"full": [], "frozen": [], "adapters": ["--model.converters=lora"]}[kind]
