@@ -69,10 +69,11 @@ def test_seeded_fault_of_lowering_is_caught(name):
     assert record["error"] is None, record["error"]
 
 
-@pytest.mark.parametrize("name", slow(BLOCKS))
+@pytest.mark.parametrize("name", slow(BLOCKS, {"llama3"}))
 def test_kernels_of_a_block_compute_what_the_eager_block_does(name):
     (record,) = records("interpret", name)
     largest = max(record["differences"].values())
-    # fp32 with other orders of sums, of some hundred terms: an error in a mask or factor is 1e-2.
-    assert largest < 5e-6, record["differences"]
+    # fp32 with other orders of sums, of some hundred terms; those of sinks cancel. An error in a mask
+    # or factor is 1e-2.
+    assert largest < 1e-5, record["differences"]
     assert len(record["differences"]) >= 10
