@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
@@ -19,6 +20,7 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
 from torchtitan.step import forward as step_forward
+from torchtitan.tools import host_copy
 from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 
 EOS = 0
@@ -49,6 +51,19 @@ def test_copy_leads_back_until_one_of_the_two_changes():
     source.add_(1)
     assert on_host(copy) is copy
     assert on_host(copy + 1).device.type == "meta"
+
+
+def test_entry_of_every_row_is_pinned(monkeypatch):
+    """torch pins by a copy with the strides of the source, which must not share memory."""
+    monkeypatch.setattr(host_copy, "get_device_type", lambda: "cuda")
+    monkeypatch.setattr(Tensor, "is_pinned", lambda x: False)
+    monkeypatch.setattr(
+        Tensor,
+        "pin_memory",
+        lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x),
+    )
+    positions = torch.arange(3).expand(2, 3)
+    assert torch.equal(host_copy.pinned(positions), positions)
 
 
 def test_what_did_not_come_from_the_host_leads_nowhere():

@@ -18,7 +18,8 @@ def pinned(x: Tensor) -> Tensor:
     """Return x in pinned memory, which an accelerator reads by itself; without one, x as it is."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
-    return x.pin_memory()
+    # torch (2.13) cannot pin a tensor whose elements share memory, such as positions.expand(B, T).
+    return x.contiguous().pin_memory()
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
