@@ -69,7 +69,7 @@ def test_muon_gives_the_weights_of_one_process(layout, one_process, tmp_path):
     ):
         assert any(key.endswith("momentum_buffer") for key in run.optimizer_state)
         found = differences(run, expected)
-        assert found["weights"] <= 1e-6, f"{case}: weights differ by {found['weights']:.1e}"
+        assert found["weights"] <= 1.5e-6, f"{case}: weights differ by {found['weights']:.1e}"
         # Relative to the largest number; gradients differ as in test_layout_matrix.
         assert found["optimizer_state"] <= 1e-5, f"{case}: {found}"
         assert found["loss"] <= 1e-6, f"{case}: {found}"
