@@ -97,7 +97,7 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     is_usual = product is linear and not torch.compiler.is_compiling()
     if module.lora_stacked is not None or (is_usual and adapter.sizes[0] < MANY_TOKENS):
         return adapter.add_to(output)
-    a, b = adapter.a[0], adapter.b[0]
+    a, b = adapter.a.squeeze(0), adapter.b.squeeze(0)
     low_rank = product(x, a)
     if is_slow_product(x) or product is not linear:
         return output + product(scale * low_rank, b)
