@@ -24,7 +24,7 @@ from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.weight_sync import StagedWeights
+from torchtitan.rl.weight_sync import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -330,10 +330,29 @@ def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episode
     assert link.sent == [("weights", True)]
 
 
-def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
-    store, limit = dist.HashStore(), timedelta(seconds=1)
+def two_links(limit):
+    store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        sender, receiver = pool.map(lambda member: Link(store, member, 2, limit), range(2))
+        return list(pool.map(lambda member: Link(store, member, 2, limit), range(2)))
+
+
+def test_weights_and_buffers_of_every_dtype_arrive():
+    sender, receiver = two_links(timedelta(seconds=60))
+    dtypes = torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.float8_e4m3fn
+    tensors = [torch.arange(6).to(dtype) for dtype in dtypes]
+    tensors += [torch.tensor(3.0), torch.zeros(2, 0), torch.rand(3, 2).t()]
+    sent = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+    with ThreadPoolExecutor(1) as pool:
+        weights = StagedWeights(Update(0, None), sent)
+        done = pool.submit(sender.send_weights, weights, None)
+        received = list(ReceivedWeights(receiver.down, 0, torch.device("cpu")))
+        done.result()
+    for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
+        assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())
+
+
+def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
+    sender, receiver = two_links(timedelta(seconds=1))
     weights = StagedWeights(Update(0, torch.zeros(2**24)))  # more than sockets buffer
     with pytest.raises(RuntimeError, match="(?i)timed out"):
         sender.send_weights(weights, None)
