@@ -76,9 +76,8 @@ def add_adapter(
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place
         elif hasattr(module, "low_rank"):
-            module.low_rank = (
-                _low_rank  # not a hook: the result may be a head's, in place of logits
-            )
+            # Not a hook: the result may be a head's, in place of logits.
+            module.low_rank = _low_rank
         else:
             # A hook, because tensor parallelism and float8 choose the class of a Linear.
             module.register_forward_hook(_add_product)

@@ -174,7 +174,7 @@ class AdaptersTogether:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
                 torch.stack(own, out=stack)
-        # Each is a value of one rank, and zeros of the others.
+        # Each sum is of one rank's value and the other ranks' zeros.
         self._reduce(values, len(weights), lambda matrix: matrix.shards)
         sums = torch.zeros_like(values) if trains else values
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]

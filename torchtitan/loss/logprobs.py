@@ -276,7 +276,7 @@ class _Call(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. begin: the first of them. sizes: of each model, [m]."""
+    """Tokens whose logits exist at a time. begin: of the first token. sizes: tokens of each model, [m]."""
 
     begin: int
     sizes: list[int]
@@ -490,7 +490,8 @@ def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy, call: _Call) ->
     sizes, begin = call.sizes or [len(x)], 0
     chunks: list[_Chunk] = []
     for model, n_tokens in enumerate(sizes):
-        # A model's first token begins a part, so that sums over its tokens have the bits of it alone.
+        # Parts begin at a model's first token, so that sums over its tokens have the same bits as if
+        # the model was alone.
         for start in range(0, n_tokens, size):
             n = min(size, n_tokens - start)
             if not chunks or sum(chunks[-1].sizes) + n > size:

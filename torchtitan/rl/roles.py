@@ -111,7 +111,7 @@ class Link:
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
         down = dist.PrefixStore("down", store)
-        # The others wait without a limit, because the trainer may take long between two messages.
+        # Other members wait without a limit, because the trainer may take long between two messages.
         limit = timedelta(days=365) if member else timeout
         self.down = _gloo_group(down, member, size, limit)
         self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
