@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
+from torchtitan.rl import roles
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
@@ -308,6 +309,30 @@ def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
     update = ("weights", True)
     first, second = ("draw", "first"), ("draw", "second")
     assert link.sent == [update, [[0.0, 0.0]], first, update, [[1.0, 1.0]], second, None]
+
+
+def test_weights_and_draws_have_the_time_limit_of_a_collective_each(monkeypatch):
+    """The other ranks that train wait in the collective, so a slow update must not count for a draw."""
+    link, seconds = SlowLink(), []
+
+    def timed(ask):
+        start = time.monotonic()
+        result = ask()
+        seconds.append(time.monotonic() - start)
+        return result
+
+    def answer_slowly():
+        time.sleep(0.3)
+        return [([], None)]
+
+    monkeypatch.setattr(roles, "from_rank_zero", timed)
+    monkeypatch.setattr(link, "receive_from_all", answer_slowly)
+    remote = RemoteGenerator(link, 1)
+    remote.update_weights(Update(0, torch.zeros(2)))
+    threading.Timer(0.3, link.is_open.set).start()
+    assert remote.begin("request")() == []
+    remote.close()
+    assert sum(seconds) > 0.55 > max(seconds)
 
 
 @pytest.mark.parametrize(
