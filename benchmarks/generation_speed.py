@@ -6,8 +6,8 @@
 32 prompts of 16 tokens are continued by 128 tokens each, sampled at temperature 1 from the whole
 vocabulary; one thread. The ways take turns, after two turns to warm up, and the fastest of each
 counts. Before that, greedy continuations are compared. `modules` is the generator without
-`generation.one_token`, `exact` the one of `rl.generator.exact`. vLLM's engine runs in this process,
-compiled; scripts/run_vllm_tests.sh makes its environment. All but `transformers` and `vllm` compute
+`generation.one_token`, `exact` the generator with `rl.generator.exact`. vLLM's engine runs in this
+process, compiled; scripts/run_vllm_tests.sh makes its environment. All but `transformers` and `vllm` compute
 the drawn tokens' log-probs, too. `small` has 0.5M parameters, `large` 89M. bfloat16 is by autocast,
 except in vLLM, whose weights are bfloat16.
 """

@@ -1,9 +1,9 @@
-"""How many of an RL run's weights change in a step, in bf16 and in the dtype of training.
+"""The share of an RL run's weights that change in a step, in bf16 and in the dtype of training.
 
     python benchmarks/rl_changes.py [--steps 26] --job.config_file FILE [FLAG ...]
 
-Flags are those of torchtitan.rl.train. What changes in bf16 is what `rl.weight_sync.delta` sends, of
-weights that are pushed in bf16. On one process.
+Flags are those of torchtitan.rl.train. If weights are pushed in bf16, `rl.weight_sync.delta` sends the
+weights that change in bf16. Runs in one process.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What weight updates of a generating rank cost: the trainer's step, seconds per GB, bytes.
+"""The cost of a generating rank's weight updates: the trainer's step, seconds per GB, bytes.
 
     python benchmarks/rl_push.py [--dim 512] [--layers 8] [--rows 64] [--rounds 3] [--gigabits 1]
 
 One rank trains and pushes bf16 weights after every step; the other takes them and draws nothing. Steps
 without a push, with a push on the trainer's own thread, and with pushes beside the next step take turns,
 block by block; whole weights, or `rl.weight_sync.delta`. The first step of a block does not count. The
-learning rate is that of examples/rl/word_problems/qwen3_0.6b.toml. With --gigabits, the sender sleeps as
-long as so slow a link would take. A push takes from its call until the receiver has all weights. Cells
-have the median and the smallest value.
+learning rate is from examples/rl/word_problems/qwen3_0.6b.toml. With --gigabits, the sender sleeps as
+long as a link of that speed would take. A push takes from its call until the receiver has all weights.
+Cells have the median and the smallest value.
 """
 
 import argparse

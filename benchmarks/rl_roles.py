@@ -3,8 +3,8 @@
     python benchmarks/rl_roles.py [--steps 150] [--seeds 0 1 2] [--ahead 2] [--out FOLDER] [FLAG ...]
 
 The copy task of torchtitan/rl/train_configs/copy_cpu.toml with FSDP on gloo, once per seed and way;
-flags such as --rl.task.length=6 change it for all, and --token-seconds makes each token of a generator
-so much slower, as if its device were. In flight, the generating ranks take over new weights
+flags such as --rl.task.length=6 change it for all, and --token-seconds adds this time to each token
+of a generator, as if its device were slower. In flight, the generating ranks take over new weights
 between tokens (rl.generator.in_flight). Prints mean rewards of the last tenth, seconds per step without
 the first (of all ranks together: four ranks on two cores share them), how many updates old the episodes
 were, and how many versions of the weights drew one.

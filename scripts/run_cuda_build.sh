@@ -6,7 +6,7 @@
 #
 # peaks        memory of the throughput benchmark's models, and of 8B on one rank of eight
 # waits        where a step of each case of the rehearsal waits, as CUDA's debug mode reports it
-# tests        those of tests/gpu that need no numbers: waits, recompilations, memory
+# tests        the tests of tests/gpu that need no numbers: waits, recompilations, memory
 # book         scripts/run_gpu_book.sh, whose figures and most of whose failures then mean nothing
 # OUT          folder of the results (default outputs/cuda_build)
 # TORCH        version of torch (default 2.13.0); also tried: 2.11.0
@@ -35,7 +35,7 @@ trap 'rm -rf "$standin"' EXIT
 g++ -std=c++17 -O1 -Wall -shared -fPIC -isystem "$site/nvidia/cu13/include" \
   -isystem "$site/triton/backends/nvidia/include" -Wl,-soname,libcuda.so.1 \
   -o "$standin/libcuda.so.1" tests/cuda_build/standin.cpp
-# The other names are those by which torch looks for libraries.
+# torch looks for NVRTC and NVML under these names.
 ln -s libcuda.so.1 "$standin/libnvrtc.so.13"
 ln -s libcuda.so.1 "$standin/libnvidia-ml.so.1"
 

@@ -11,7 +11,8 @@
 // streams and errors of kernels are not.
 //
 // A symbol that is not here is looked up in the real library: libcudart then finds a driver without
-// what it needs, and raises; others may crash. cuda.h and cuda_runtime_api.h check the signatures of what has a body.
+// what it needs, and raises; other libraries may crash. cuda.h and cuda_runtime_api.h check the
+// signatures of the functions that have a body.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -46,7 +47,7 @@ bool holds(const std::map<const char*, size_t>& ranges, const void* address) {
   return static_cast<const char*>(address) < after->first + after->second;
 }
 
-// Whether so many bytes are left; they are then taken.
+// Takes bytes of the device's memory; false if fewer are left.
 bool take(size_t size) {
   std::lock_guard<std::mutex> lock(mutex);
   if (allocated + size > kMemory) return false;
@@ -84,14 +85,14 @@ size_t unreserve(void* start) {
   return size;
 }
 
-// Memory of the device that holds what was copied there, and the launches until then.
+// A copy to the device: its bytes, and the launches before it. By address in `copied`.
 struct Copied {
   size_t size;
   long launched;
 };
 std::map<const char*, Copied> copied;
 
-// Whether what is read from there was copied there, a few launches ago at most.
+// True if all bytes at `source` were copied there at most kKnownFor launches ago.
 bool is_known(const char* source, size_t size) {
   std::lock_guard<std::mutex> lock(mutex);
   auto after = copied.upper_bound(source);
@@ -558,7 +559,7 @@ NOTHING(cudnnBackendFinalize)
 NOTHING(cudnnBackendDestroyDescriptor)
 LAUNCH(cudnnBackendExecute)
 
-// ---- NCCL: of several ranks this one alone exists, and their collectives do nothing ----
+// ---- NCCL: of several ranks only this one exists, and their collectives do nothing ----
 
 namespace {
 

@@ -174,6 +174,27 @@ def generation(_name: str) -> Notes:
 
 
 @scenario
+def adapters_of_two_models(_name: str) -> Notes:
+    """A microbatch with rows of both, unsorted, through a mixture of experts."""
+    from torchtitan.adapters.lora import add_adapter
+    from torchtitan.adapters.together import AdaptersTogether
+    from torchtitan.models.moe import MoE, MoEArgs
+
+    notes: Notes = {}
+    with ranks(1), Rehearsal() as rehearsal:
+        moe = MoE(MoEArgs(num_experts=4, num_shared_experts=1, top_k=2), dim=64, hidden_dim=64)
+        moe.to("cuda", torch.bfloat16).requires_grad_(False)
+        add_adapter(moe.experts, "w1", rank=8, scale=1.0, dropout=0.0)
+        add_adapter(moe.shared_experts.w1, "weight", rank=8, scale=1.0, dropout=0.0)
+        adapters = {name: p.detach() for name, p in moe.named_parameters() if "lora" in name}
+        together, x = AdaptersTogether([moe], None), torch.ones(2, 8, 64, device="cuda").bfloat16()
+        with together.adapters([adapters, adapters]), noting(rehearsal, notes, "microbatch"):
+            together.set_rows([1, 0])
+            moe(x).sum().backward()
+    return notes
+
+
+@scenario
 def rl_step(_name: str) -> Notes:
     """The controller's own loop: rollouts, rescoring, a policy gradient, an update."""
     return _rl_steps()

@@ -19,12 +19,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
+from torchtitan.rl import roles
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.weight_sync import StagedWeights
+from torchtitan.rl.weight_sync import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -310,6 +311,30 @@ def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
     assert link.sent == [update, [[0.0, 0.0]], first, update, [[1.0, 1.0]], second, None]
 
 
+def test_weights_and_draws_have_the_time_limit_of_a_collective_each(monkeypatch):
+    """The other ranks that train wait in the collective, so a slow update must not count for a draw."""
+    link, seconds = SlowLink(), []
+
+    def timed(ask):
+        start = time.monotonic()
+        result = ask()
+        seconds.append(time.monotonic() - start)
+        return result
+
+    def answer_slowly():
+        time.sleep(0.3)
+        return [([], None)]
+
+    monkeypatch.setattr(roles, "from_rank_zero", timed)
+    monkeypatch.setattr(link, "receive_from_all", answer_slowly)
+    remote = RemoteGenerator(link, 1)
+    remote.update_weights(Update(0, torch.zeros(2)))
+    threading.Timer(0.3, link.is_open.set).start()
+    assert remote.begin("request")() == []
+    remote.close()
+    assert sum(seconds) > 0.55 > max(seconds)
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -330,10 +355,29 @@ def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episode
     assert link.sent == [("weights", True)]
 
 
-def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
-    store, limit = dist.HashStore(), timedelta(seconds=1)
+def two_links(limit):
+    store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        sender, receiver = pool.map(lambda member: Link(store, member, 2, limit), range(2))
+        return list(pool.map(lambda member: Link(store, member, 2, limit), range(2)))
+
+
+def test_weights_and_buffers_of_every_dtype_arrive():
+    sender, receiver = two_links(timedelta(seconds=60))
+    dtypes = torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.float8_e4m3fn
+    tensors = [torch.arange(6).to(dtype) for dtype in dtypes]
+    tensors += [torch.tensor(3.0), torch.zeros(2, 0), torch.rand(3, 2).t()]
+    sent = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+    with ThreadPoolExecutor(1) as pool:
+        weights = StagedWeights(Update(0, None), sent)
+        done = pool.submit(sender.send_weights, weights, None)
+        received = list(ReceivedWeights(receiver.down, 0, torch.device("cpu")))
+        done.result()
+    for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
+        assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())
+
+
+def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
+    sender, receiver = two_links(timedelta(seconds=1))
     weights = StagedWeights(Update(0, torch.zeros(2**24)))  # more than sockets buffer
     with pytest.raises(RuntimeError, match="(?i)timed out"):
         sender.send_weights(weights, None)

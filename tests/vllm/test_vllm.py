@@ -143,7 +143,7 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.parametrize("replays", [False, True], ids=["own choice", "replay"])
 def test_trainer_with_vllms_experts_scores_what_vllm_drew_as_vllm_did(replays, mixture, tmp_path):
-    """Without replay its routers choose others from step 2 on: `expert_bias` has no Hugging Face name."""
+    """Without replay vLLM chooses other experts from step 2 on: `expert_bias` has no Hugging Face name."""
     flags = ["--model.name=qwen3", f"--model.hf_config={mixture}"]
     flags += ["--checkpoint.enable", f"--checkpoint.initial_load_path={mixture}"]
     flags += ["--checkpoint.initial_load_in_hf", *flags_in_process(mixture)]
@@ -183,7 +183,7 @@ def test_server_gets_adapters_alone(folder, server, tmp_path):
 def test_weights_come_to_the_server_without_files(server, tmp_path):
     flags = [*server, "--rl.generator.weight_transfer=gloo"]
     url = next(flag.partition("=")[2] for flag in server if "generator.url" in flag)
-    # A trainer that starts anew makes a lane of its own. In the last run few numbers change.
+    # A trainer that starts again makes a lane of its own. In the last run few numbers change.
     delta = ["--rl.weight_sync.delta"]
     for run, more in (("first", ["0.05"]), ("again", ["0.05", *delta]), ("few", ["1e-10", *delta])):
         controller = Controller(toy_config(tmp_path / run, *flags, "--optimizer.lr", *more))

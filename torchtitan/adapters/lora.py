@@ -76,9 +76,8 @@ def add_adapter(
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place
         elif hasattr(module, "low_rank"):
-            module.low_rank = (
-                _low_rank  # not a hook: the result may be a head's, in place of logits
-            )
+            # Not a hook: the result may be a head's, in place of logits.
+            module.low_rank = _low_rank
         else:
             # A hook, because tensor parallelism and float8 choose the class of a Linear.
             module.register_forward_hook(_add_product)
@@ -97,7 +96,7 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
     is_usual = product is linear and not torch.compiler.is_compiling()
     if module.lora_stacked is not None or (is_usual and adapter.sizes[0] < MANY_TOKENS):
         return adapter.add_to(output)
-    a, b = adapter.a[0], adapter.b[0]
+    a, b = adapter.a.squeeze(0), adapter.b.squeeze(0)
     low_rank = product(x, a)
     if is_slow_product(x) or product is not linear:
         return output + product(scale * low_rank, b)

@@ -30,6 +30,7 @@ from torchtitan.distributed.dtensor import (
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
+from torchtitan.tools.host_copy import to_device
 
 # ---- one layer ----
 
@@ -173,7 +174,7 @@ class AdaptersTogether:
                 stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
             else:
                 torch.stack(own, out=stack)
-        # Each is a value of one rank, and zeros of the others.
+        # Each sum is of one rank's value and the other ranks' zeros.
         self._reduce(values, len(weights), lambda matrix: matrix.shards)
         sums = torch.zeros_like(values) if trains else values
         leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
@@ -203,10 +204,10 @@ class AdaptersTogether:
         """
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
-        device = self._matrices[0].parameter.device if self._matrices else None
-        self.models = torch.tensor(models, device=device)
+        device = self._matrices[0].parameter.device if self._matrices else "cpu"
+        self.models = to_device(torch.tensor(models), device)
         is_sorted = order == list(range(len(models)))
-        self.order = None if is_sorted else torch.tensor(order, device=device)
+        self.order = None if is_sorted else to_device(torch.tensor(order), device)
         return contextlib.nullcontext()
 
     def _views(self, values: Tensor, n_models: int) -> list[Tensor]:

@@ -276,7 +276,7 @@ class _Call(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. begin: the first of them. sizes: of each model, [m]."""
+    """Tokens whose logits exist at a time. begin: of the first token. sizes: tokens of each model, [m]."""
 
     begin: int
     sizes: list[int]
@@ -444,12 +444,9 @@ class _Gradients:
         self.of_x = torch.empty_like(operands.x) if wanted[0] else None
         self.of_weight: Tensor | None = None
         self.of_bias: Tensor | None = None
-        self.of_adapters: list[Tensor | None] = [None] * 3
-        if any(wanted[3:]):
-            x, *a_and_b = operands[3:]
-            kinds = [torch.promote_types(t.dtype, torch.float32) for t in a_and_b]
-            sums = [torch.zeros_like(t, dtype=k) for t, k in zip(a_and_b, kinds, strict=True)]
-            self.of_adapters = [torch.empty_like(x), *sums]
+        self.of_adapted_x = torch.empty_like(operands.adapted_x) if any(wanted[3:]) else None
+        self.of_a: Tensor | None = None
+        self.of_b: Tensor | None = None
 
     def add(self, chunk: _Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
         """grad_logits: [n, v] of a chunk's tokens, of any dtype; low_rank: from `add_products`."""
@@ -468,15 +465,14 @@ class _Gradients:
         if wants_bias:
             self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
         if any(wants_adapters):
-            of_x, of_a, of_b = self.of_adapters
-            operands = adapted_x[rows], a, b, low_rank, chunk.sizes, self.scale
-            of_x[rows], grad_a, grad_b = gradients_of_products(grad_logits, *operands)
-            of_a += grad_a
-            of_b += grad_b
+            own = adapted_x[rows], a, b, low_rank, chunk.sizes, self.scale
+            self.of_adapted_x[rows], grad_a, grad_b = gradients_of_products(grad_logits, *own)
+            self.of_a = _sum_in_fp32(self.of_a, grad_a)
+            self.of_b = _sum_in_fp32(self.of_b, grad_b)
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradients of the operands, in their dtypes; None if not wanted."""
-        sums = [self.of_x, self.of_weight, self.of_bias, *self.of_adapters]
+        sums = [self.of_x, self.of_weight, self.of_bias, self.of_adapted_x, self.of_a, self.of_b]
         for i, operand in enumerate(self.operands):
             if self.wanted[i]:  # the sum is None if there were no tokens
                 sums[i] = (
@@ -494,7 +490,8 @@ def _chunks(x: Tensor, head: TokenLogProbs | SummedCrossEntropy, call: _Call) ->
     sizes, begin = call.sizes or [len(x)], 0
     chunks: list[_Chunk] = []
     for model, n_tokens in enumerate(sizes):
-        # A model's first token begins a part, so that sums over its tokens have the bits of it alone.
+        # Parts begin at a model's first token, so that sums over its tokens have the same bits as if
+        # the model was alone.
         for start in range(0, n_tokens, size):
             n = min(size, n_tokens - start)
             if not chunks or sum(chunks[-1].sizes) + n > size:

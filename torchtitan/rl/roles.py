@@ -11,7 +11,7 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -111,7 +111,7 @@ class Link:
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
         down = dist.PrefixStore("down", store)
-        # The others wait without a limit, because the trainer may take long between two messages.
+        # Other members wait without a limit, because the trainer may take long between two messages.
         limit = timedelta(days=365) if member else timeout
         self.down = _gloo_group(down, member, size, limit)
         self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
@@ -226,7 +226,7 @@ class RemoteGenerator:
         If sending fails, the next wait for episodes raises.
         """
         if self._weights_sent is not None:
-            wait([self._weights_sent])
+            self._weights_sent.result()
 
         def stage(pairs: Iterator[tuple[str, Tensor]]) -> None:
             if self._link is not None and self._failure is None:
@@ -244,11 +244,15 @@ class RemoteGenerator:
         """
         self._n_requests += 1
         sent = self._send(("draw", request))
-        return partial(from_rank_zero, partial(self._answer, self._n_requests, sent))
+        return partial(self._episodes, self._n_requests, sent)
 
-    def _answer(self, number: int, sent: Future) -> list[Episode]:
+    def _episodes(self, number: int, sent: Future | None) -> list[Episode]:
+        # A collective of its own, with its own time limit: the weights before a request may take long.
+        from_rank_zero(lambda: sent.result())
+        return from_rank_zero(partial(self._answer, number))
+
+    def _answer(self, number: int) -> list[Episode]:
         """Wait for the episodes of a request; called on rank 0."""
-        wait([sent])  # it waits for weights that come before it, which may take long
         while number not in self._answers:
             of_ranks = self._unless_failed(self._link.receive_from_all)
             if self._failure is not None:

@@ -39,9 +39,9 @@ class WeightChanges:
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights; the next update changes their memory. Other weights pass unchanged.
+        """Yield whole weights; the next update changes their memory.
 
-        pairs: tensors on the host. Raises RunError if a result differs from the sender's tensor.
+        pairs: tensors on the host; those without a mark of `packed` pass unchanged. Raises RunError if a result differs from the sender's tensor.
         """
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
@@ -62,6 +62,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> np.ndarray:
+    """Return a view of a tensor's values as unsigned integers [n], so that NaN equals itself."""
     return bytes_of(tensor).numpy().view(f"u{tensor.itemsize}")
 
 

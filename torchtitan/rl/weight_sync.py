@@ -24,7 +24,7 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -295,7 +295,7 @@ def send_weights(
         header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
         dist.broadcast_object_list([header], group=group, group_src=source)
         for _, tensor in bucket:
-            dist.broadcast(tensor, group=group, group_src=source)
+            dist.broadcast(bytes_of(tensor), group=group, group_src=source)
     end = {"version": weights.version, "digest": weights.digest}
     dist.broadcast_object_list([end], group=group, group_src=source)
 
@@ -355,5 +355,5 @@ class ReceivedWeights:
                 return
             for name, shape, dtype in header:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                dist.broadcast(tensor, group=self._group, group_src=self._source)
+                dist.broadcast(bytes_of(tensor), group=self._group, group_src=self._source)
                 yield name, tensor

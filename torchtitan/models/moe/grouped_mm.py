@@ -40,7 +40,7 @@ def grouped_linear(
 ) -> Tensor:
     """`grouped_mm` with weights laid out like a Linear's, [E, M, K], and biases [E, M] or None.
 
-    offsets: [E], or a multiple of E; then several groups, one after the other, have the same weight.
+    offsets: [E], or [E * n] if n groups, one after the other, have the same weight.
     Rows past the last group may hold nan; they add nothing to the gradient of a bias.
     """
     if (n := offsets.shape[0] // weights.shape[0]) > 1:

@@ -54,9 +54,10 @@ class StackedExperts(nn.Module):
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], sorted by group; num_tokens_per_expert: [E] int, of each group. Returns [N, D].
+        """x: [N, D], sorted by group; num_tokens_per_expert: of each group, [E * n] int. Returns [N, D].
 
-        Under expert parallelism E is this rank's number of experts, and the groups are padded.
+        An expert has n groups. Under expert parallelism E is this rank's number of experts, and the
+        groups are padded.
         """
         parameters = self.local_parameters()
         can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
@@ -346,8 +347,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: if the second one
-        has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: how many groups
+        there are, if the second input has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
@@ -419,10 +420,10 @@ class MoE(nn.Module):
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
 
-        # Under tensor parallelism the reorderer may return only this rank's share of the pairs.
         groups, num_groups = selected, None
         if (groups_of := getattr(self.experts, "groups", None)) is not None:
             groups, num_groups = groups_of(selected)
+        # Under tensor parallelism the reorderer may return only this rank's share of the pairs.
         scores, pairs, num_tokens_per_expert = self.reorderer(
             top_scores, groups, num_groups=num_groups
         )
