@@ -4,7 +4,7 @@
 
 The cases of tests/cuda_rehearsal that need one rank are trained on the GPU, and CUDA reports the
 waits of the third step. It misses some kinds that the rehearsal sees, see `counting_waits`; a
-place that the rehearsal does not know is a fault of one of the two.
+place that the rehearsal does not know is a fault of one of the two. No kernel is tuned.
 """
 
 import argparse
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from tests.cuda_rehearsal import cases
+from tests.gpu.untuned import compile_untuned
 from tests.gpu.waits import counting_waits
 
 SEQ_LEN = 256
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=of_one_rank, help="all of one rank by default")
     parser.add_argument("--json", type=Path, help="also write what was seen to this file")
     args = parser.parse_args()
+    torch.compile = compile_untuned
     seen: list[dict[str, Any]] = []
     for name in args.cases:
         started = time.perf_counter()

@@ -82,11 +82,12 @@ def sections() -> list[Section]:
     from tests.conftest import ON_THE_DEVICE  # imports what `preflight` looks for
 
     throughput = ["benchmarks/throughput.py", "--json", "{out}/throughput.json"]
+    untuned = ("-p", "tests.gpu.untuned")
     return [
         Section(
             "throughput",
             [*throughput, "--attn-types", "flex", "--blocks", "3"],
-            130,
+            110,
             1200,
             json="throughput.json",
             full_command=throughput,
@@ -98,28 +99,30 @@ def sections() -> list[Section]:
                 *("--models", "1B", "--attn-types", "flex", "--blocks", "3"),
                 *("--override", "parallelism.always_fsdp=False"),
             ],
-            55,
+            60,
             600,
             json="throughput_autocast.json",
         ),
         Section(
             "attention",
             ["benchmarks/attention.py", "--json", "{out}/attention.json"],
-            55,
+            50,
             600,
             json="attention.json",
         ),
         Section(
             "waits",
             ["benchmarks/device_waits.py", "--json", "{out}/waits.json"],
-            40,
+            80,
             600,
             json="waits.json",
         ),
         Section(
             "unit",
-            pytest_command(*(path for path in ON_THE_DEVICE if path != "tests/gpu/"), processes=8),
-            80,
+            pytest_command(
+                *untuned, *(path for path in ON_THE_DEVICE if path != "tests/gpu/"), processes=14
+            ),
+            90,
             3600,
             full_command=pytest_command(
                 *("tests/unit", "tests/compat", "tests/reference", "tests/distributed"),
@@ -129,7 +132,7 @@ def sections() -> list[Section]:
         # Most of their time is the compiler's, on the CPU.
         Section(
             "tests",
-            pytest_command("-p", "tests.gpu.untuned", "tests/gpu", processes=8, dist="load"),
+            pytest_command(*untuned, "tests/gpu", processes=14, dist="load"),
             None,
             1800,
             full_command=pytest_command("tests/gpu", processes=8, dist="load"),

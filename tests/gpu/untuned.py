@@ -1,8 +1,11 @@
 """pytest plug-in: kernels without autotuning, which takes most of the time of `tests/gpu`.
 
 python -m pytest -p tests.gpu.untuned tests/gpu
+
+Each process compiles by itself, because processes of pytest share the cores already.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,7 @@ def compile_untuned(
 
 def pytest_configure() -> None:
     torch.compile = compile_untuned
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def pytest_unconfigure() -> None:

@@ -611,4 +611,4 @@ def test_flex_in_a_compiled_block_takes_the_options_of_its_card(
     monkeypatch.setattr(attention, "load_flex_attention", lambda: flex)
     model[0](*(torch.empty(1, 2, 8, 128, dtype=dtype, device="meta") for _ in "qkv"))
     options = flex.flex_attention.call_args.kwargs.get("kernel_options")
-    assert (options is not None and options["bwd_num_warps"] == 8) == is_set
+    assert (options is not None and options["bwd_num_warps"] == 4) == is_set

@@ -201,8 +201,8 @@ def test_actor_and_reference_share_nothing(tmp_path):
     for p, q, before in zip(
         actor.model_parts[0].parameters(), reference.model_parts[0].parameters(), kept, strict=True
     ):
-        assert p is not q and p.data_ptr() != q.data_ptr()
-        assert torch.equal(q, before) and q.grad is None
+        assert torch.equal(q, before) and not torch.equal(p, q)
+        assert q.grad is None
     assert not reference.optimizers.state and reference.lr_schedulers.last_epoch == 0
     assert actor.model_args is not reference.model_args
     actor.close()

@@ -98,7 +98,8 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
         return adapter.add_to(output)
     a, b = adapter.a.squeeze(0), adapter.b.squeeze(0)
     low_rank = product(x, a)
-    if is_slow_product(x) or product is not linear:
+    if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
+        # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
         return output + product(scale * low_rank, b)
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
     rows = low_rank.flatten(0, -2)

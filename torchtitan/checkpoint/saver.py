@@ -71,6 +71,10 @@ class Saver:
 
     def prepare(self, mode: AsyncMode) -> AsyncMode:
         """Set up background saves; return ASYNC if memory cannot be pinned. Collective."""
+        if self.stager is not None and torch.__version__ < "2.13":
+            # Older versions close a stager after its first use (torch 2.11's `DefaultStager._stage`).
+            self.stager.close()
+            self.stager = None
         if mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             # At the reference's path, where the reference's tests replace the class.
             reference = importlib.import_module("torchtitan.components.checkpoint")

@@ -169,8 +169,9 @@ def fill_indices_wrapper(
         return values.view(num_ranks, experts_per_rank).t()
 
     lengths = by_expert(tokens_per_expert_group).long()
-    starts = write_offsets.unsqueeze(1) + lengths.cumsum(1) - lengths
-    runs = starts.flatten()
+    within_slot = (lengths.cumsum(1) - lengths).flatten()
+    # The sum comes last: torch 2.11 compiles no search in a view.
+    runs = write_offsets.repeat_interleave(num_ranks) + within_slot
     place = torch.arange(max_len, device=runs.device)
     # A place belongs to the last run that begins at or before it. If several runs begin at the same
     # place, all but the last are empty.

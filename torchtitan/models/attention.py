@@ -174,30 +174,26 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 # ---- kernels ----
 
 
-def _backward_tiles(queries: int, keys: int) -> dict[str, int]:
-    """Options of flex attention's backward, for tiles of queries x keys and their transposed."""
-    return {
-        "bwd_BLOCK_M1": queries,
-        "bwd_BLOCK_N1": keys,
-        "bwd_BLOCK_M2": keys,
-        "bwd_BLOCK_N2": queries,
-        "bwd_num_stages": 2,
-        "bwd_num_warps": 8,
-    }
+def _tiles(
+    forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
+) -> dict[str, int]:
+    """Options of flex attention's kernels. Each: queries and keys of a tile, stages, warps."""
+    names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
+    options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
+    queries, keys, stages, warps = backward
+    # M1 and N1 are the tiles of the keys' gradients, M2 and N2 those of the queries'.
+    options |= {f"bwd_BLOCK_{name}": queries for name in ("M1", "N2")}
+    options |= {f"bwd_BLOCK_{name}": keys for name in ("N1", "M2")}
+    return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# Of flex attention on an H100 in 16 bits, by the sizes of query and value heads: with torch 2.13's own
-# choices a thread needs more registers than it can have (`tests/cuda_lowering`).
-_H100_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
+# Of flex attention on an H100 or H200 in 16 bits, by the sizes of query and value heads: the fastest of
+# those that were tried on an H200 (benchmarks/LOG.md).
+_HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
-        (64, 64): {
-            "fwd_BLOCK_M": 128,
-            "fwd_BLOCK_N": 64,
-            "fwd_num_stages": 3,
-            "fwd_num_warps": 4,
-        },
-        (128, 128): _backward_tiles(32, 128),
-        (192, 128): _backward_tiles(64, 64),
+        (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
+        (128, 128): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
+        (192, 128): _tiles(forward=(128, 64, 3, 8), backward=(32, 128, 3, 8)),
     }
 )
 
@@ -312,7 +308,7 @@ def choose_kernel_options(model: nn.Module) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         for module in model.modules():
             if isinstance(module, FlexAttentionWrapper):
-                module.kernel_options = _H100_KERNEL_OPTIONS
+                module.kernel_options = _HOPPER_KERNEL_OPTIONS
 
 
 class VarlenAttentionWrapper(nn.Module):
