@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.torch_version import TorchVersion
 
 from tests import hostile
 from torchtitan.checkpoint import dcp, folder, selection
@@ -34,6 +35,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.retention import Retention, Terminate, estimated_bytes, purge_thread
 from torchtitan.checkpoint.saver import Saver
+from torchtitan.checkpoint.staging import AsyncMode
 from torchtitan.components import checkpoint as reference
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
@@ -540,6 +542,22 @@ def test_pinned_copies_come_after_what_makes_the_states(tmp_path, monkeypatch, w
     waits = "staging waits" if where == "_staging_stream" else "host waits"
     assert events == ["state made", waits, "copies"]
     assert copies.call_args.kwargs["async_stager"] is stager
+
+
+@pytest.mark.parametrize("version, num_stagers", [("2.11.0", 2), ("2.13.0", 1)])
+def test_stager_is_made_anew_where_torch_closes_it_after_its_first_use(
+    version, num_stagers, monkeypatch
+):
+    stagers = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(
+        reference, "DefaultStager", lambda options: stagers.append(mock.Mock()) or stagers[-1]
+    )
+    saver = Saver()
+    for _ in range(2):
+        saver.prepare(AsyncMode.ASYNC_WITH_PINNED_MEM)
+    assert len(stagers) == num_stagers and saver.stager is stagers[-1]
+    assert [stager.close.called for stager in stagers[:-1]] == [True] * (num_stagers - 1)
 
 
 def test_pinned_mode_without_accelerator_saves_as_async(tmp_path, caplog):
