@@ -441,12 +441,13 @@ def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
     [
         ("flex", None, "a BlockMask, got NoneType"),
         ("varlen", None, "a VarlenMetadata, got NoneType"),
-        ("sdpa", "metadata", "no attention_masks, got VarlenMetadata"),
+        ("sdpa", "varlen", "no attention_masks, got VarlenMetadata"),
+        ("sdpa", "flex", "no attention_masks, got BlockMask"),
     ],
 )
 def test_wrong_kind_of_mask_is_named(attn_type, mask, what):
     if mask is not None:
-        mask = varlen_metadata(torch.zeros(1, 4, dtype=torch.int32))
+        mask = DocumentMask.of_documents(torch.zeros(1, 4, dtype=torch.int32)).lower(mask).lowered
     with pytest.raises(TypeError, match=what):
         attend(build_inner_attention(attn_type), *tensors(1, 4, 2, 2), mask)
 

@@ -25,8 +25,8 @@ Entries = dict[str, Any]
 class Batch(TypedDict, total=False):
     """The batch that callers give, and that their loss and output functions get.
 
-    Entries that the model's forward does not take are only for those functions. For a type checker a
-    caller adds its own entries in a subclass:
+    Entries also go to the model's `get_attention_masks`, and to its forward if that has a parameter of
+    the name. For a type checker a caller adds its own entries in a subclass:
 
         class MyBatch(Batch):
             returns: Tensor
@@ -46,7 +46,7 @@ class Batch(TypedDict, total=False):
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
 
-# Entries of the padding tokens after the end of a row; 0 for other keys.
+# Key of a batch -> its value at padding tokens that are appended to a row; 0 for other keys.
 _PADDING_OF = {
     "positions": PADDING,
     "document_ids": PADDING,

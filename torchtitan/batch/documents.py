@@ -172,7 +172,7 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
-    """Return an entry [B, n]. One row for all rows is refused: it might count through all of them."""
+    """Return an entry [B, n]. One row for all rows is refused: its lengths might run through all rows."""
     n_rows, values = len(batch["input"]), batch[key]
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
@@ -250,8 +250,8 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
         document_ids = _READ[source](batch)
     elif eos_id is None:
         raise ValueError(
-            "attn_mask_type 'block_causal' needs the tokenizer's end-of-text id and there is none;"
-            " give a tokenizer that has one, or put 'positions' into the batch and set "
+            "document boundaries are read from end-of-text tokens, and the tokenizer has no end-of-text"
+            " id; give a tokenizer that has one, or put 'positions' into the batch and set "
             "model.attn_mask_type to 'position_block_causal'"
         )
     else:

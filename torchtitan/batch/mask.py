@@ -36,13 +36,13 @@ class DocumentMask:
     """A query sees itself and the keys before it in its own document.
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None if unknown: for a client's mask, of which only `lowered` is known, and for
-        plain causal rows without a kernel's mask.
+        of its own. None if unknown: for a VarlenMetadata or a client's BlockMask, of which only
+        `lowered` is known, and for plain causal rows without a kernel's mask.
     window: a query sees itself and the window - 1 tokens before it.
     rows_are_documents: each row is one document: `starts` are zeros.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
-        (sdpa). On the CPU, where flex is computed document by document, the DocumentMask to which the
-        BlockMask refers has the VarlenMetadata.
+        (sdpa). For flex on the CPU, which computes document by document, the BlockMask's mask_mod is
+        a second DocumentMask, whose `lowered` is a VarlenMetadata.
     part: set if this rank holds only some tokens of the rows.
     """
 
@@ -156,9 +156,9 @@ class DocumentMask:
         first_query = block * block_size
         last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
 
-        # Starts never decrease along a row, so the first query of a block sees the most keys before it
-        # and the last query the fewest. So key blocks [first_key, first_full) are seen in part,
-        # [first_full, own) by every query in full, and the query block's own in part (causal).
+        # Starts never decrease along a row: of a block's queries the first has the earliest start and
+        # the last has the latest. So key blocks [first_key, first_full) are seen in part,
+        # [first_full, block) by every query in full, and the query block itself in part (causal).
         first_key = starts[:, first_query] // block_size
         first_full = (starts[:, last_query] + block_size - 1) // block_size
         first_full = torch.minimum(first_full, block)

@@ -9,7 +9,7 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
 Both methods compute what one process computes, "alltoall" under every mask and "allgather" under
-masks whose document boundaries are known. The mask passed to attention has a `ContextPart`, which
+causal masks with known document boundaries, from which and the window it computes the mask anew. The mask passed to attention has a `ContextPart`, which
 says which tokens the rank holds.
 
 This file has the chunks of a row and the communication of attention. `batch.context` shards a
@@ -228,7 +228,7 @@ class NeededKeys(NamedTuple):
     stretch's last key.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
-        max_q, max_k: the longest.
+        max_q, max_k: the most queries and the most keys of a stretch.
     index: int64 [keys], the position of each key in all ranks' packed tokens, in rank order.
     """
 
@@ -285,8 +285,8 @@ def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) 
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    # By column, in the first row: the token's position in all ranks' packed tokens, which is where
-    # its rank's tokens begin, plus the tokens of its row before it on that rank.
+    # where[column]: the position of the first row's token in all ranks' packed tokens. A rank packs
+    # n_local tokens of each row, row after row.
     columns = torch.arange(seq_len, device="cpu")
     by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
     n_local = seq_len // len(chunks)

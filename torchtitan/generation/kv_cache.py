@@ -36,7 +36,8 @@ class CachedAttention(nn.Module):
         # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
         # would appear in the model's state dict.
         self.stored: list[Tensor] = []
-        # `CachedForward` sets the slots of the next call's tokens, [1 or B, T], and S after it.
+        # `CachedForward` sets them before each call: the slots of its tokens, [1 or B, T], and the number
+        # of filled slots after it.
         self.slots: Tensor | None = None
         self.end = 0
 
@@ -120,7 +121,7 @@ class CachedAttention(nn.Module):
             return exact_heads_attention(q, k, v, visible, scale)[0].to(q.dtype)
 
     def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
-        """Overwrite the rows at `places` with `rows` of another cache; an empty cache gets these."""
+        """Overwrite the rows at `places` with `rows` of another cache; allocate an empty cache first."""
         self.stored = self.stored or [
             x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
         ]
@@ -285,7 +286,8 @@ def kv_cache(
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
-        for pipeline stages. One token per row of a model that `one_token.is_plain` needs no call.
+        for pipeline stages. Not called for one token per row of a model for which
+        `one_token.is_plain` is True.
     records_experts: keep the experts of all tokens, see `ExpertRecord`.
     Raises ValueError for layers without an attention kernel to replace, for a value head, and for
     max_length beyond the RoPE table.

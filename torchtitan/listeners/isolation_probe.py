@@ -111,8 +111,8 @@ class IsolationProbe:
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
-        # A later document may see the token through a bad mask, so prefer a token that is followed
-        # by one; else a token that has earlier tokens in its row.
+        # A later document may see the token through a bad mask, so prefer a token with a later document
+        # in its row; else a token with earlier tokens in its row.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         for wanted in (usable & has_document_behind, usable & has_token_before, usable):

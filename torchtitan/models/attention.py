@@ -187,8 +187,8 @@ def _tiles(
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# Of flex attention on an H100 or H200 in 16 bits, by the sizes of query and value heads: the fastest of
-# those that were tried on an H200 (benchmarks/LOG.md).
+# (size of query heads, of value heads) -> options of flex attention in 16 bits on an H100 or H200: the
+# fastest options of those that were tried on an H200 (benchmarks/LOG.md).
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -361,7 +361,7 @@ def _varlen(
         out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
-    # torch's kernel returns it, but ignores its gradient; `config.checks.device` refuses such models.
+    # torch's kernel returns the log-sum-exp without its gradient; `config.checks.device` refuses such models.
     assert not return_lse, "attn_type 'varlen' gives no log-sum-exp on an accelerator"
     varlen_attn = load_varlen().varlen_attn
     extra = {}
@@ -434,7 +434,8 @@ def attend(
     mask: a `DocumentMask`, or an argument of `DocumentMask.of`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
     window: a query sees itself and the window - 1 tokens before it; used if the mask has no window,
-        because a layer's window is lost in a VarlenMetadata. A BlockMask is used as it is.
+        because a layer's window is lost in a VarlenMetadata. flex ignores it, because a BlockMask
+        contains its own.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
     Raises TypeError if the wrapper takes another kind of mask, and ValueError for sdpa with a
     window or `return_lse`.
@@ -481,8 +482,8 @@ def _kernel_options(
                 "attn_type 'sdpa' has no sliding window and returns no log-sum-exp, which this "
                 "model needs; set model.attn_type to 'flex' or 'varlen'"
             )
-        fits = lowered is None or mask.starts is not None
-        expected = "no attention_masks"
+        fits = lowered is None or (isinstance(lowered, Tensor) and mask.starts is not None)
+        expected = "a DocumentMask or no attention_masks"
         options = {"attn_mask": lowered}
     elif attn_type == "varlen":
         fits = isinstance(lowered, VarlenMetadata)
@@ -495,7 +496,8 @@ def _kernel_options(
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(
-            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; build masks "
-            "with the model's get_attention_masks, or change model.attn_type"
+            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; give such a "
+            "mask (a model's get_attention_masks makes those of flex and varlen), or change "
+            "model.attn_type"
         )
     return options

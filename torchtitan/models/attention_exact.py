@@ -59,7 +59,7 @@ def _forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     starts, lengths = ends[:-1].long(), ends.diff().long()
     n_tiles = -(-lengths // KEYS)
-    # A document of one token, which padding consists of, needs a single tile, but of other size.
+    # Documents of one token, such as padding, are group 0: one tile of keys, but only one query.
     n_tiles[lengths == 1] = 0
     for n in n_tiles.unique().tolist():
         of_size = n_tiles == n

@@ -387,7 +387,7 @@ class Decoder(ModelProtocol):
         """Raise ValueError for experts that this model's routers cannot take for `tokens` [B, T].
 
         routed_experts: integers [B, T, L, k]: the k experts of each token in each mixture of experts.
-            L counts the mixtures, or all layers, of which the others are ignored. k times -1 for
+            L counts the mixtures, or all layers, of which those without experts are ignored. k times -1 for
             a token whose experts the router chooses. Values on an accelerator are not read, because
             that waits for the device.
         """

@@ -521,7 +521,7 @@ class Runner:
             if reads_batch := getattr(head, "with_batch", None):
                 head = reads_batch(entries)
             kwargs["head"] = functools.partial(head, labels=labels)
-            # The ranks join their outputs, so none of them may go without.
+            # With whole rows the ranks join the heads' outputs, so no rank may put a 0 in place of its own.
             if not keeps_rows:
                 kwargs["head"] = functools.partial(self._attempt_head, kwargs["head"])
         if keeps_rows:
