@@ -437,7 +437,8 @@ class TrainingEngine(EngineState):
 
     @property
     def packing(self) -> DocumentPolicy:
-        """The job's choices about documents in a batch; follows a tokenizer that is set later."""
+        """How the job treats documents in a batch (`training.packing` is another thing); reads the current
+        tokenizer."""
         return DocumentPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
 
     # ---- training or evaluating ----
@@ -461,8 +462,8 @@ class TrainingEngine(EngineState):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Every pipeline stage gets both of the last two, which hold positions and masks. Under
-        context parallelism all hold this rank's tokens, [B, T/cp]. A client's own one gets a dict.
+        Every pipeline stage gets extra_inputs and extra_kwargs, which hold positions and masks. Under
+        context parallelism all four hold this rank's tokens, [B, T/cp]. A client's override gets a dict.
         """
         policy = self.packing
         batch = policy.token_batch(input_dict, labels)
@@ -611,8 +612,8 @@ class TrainingEngine(EngineState):
         If loss_fn fails on some ranks, the other ranks raise RunError at the end of the call. The
         engine stays usable, as after any error that all ranks raise, but some microbatches are missing
         in the gradients: call `optimizers.zero_grad()`. If anything else fails on some ranks, all
-        ranks raise, and the engine is lost. Inside a pipeline schedule every failure but one of a
-        caller's function loses the engine. See `torchtitan.distributed.processes.failure_watch`.
+        ranks raise, and the engine is lost. Inside a pipeline schedule any failure loses the engine,
+        unless it is a failure of a caller's function. See `torchtitan.distributed.processes.failure_watch`.
         """
         self._check_trains("forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")
@@ -684,8 +685,10 @@ class TrainingEngine(EngineState):
         self.update.check_arguments(lr, max_norm, denominator)
         # All ranks have the same verdicts and raise together, so the watch need not compare them.
         self.update.settle()
-        is_counted = self.step != self._loaded.step  # a caller counts before the step
-        number = self._steps_done + (0 if is_counted else 1)
+        sets_step = (
+            self.step != self._loaded.step
+        )  # a caller that sets `step` does so before this call
+        number = self._steps_done + (0 if sets_step else 1)
         with self.watch.call():
             # Parameters that a client's forward left gathered have no gradients.
             self.runner.reshard()

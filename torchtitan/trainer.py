@@ -205,7 +205,7 @@ class Trainer(TrainingEngine):
         ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
         reading on its own rank, and ValueError on the other ranks.
         """
-        # The loop's own iterator has whole steps; a client may pass one over (input_dict, labels).
+        # The loop's own iterator has whole steps; a client's iterator may yield (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:

@@ -45,6 +45,7 @@ class Batch(TypedDict, total=False):
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
+"""What a caller passes to a step: a batch or a list. `step.forward.Microbatch` is one that was prepared."""
 
 # Key of a batch -> its value at padding tokens that are appended to a row; 0 for other keys.
 _PADDING_OF = {
@@ -239,8 +240,8 @@ def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
     if isinstance(value, Tensor):
         # One row may serve all rows, but not a row of lengths.
         is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
-        # Cumulative lengths [n + 1] count through all rows.
-        has_rows = value.dim() > (key == "cu_seqlens") and len(value) == num_rows
+        # A row of cumulative lengths [n + 1] runs through all rows.
+        has_rows = value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows
         if value.dim() == 0 or is_shared or has_rows:
             return
         key = f"{key!r} of shape {list(value.shape)}"

@@ -1,4 +1,4 @@
-"""The attention mask of packed rows: one value, which every attention kernel gets.
+"""The attention mask of packed rows: one value for all kernels, with a kernel's own form in `lowered`.
 
 B rows, T tokens per row, cp context-parallel ranks.
 """
@@ -42,7 +42,7 @@ class DocumentMask:
     rows_are_documents: each row is one document: `starts` are zeros.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
         (sdpa). For flex on the CPU, which computes document by document, the BlockMask's mask_mod is
-        a second DocumentMask, whose `lowered` is a VarlenMetadata.
+        a copy of this mask with a VarlenMetadata in its `lowered`, which the CPU's kernel reads.
     part: set if this rank holds only some tokens of the rows.
     """
 

@@ -1,7 +1,7 @@
 """A job's choices about the documents in the rows of its batches.
 
-Trainer, validator and engine share them: where a document ends, the loss ignores the next token, RoPE
-positions restart, and attention costs the square of each document's length.
+Trainer, validator and engine share these choices. Where a document ends, the loss ignores the next token,
+and RoPE positions restart. Attention costs the square of each document's length.
 
 B rows, T tokens per row.
 """

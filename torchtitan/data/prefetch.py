@@ -21,7 +21,7 @@ _SECONDS_TO_END = 5
 
 @dataclasses.dataclass
 class StepCounts:
-    """One step's sums over data-parallel ranks.
+    """One step's counts: of this rank, or of all data-parallel ranks after they were summed.
 
     num_ran_out, num_failed: ranks whose data ended, and ranks that failed to read theirs.
     """
@@ -37,11 +37,11 @@ class StepCounts:
 
 @dataclasses.dataclass
 class Step:
-    """One step's batches on this rank, with the labels that count.
+    """One step's batches on this rank, with labels masked by `DocumentPolicy.mask_labels`.
 
-    counts: of all data-parallel ranks. num_valid_on_this_rank: this rank's part of their valid tokens.
-    error: raised by reading in place of a further batch.
-    position: of the dataloader after the batches.
+    counts: summed over the data-parallel ranks. num_valid_on_this_rank: this rank's valid tokens.
+    error: the exception that ended reading.
+    position: the dataloader's position after these batches.
     items: (input_dict, labels) of each batch, as the dataloader made it.
     """
 

@@ -60,7 +60,7 @@ def apply_ac(
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
     """
-    # Read in torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
+    # Source of torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
     # its list, so forward and recomputation could pick different variants. This fixes the order.
     host.change(False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
 
@@ -186,7 +186,7 @@ def _context_fn(
 class _RecomputeMode(_CachedTorchDispatchMode):
     """A recomputation mode that also runs ops that the forward pass did not run.
 
-    Read in torch 2.13: `_CachedTorchDispatchMode` raises on such ops. We override its dispatch
+    Source of torch 2.13: `_CachedTorchDispatchMode` raises on such ops. We override its dispatch
     because hooks that exist only in backward (a FLOP counter's, say) run additional views.
     """
 

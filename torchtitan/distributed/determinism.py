@@ -47,7 +47,7 @@ def set_determinism(
     # For child processes only: this interpreter fixed its hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
     # DTensor has a generator of its own, except on the CPU. A job whose only parallelism is the
-    # pipeline makes no DTensors. Read in torch 2.13: seeding replaces the private `_rng_tracker`,
+    # pipeline makes no DTensors. Source of torch 2.13: seeding replaces the private `_rng_tracker`,
     # which we restore with the last engine, because nothing else resets it.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh

@@ -235,7 +235,7 @@ def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) 
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
     """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
 
-    Read in torch 2.13: `_get_post_forward_mesh_info` makes a mesh with new process groups for each
+    Source of torch 2.13: `_get_post_forward_mesh_info` makes a mesh with new process groups for each
     unit, on this rank's dp_mesh only. We replace it because process groups have to be made by all
     ranks of the world together.
     """
@@ -276,7 +276,7 @@ def reshard_model(model: nn.Module) -> None:
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Read in torch 2.13: backward prefetches parameters in the recorded order of the forwards since
+    # Source of torch 2.13: backward prefetches parameters in the recorded order of the forwards since
     # the last backward. Without clearing it, a forward without backward is prefetched too.
     for group in _param_groups(_units_of(model)):
         if hasattr(group.comm_ctx, "post_forward_order"):  # set by the first forward
@@ -300,7 +300,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end.
 
-    Read in torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
+    Source of torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
     gathered if `post_forward_mesh_info` is None. We set it because only some forwards keep weights.
     """
     before = [(group, group.post_forward_mesh_info) for group in _param_groups(_units_of(model))]

@@ -90,7 +90,7 @@ class PipelineSchedule:
         They are reduced over data-parallel ranks once, after the last microbatch of the call: by FSDP,
         or over `replicas`.
 
-        Either takes lists, where entry i of each list belongs to microbatch i:
+        Call it with lists, where entry i of each list belongs to microbatch i:
 
             step(arg_mbs=[(inputs,), ...], kwarg_mbs=[{...}, ...], target_mbs=[...], losses=[])
 
@@ -106,8 +106,8 @@ class PipelineSchedule:
         context_mbs: a factory of context managers per microbatch. On each stage, the microbatch's
             forward and backward each run in a new context.
 
-        Or takes a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, for clients of
-        0.2.x. The batch is split into `n_microbatches`, and the outputs are concatenated.
+        Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, as clients of
+        0.2.x do. The batch is split into `n_microbatches`, and the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
@@ -230,8 +230,8 @@ class PipelineSchedule:
     def _connect(self) -> None:
         """Make the group's communicator, with all ranks taking part.
 
-        NCCL makes it at first use. Without this, that is a send to one neighbour, while the other
-        ranks still wait for their first input.
+        NCCL makes it when the group is first used. Without this call that would be by a send to one
+        neighbour, while the other ranks still wait for their first input.
         """
         if not self._is_connected:
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
@@ -294,8 +294,8 @@ class PipelineSchedule:
         schedule with several stages per rank is made for the next number that torch accepts, and
         actions of microbatches that don't exist are removed.
 
-        Read in torch 2.13, whose schedules fix a number and one shape when they are made. We patch
-        the private fields and methods below because microbatches differ in number and shape.
+        The schedules of torch 2.13, whose source we read, fix a number and one shape when they are made.
+        We patch the private fields and methods below because microbatches differ in number and shape.
         """
         schedule_class = self.schedule_class
         if issubclass(schedule_class, PipelineScheduleSingle):

@@ -23,9 +23,9 @@ ContextFactory = Callable[[], AbstractContextManager[Any]]
 class VariableShapeStage(PipelineStage):
     """One stage of a pipeline whose microbatches may differ in shape.
 
-    hidden_states: dim and dtype of what is sent between stages; a stage with None cannot run.
+    hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    Read in torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
+    Source of torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
     override its private methods to allocate for each microbatch; forward and backward are torch's.
     """
 

@@ -135,7 +135,7 @@ def forward(
     runner = engine.runner
     check_head(runner, head)
     batches, is_single = read_batches(engine, microbatches, labels, head is not None)
-    # A call with a single batch has one on every rank, and needs no fillers.
+    # If the caller gave a single batch, every rank has a single batch and needs no fillers.
     n_fillers = num_fillers(len(batches), None if is_single else runner.dp_group, runner.device)
 
     def output_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -188,9 +188,9 @@ def forward_backward(
         )
     if runner.schedule is not None and is_single:
         batches = batches[0].split(config.parallelism.pipeline_parallel_microbatch_size)
-    # A call with a single batch has one on every rank, and needs no fillers. But a pipeline may have
-    # split it into other numbers of microbatches on other data-parallel ranks. That matters only if
-    # FSDP gathers weights for each microbatch.
+    # As in `forward_step`, single batches need no fillers. A pipeline, however, may have split the batches
+    # of data-parallel ranks into unequal numbers of microbatches, which matters only if FSDP gathers
+    # weights for each microbatch.
     gathers_each = config.parallelism.fsdp_reshard_after_forward == "always"
     is_equal = is_single and not (runner.schedule is not None and gathers_each)
     n_fillers = num_fillers(len(batches), None if is_equal else runner.dp_group, runner.device)
@@ -224,7 +224,8 @@ def forward_backward(
                 returned = collected.take(returned, join)
             return scalar_loss(returned)
 
-        if loss_fn is None and model_head is None:  # may be collective
+        # Not by `attempt`: on logits split over ranks this loss is collective, so all ranks must run it.
+        if loss_fn is None and model_head is None:
             loss = engine.loss_fn(outputs, microbatch.labels)
         else:
             loss = runner.watch.attempt(compute, lambda: zero_loss(outputs))
@@ -394,10 +395,10 @@ def model_inputs(
 ) -> ModelInputs:
     """Return the arguments of the model's forward for a batch.
 
-    Entries that only tell documents apart are left out. Positions that restart in each document are
-    added if the model keeps documents apart and the batch has no positions. Attention masks are added
-    for a model that takes some, unless the batch has them; a padding mask [B, T] among its entries
-    becomes the mask that the model's kernel takes.
+    Entries that only tell documents apart are left out. A padding mask [B, T] becomes the kernel's mask.
+    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and also positions that
+    restart in each document, if document ids are known, `training.restart_positions` is set and the
+    batch has no positions.
     """
     entries, device = dict(batch.entries), batch.tokens.device
     masks: Entries = {}
@@ -446,9 +447,9 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline.
     device: where batches are copied to, and where the model is.
-    model_inputs: returns the model's inputs of a batch that is on the device. An engine's is
-        `TrainingEngine.model_inputs`: clients of 0.2.x override `post_dataloading_process`, which it
-        calls and which otherwise calls `model_inputs` of this module.
+    model_inputs: returns the model's inputs for a batch on the device. The engine passes its method
+        `TrainingEngine.model_inputs`, which calls `post_dataloading_process`. Clients of 0.2.x override
+        that method; its default calls the function `model_inputs` of this module.
     train_context, amp: contexts around every forward; train_context is around backward, too.
     sharding: cuts rows for the context-parallel ranks; None without context parallelism.
     schedule: the pipeline's schedule; None without pipeline parallelism.
@@ -459,8 +460,9 @@ class Runner:
     has_replicas: ranks hold copies of the model or of its shards, as under DDP and HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: losses are multiplied by it before backward. Not 1 where gradients are averaged
-        over ranks for a client's own backward, and the engine's losses are to be summed.
+    gradient_factor: multiplies losses before backward; always 1 under a pipeline. It is above 1 if
+        gradients are averaged over ranks for a client's own backward, and undoes that for the engine's
+        losses.
     watch: has a failure in a caller's function raise on all ranks.
     dp_group: the ranks that read different batches; None if all ranks read the same.
     filler: makes the batch that these ranks run to keep step with each other.
@@ -494,7 +496,7 @@ class Runner:
     ) -> Microbatch:
         """Return a batch as the model and the loss get it.
 
-        head: gets the labels, in place of the loss.
+        head: computes outputs in place of logits; it is called with the batch's labels.
         whole_rows: under context parallelism `labels` and `batch` keep whole rows.
         """
         whole = batch
@@ -589,8 +591,8 @@ class Runner:
         microbatches: taken one at a time; a pipeline takes all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
         None on pipeline ranks without the last stage. If this fails, the model can be called again,
-        except inside a pipeline schedule, where every failure but one of a caller's function loses the
-        engine.
+        except inside a pipeline schedule: there any failure loses the engine, unless it is a failure of a
+        caller's function.
         """
         with on_error(self.recover):
             if self.schedule is not None:
@@ -645,7 +647,8 @@ class Runner:
             "return_outputs": False,
         }
         if microbatches:
-            # A failure in here leaves this False, and the engine is lost; see `failure_watch`.
+            # Sends between stages are not counted, so ranks cannot tell whether they failed at the same
+            # point. If this block fails, the flag stays False and the engine is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 run = self.schedule.step if backward else self.schedule.eval
@@ -686,7 +689,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
-        """A context in which experts do not count tokens, if the microbatch is a filler; and `around`."""
+        """The context of a microbatch: `around`; and in a filler experts count no tokens."""
         counting_parts = self.model_parts if microbatch.is_filler else []
         around = self.around(microbatch) if self.around else contextlib.nullcontext()
         with without_counting(counting_parts), around:

@@ -49,7 +49,7 @@ def making_groups() -> Iterator[None]:
 def making_meshes() -> Iterator[None]:
     """`making_groups` for meshes: an axis of all ranks gets a new group, not the host's default.
 
-    Read in torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
+    Source of torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
     `_get_default_group` meanwhile, so that all such axes share one new group.
     """
     default = dist.group.WORLD
@@ -100,7 +100,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 def forget_meshes() -> None:
     """Clear DTensor's caches after groups are destroyed or aborted.
 
-    Read in torch 2.13: DTensor caches results together with their meshes, and treats meshes of
+    Source of torch 2.13: DTensor caches results together with their meshes, and treats meshes of
     equal layout as equal, so the next engine would use the old groups. Torch clears the caches only
     in `tensor.debug`, whose import takes a fifth of a second.
     """

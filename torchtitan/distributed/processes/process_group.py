@@ -87,7 +87,7 @@ def init_distributed(
             _ranks=ranks or [],
             **meeting,
         )
-    # Read in torch 2.13: from a group bound to a device, NCCL splits each later group, with all
+    # Source of torch 2.13: from a group bound to a device, NCCL splits each later group, with all
     # ranks of the bound group. Unbind it, because that hangs if a client makes groups for some ranks
     # only, and costs one split per rank for each mesh axis of size 1.
     dist.group.WORLD.bound_device_id = None
