@@ -255,6 +255,27 @@ def test_dropout_is_the_same_when_blocks_are_recomputed(build):
         assert torch.equal(logits(engine), logits(build(adapters=False)))
 
 
+@pytest.mark.parametrize("n_rows", [7, 8])  # of 32 tokens: below and at MANY_TOKENS
+@pytest.mark.parametrize("targets", ["wq", "wq,wk,wv,wo", "wq,wv,w2"])
+def test_selective_checkpointing_keeps_products_that_nothing_changes(targets, n_rows, build):
+    gradients = []
+    for mode in ("none", "selective"):
+        engine = build(
+            flags=[
+                f"--lora.target_modules={targets}",
+                f"--activation_checkpoint.mode={mode}",
+                "--activation_checkpoint.selective_ac_option=op",
+            ]
+        )
+        batch, labels = global_batch(0, False)
+        batch = {"input": batch["input"][:n_rows]}
+        engine.forward_backward_step(
+            input_dict=batch, labels=labels[:n_rows], global_valid_tokens=256
+        )
+        gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
+    assert all(map(torch.equal, *gradients))
+
+
 # ---- what is refused ----
 
 BAD_SETTINGS = {

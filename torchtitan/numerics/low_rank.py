@@ -58,7 +58,7 @@ class _AddLowRank(torch.autograd.Function):
         ctx.sizes, ctx.scale = sizes, scale
         with torch.autocast(x.device.type, enabled=False):
             tokens = (t.flatten(0, -2) for t in (output, x))
-            # Not in place, because selective activation checkpointing keeps the output.
+            # Selective activation checkpointing keeps results of products, so none is changed in place.
             result, low_rank = add_products(*tokens, a, b, sizes, scale, product)
         ctx.save_for_backward(x, a, b, *low_rank)
         return result.view_as(output)
@@ -96,7 +96,7 @@ def add_products(
     result = base if in_place else torch.empty_like(base)
     for i, rows, few in _parts(sizes, product is linear):
         if product is linear:
-            low_rank.append(_times(a[i], rows(x), few).mul_(scale))
+            low_rank.append(_times(a[i], rows(x), few) * scale)
             add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
             add_product(rows(base), low_rank[-1].mT, b[i].mT, out=rows(result))
         else:
