@@ -58,7 +58,7 @@ def references(folders):
 @pytest.fixture(scope="module")
 def cluster():
     ray.init(
-        num_cpus=4,
+        num_cpus=6,  # three processes of `groups`, and three of `adapter_records`
         include_dashboard=False,
         object_store_memory=2**27,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
