@@ -6,8 +6,8 @@
 On a CPU one thread's CPU-seconds are counted, so other load disturbs little. On a GPU (T =
 16,384, documents of 1,024 on average, bf16) wall time is, with kernels compiled as inside a compiled
 block, over layouts that change from step to step; recompilations and device synchronisations after
-warm-up are counted. There the dense mask, whose scores are T^2 per head, is compared at T = 4,096. Forward and backward together; the ratios
-are of one run. --json FILE also writes all figures there.
+warm-up are counted. There the dense mask, whose scores are T^2 per head, is compared at T = 4,096.
+Forward and backward together; the ratios are of one run. --json FILE also writes all figures there.
 """
 
 import argparse

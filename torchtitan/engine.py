@@ -437,8 +437,7 @@ class TrainingEngine(EngineState):
 
     @property
     def packing(self) -> DocumentPolicy:
-        """How the job treats documents in a batch (`training.packing` is another thing); reads the current
-        tokenizer."""
+        """How the job treats documents in a batch (not `training.packing`), with the current tokenizer."""
         return DocumentPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
 
     # ---- training or evaluating ----

@@ -30,7 +30,8 @@ from torchtitan.tools.host_copy import to_device
 class DocumentPolicy:
     """Reads where documents begin, masks labels and counts the pairs that attention works on.
 
-    attn_type: for "sdpa" no mask is made from document boundaries. attn_mask_type: "causal" keeps no documents apart.
+    attn_type: for "sdpa" no mask is made from document boundaries.
+    attn_mask_type: "causal" keeps no documents apart.
     eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
     """
 

@@ -8,9 +8,9 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both methods compute what one process computes, "alltoall" under every mask and "allgather" under
-causal masks with known document boundaries, from which and the window it computes the mask anew. The mask passed to attention has a `ContextPart`, which
-says which tokens the rank holds.
+Both methods compute what one process computes: "alltoall" under every mask, "allgather" under causal
+masks with known document boundaries, because it masks by the boundaries and the window. The mask
+passed to attention has a `ContextPart`, which says which tokens the rank holds.
 
 This file has the chunks of a row and the communication of attention. `batch.context` shards a
 batch and its masks, and `config.context_layout` has the row lengths.
