@@ -233,6 +233,7 @@ def forward_backward(
 
     with on_error(update.forget_microbatches):
         update.had_backward = True
+        # A generator: `run` has each microbatch prepared when it takes it; a pipeline takes all at once.
         microbatches = runner.microbatches(
             batches, model_head, n_fillers, reduce_with_last=True, whole_rows=whole_rows
         )
