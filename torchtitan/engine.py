@@ -684,9 +684,8 @@ class TrainingEngine(EngineState):
         self.update.check_arguments(lr, max_norm, denominator)
         # All ranks have the same verdicts and raise together, so the watch need not compare them.
         self.update.settle()
-        sets_step = (
-            self.step != self._loaded.step
-        )  # a caller that sets `step` does so before this call
+        # A caller that sets `step` does so before this call.
+        sets_step = self.step != self._loaded.step
         number = self._steps_done + (0 if sets_step else 1)
         with self.watch.call():
             # Parameters that a client's forward left gathered have no gradients.

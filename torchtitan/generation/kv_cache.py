@@ -121,7 +121,7 @@ class CachedAttention(nn.Module):
             return exact_heads_attention(q, k, v, visible, scale)[0].to(q.dtype)
 
     def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
-        """Overwrite the rows at `places` with `rows` of another cache; allocate an empty cache first."""
+        """Overwrite the rows at `places` with `rows` of another cache; an empty cache is allocated first."""
         self.stored = self.stored or [
             x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
         ]
