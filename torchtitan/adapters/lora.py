@@ -33,8 +33,8 @@ from torchtitan.distributed.dtensor import (
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.numerics.linear import is_slow_product, linear
-from torchtitan.numerics.low_rank import MANY_TOKENS, LowRank
+from torchtitan.numerics.linear import Linear, linear
+from torchtitan.numerics.low_rank import LowRank
 
 
 class Adapted(NamedTuple):
@@ -75,11 +75,9 @@ def add_adapter(
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place
-        elif hasattr(module, "low_rank"):
-            # Not a hook: the result may be a head's, in place of logits.
+        elif isinstance(module, Linear):
             module.low_rank = _low_rank
-        else:
-            # A hook, because tensor parallelism and float8 choose the class of a Linear.
+        else:  # of torchao, say
             module.register_forward_hook(_add_product)
     module.lora.scales[weight_name] = scale
 
@@ -90,20 +88,8 @@ def _parameter_name(weight_name: str, which: str) -> str:
 
 
 def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    if (adapter := _low_rank(module, inputs[0])) is None:
-        return output
-    x, scale, product = adapter.x, adapter.scale, adapter.product
-    is_usual = product is linear and not torch.compiler.is_compiling()
-    if module.lora_stacked is not None or (is_usual and adapter.sizes[0] < MANY_TOKENS):
-        return adapter.add_to(output)
-    a, b = adapter.a.squeeze(0), adapter.b.squeeze(0)
-    low_rank = product(x, a)
-    if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
-        # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
-        return output + product(scale * low_rank, b)
-    # One kernel: each elementwise operation on outputs would cost as much time as the product.
-    rows = low_rank.flatten(0, -2)
-    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
+    adapter = _low_rank(module, inputs[0])
+    return output if adapter is None else adapter.add_to(output)
 
 
 def _low_rank(module: nn.Module, x: Tensor) -> LowRank | None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import torchtitan.numerics.low_rank  # noqa: F401  registers linear_with_low_rank
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.device_reads import reading_contexts
 from torchtitan.tools import host
@@ -34,6 +35,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: 2,
     torch.ops.aten._scaled_mm.default: 1,
     torch.ops.aten._scaled_mm_v2.default: 1,
+    torch.ops.torchtitan.linear_with_low_rank.default: 1,
 }
 _COPY = torch.ops.aten._to_copy.default
 

@@ -42,7 +42,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
-from torchtitan.numerics.linear import Linear, linear, project
+from torchtitan.numerics.linear import Linear, project
 from torchtitan.numerics.norm import RMSNorm, rms_norm
 from torchtitan.tools import host
 from torchtitan.tools.compiler import load_inductor
@@ -199,12 +199,12 @@ class LocalRMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
 
 
-class LocalLinear(nn.Linear):
+class LocalLinear(Linear):
     """If the layer is split along its inputs, a rank's result is one summand, with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
-        return linear(x, local_parameter(self.weight), bias)
+        return self.compute(x, local_parameter(self.weight), bias)
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -224,11 +224,9 @@ class OutputProjection(Linear):
 
     The head is called inside this module's forward, because FSDP has gathered the weight there.
     in_fp32: compute with fp32 copies of weight and hidden states.
-    low_rank: of an adapter; called with this module, and then as in `project`.
     """
 
     in_fp32: bool = False
-    low_rank: Callable[..., Any] | None = None
 
     # True because tensor parallelism replaces this class by its own.
     reads_local_parameters = True

@@ -19,7 +19,8 @@ from torch import nn
 
 import torchtitan.distributed.collectives
 import torchtitan.models.attention_cpu
-import torchtitan.models.moe.grouped_mm  # noqa: F401 (registers operators, as those above)
+import torchtitan.models.moe.grouped_mm
+import torchtitan.numerics.low_rank  # noqa: F401 (registers operators, as those above)
 from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
@@ -73,6 +74,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     saved: set[Any] = {
         ops.aten.mm.default,
         ops.aten.addmm.default,  # of a Linear with a bias
+        ops.torchtitan.linear_with_low_rank.default,  # of a Linear with an adapter
         ops.aten._scaled_mm.default,  # of a Linear in 8 bits
         ops.aten._scaled_mm_v2.default,
         ops.aten._grouped_mm.default,

@@ -72,8 +72,9 @@ def project(
         if head is not None:
             added = {} if adapter is None else {"low_rank": adapter}
             return head(x, weight, bias, **added)
-        output = product(x, weight, bias)
-        return output if adapter is None else adapter.add_to(output)
+        if adapter is None:
+            return product(x, weight, bias)
+        return adapter.add_to_layer(x, weight, bias)
 
     if not in_fp32:
         return compute(x, weight, bias)
@@ -86,16 +87,27 @@ def project(
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `product`."""
+    """`nn.Linear`, computed by `product`.
+
+    low_rank: of an adapter; called with this module and x, and then as in `project`.
+    """
 
     product: Callable[..., Tensor] = staticmethod(linear)
+    low_rank: "Callable[..., LowRank | None] | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         cpu_multiplies_bf16()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.compute(x, self.weight, self.bias)
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's result with a rank's parts of its weight and bias."""
+        adapter = None if self.low_rank is None else self.low_rank(self, x)
+        if adapter is None:
+            return self.product(x, weight, bias)
+        return adapter.add_to_layer(x, weight, bias)
 
 
 class _RoundedLinear(torch.autograd.Function):

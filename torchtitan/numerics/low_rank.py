@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from torchtitan.numerics.linear import is_slow_product, linear
-
-# Of a model. For fewer, products are up to three times as fast if the rank is the first dimension.
-MANY_TOKENS = 256
 
 
 class LowRank(NamedTuple):
@@ -35,12 +32,114 @@ class LowRank(NamedTuple):
     def add_to(self, output: Tensor) -> Tensor:
         """Return output [..., N] plus the product, in output's dtype."""
         x, a, b, sizes, scale, order, product = self
+        if torch.compiler.is_compiling():
+            return _sum_to_compile(output, x, a.squeeze(0), b.squeeze(0), scale, product)
         if order is None:
             return _AddLowRank.apply(output, x, a, b, sizes, scale, product)
         # [B, T, ...], or [B * T, ...] in front of experts, by row.
         base, x = (t.reshape(len(order), -1, t.shape[-1])[order] for t in (output, x))
         added = _AddLowRank.apply(base, x, a, b, sizes, scale, product)
         return added[order.argsort()].view_as(output)
+
+    def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's product of x [..., K] plus the low-rank product.
+
+        weight [N, K]; bias [N]. x is also the low-rank product's, unless that has dropout.
+        """
+        if (
+            self.product is not linear
+            or self.x is not x
+            or torch.compiler.is_compiling()
+            or torch.is_autocast_enabled(x.device.type)
+            or is_slow_product(x)
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+        ):
+            return self.add_to(self.product(x, weight, bias))
+        own = self.a, self.b, self.sizes, self.scale
+        if self.order is None:
+            return _FrozenLinear.apply(x, weight, bias, *own)
+        by_model = x.reshape(len(self.order), -1, x.shape[-1])[self.order]
+        output = _FrozenLinear.apply(by_model, weight, bias, *own)
+        return output[self.order.argsort()].view(*x.shape[:-1], -1)
+
+
+def _sum_to_compile(
+    output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, product: Callable[..., Tensor]
+) -> Tensor:
+    """`LowRank.add_to` of one model, for the compiler."""
+    if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
+        # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
+        return output + product(scale * product(x, a), b)
+    # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    rows = linear(x, a).flatten(0, -2)
+    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
+
+
+# ---- a frozen layer and its adapters ----
+
+_library = library.Library("torchtitan", "FRAGMENT")
+_library.define(
+    "linear_with_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, SymInt[] sizes, "
+    "float scale) -> Tensor[]"
+)
+
+
+def _linear_with_low_rank(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    sizes: Sequence[int],
+    scale: float,
+) -> list[Tensor]:
+    """Return [output [n, N], *what backward needs]; weight is transposed, [K, N].
+
+    One operator, because selective activation checkpointing keeps or recomputes results of operators:
+    it would keep a layer's product, which nothing reads once the adapters are added.
+    """
+    output = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    output, low_rank = add_products(output, x, a, b, sizes, scale, linear, in_place=True)
+    return [output, *low_rank]
+
+
+_library.impl("linear_with_low_rank", _linear_with_low_rank, "CompositeExplicitAutograd")
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A layer's product plus the low-rank product, each added in place: also to the gradient of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        sizes: list[int],
+        scale: float,
+    ) -> Tensor:
+        ctx.sizes, ctx.scale = sizes, scale
+        operands = x.flatten(0, -2), weight.t(), bias, a, b, sizes, scale
+        output, *low_rank = torch.ops.torchtitan.linear_with_low_rank(*operands)
+        ctx.save_for_backward(x, weight, a, b, *low_rank)
+        return output.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, *low_rank = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = torch.mm(rows, weight) if ctx.needs_input_grad[0] else None
+        how = low_rank, ctx.sizes, ctx.scale, ctx.needs_input_grad[0], grad_x
+        grad_x, grad_a, grad_b = gradients_of_products(rows, x.flatten(0, -2), a, b, *how)
+        grad_x = None if grad_x is None else grad_x.view_as(x)
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
+# ---- any layer, and an output of it ----
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -89,20 +188,22 @@ def add_products(
 
     The other arguments are those of `LowRank`. A model's rows have the same bits beside other models,
     and so have the gradients. in_place: overwrite output. Without autograd; call it without autocast.
+
+    The rank is the first dimension of products here and in the gradients: with a rank below 16 as the
+    last one, MKL takes up to five times as long.
     """
     low_rank = []
     wide = torch.float32 if is_slow_product(output) else output.dtype
     base, x, a, b = (t.to(wide) for t in (output, x, a, b))
     result = base if in_place else torch.empty_like(base)
-    for i, rows, few in _parts(sizes, product is linear):
+    for i, rows in _parts(sizes, product is linear):
         if product is linear:
-            low_rank.append(_times(a[i], rows(x), few) * scale)
-            add_product = torch.baddbmm if a[i].dim() == 3 else torch.addmm
-            add_product(rows(base), low_rank[-1].mT, b[i].mT, out=rows(result))
+            own = a[i] @ rows(x).mT
+            _add(rows(base), own.mT, b[i].mT, scale, out=rows(result))
         else:
-            own = scale * product(rows(x), a[i])
-            torch.add(rows(base), product(own, b[i]), out=rows(result))
-            low_rank.append(own.mT)
+            own = product(rows(x), a[i]).mT
+            torch.add(rows(base), product(scale * own.mT, b[i]), out=rows(result))
+        low_rank.append(own)
     return result.to(output.dtype), low_rank
 
 
@@ -115,46 +216,50 @@ def gradients_of_products(
     sizes: Sequence[int],
     scale: float,
     wants_x: bool = True,
+    grad_x: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of x, a and b from the result's gradient grad [n, N]; None without wants_x.
+    """Return the gradients of x, a and b from the result's gradient grad [n, N].
 
+    wants_x: without it the first is None. grad_x: is added to the gradient of x, in place.
     low_rank: from `add_products`; the other arguments are the same.
     """
     wide = torch.float32 if is_slow_product(grad) else grad.dtype
-    grad, rows_of_x = (t.to(wide).contiguous() for t in (grad, x))
-    a_wide, b_wide = a.to(wide), b.to(wide)
+    grad, rows_of_x, a_wide, b_wide = (t.to(wide) for t in (grad.contiguous(), x, a, b))
     new = torch.empty_like if all(sizes) else torch.zeros_like
-    grad_a, grad_b = new(a_wide), new(b_wide)
-    grad_x = torch.empty_like(rows_of_x) if wants_x else None
+    grad_a, grad_b = new(a_wide), new(b_wide.mT, memory_format=torch.contiguous_format)
+    beta = 0 if grad_x is None else 1
+    if wants_x and grad_x is None:
+        grad_x = torch.empty_like(rows_of_x)
     batched = any(own.dim() == 3 for own in low_rank)
-    for (i, rows, few), own in zip(_parts(sizes, batched), low_rank, strict=True):
-        grad_own = _times(b_wide[i].mT, rows(grad), few).mul_(scale)
-        grad_b[i].copy_(_times(own, rows(grad).mT, few).mT)
-        torch.matmul(grad_own, rows(rows_of_x), out=grad_a[i])
-        if grad_x is not None:
-            torch.matmul(grad_own.mT, a_wide[i], out=rows(grad_x))
+    for (i, rows), own in zip(_parts(sizes, batched), low_rank, strict=True):
+        grad_own = b_wide[i].mT @ rows(grad).mT
+        _add(grad_b[i], own, rows(grad), scale, beta=0, out=grad_b[i])
+        _add(grad_a[i], grad_own, rows(rows_of_x), scale, beta=0, out=grad_a[i])
+        if wants_x:
+            _add(rows(grad_x), grad_own.mT, a_wide[i], scale, beta=beta, out=rows(grad_x))
     grad_x = None if grad_x is None else grad_x.to(x.dtype)
-    return grad_x, grad_a.to(a.dtype), grad_b.to(b.dtype)
+    return grad_x, grad_a.to(a.dtype), grad_b.mT.to(b.dtype)
 
 
-def _times(matrix: Tensor, others: Tensor, few: bool) -> Tensor:
-    """Return matrix [..., r, k] times others [..., n, k] transposed, [..., r, n]. few: tokens."""
-    return torch.matmul(matrix, others.mT) if few else torch.matmul(others, matrix.mT).mT
+def _add(base: Tensor, a: Tensor, b: Tensor, scale: float, *, beta: int = 1, out: Tensor) -> None:
+    """out = beta * base + scale * a b, of matrices or of batches of them."""
+    (torch.baddbmm if a.dim() == 3 else torch.addmm)(base, a, b, beta=beta, alpha=scale, out=out)
 
 
-def _parts(
-    sizes: Sequence[int], batched: bool
-) -> Iterator[tuple[Any, Callable[[Tensor], Tensor], bool]]:
-    """Yield (index of models, function that cuts their tokens out of [n, ...], True for few tokens).
+def _parts(sizes: Sequence[int], batched: bool) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
+    """Yield (index of models, function that cuts their tokens out of [n, ...]).
 
     batched: let one batched product compute all models, if they have as many tokens.
     """
-    if batched and len(sizes) > 1 and len(set(sizes)) == 1:
-        yield slice(None), lambda t: t.view(len(sizes), -1, t.shape[-1]), sizes[0] < MANY_TOKENS
+    if len(sizes) == 1:
+        yield 0, lambda t: t
+        return
+    if batched and len(set(sizes)) == 1:
+        yield slice(None), lambda t: t.view(len(sizes), -1, t.shape[-1])
         return
     begin = 0
     for i, size in enumerate(sizes):
         if size:
             cut = slice(begin, begin + size)
-            yield i, lambda t, cut=cut: t[cut], size < MANY_TOKENS
+            yield i, lambda t, cut=cut: t[cut]
         begin += size
