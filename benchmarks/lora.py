@@ -5,7 +5,7 @@
 
 Three engines, each in a process of its own, take one step in turn, so that a change of the machine's speed
 changes all three. "frozen" trains its norms only: what adapters cost beyond backward through a frozen
-model. Prints CPU-seconds of a step (median), the ratio to full training, and the memory that a
+model. Prints CPU-seconds of a step (median), the medians of the rounds' ratios, and the memory that a
 process has beyond that of its imports and of a step of a tiny model, at most.
 """
 
@@ -117,18 +117,24 @@ def main() -> None:
                     results[kind].append(result)
         for pipe in pipes.values():
             pipe.send(False)
-    full_seconds = statistics.median(seconds for seconds, _ in results["full"])
-    full_memory = max(memory for _, memory in results["full"])
     print(
         f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps, Python {sys.version.split()[0]}"
     )
+    full_memory = max(memory for _, memory in results["full"])
     for kind, pairs in results.items():
         seconds = statistics.median(seconds for seconds, _ in pairs)
         memory = max(memory for _, memory in pairs)
         print(
-            f"{kind:9} {seconds:6.3f} CPU-seconds a step ({seconds / full_seconds:.2f}), "
-            f"{memory:5.2f} GiB ({memory / full_memory:.2f})"
+            f"{kind:9} {seconds:6.3f} CPU-seconds a step ({ratio(pairs, results['full']):.2f} of full, "
+            f"{ratio(pairs, results['frozen']):.2f} of frozen), "
+            f"{memory:5.2f} GiB ({memory / full_memory:.2f} of full)"
         )
+
+
+def ratio(pairs: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Return the median of the rounds' ratios of CPU-seconds."""
+    both = zip(pairs, others, strict=True)
+    return statistics.median(seconds / of_others for (seconds, _), (of_others, _) in both)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,10 @@ class StepCounter(TorchDispatchMode):
             pairs = int((_seen(keys, window) - _seen(keys - queries, window)).sum())
             products = 5 if is_backward else 2  # it computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
+        elif name == "linear_with_low_rank":
+            (n, n_inputs), n_outputs, rank = args[0].shape, args[1].shape[1], args[3].shape[-2]
+            flops = 2 * n * (n_inputs * n_outputs + rank * (n_inputs + n_outputs))
+            self.counts.flops["matrix products"] += flops
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:

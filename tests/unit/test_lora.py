@@ -244,21 +244,36 @@ def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
 
 def test_dropout_is_the_same_when_blocks_are_recomputed(build):
     gradients = []
-    for mode in ("none", "full"):
-        engine = build(flags=["--lora.dropout=0.5", f"--activation_checkpoint.mode={mode}"])
+    for mode, dropout in (("none", 0.0), ("none", 0.5), ("full", 0.5)):
+        flags = [f"--lora.dropout={dropout}", f"--activation_checkpoint.mode={mode}"]
+        engine = build(flags=flags)
         torch.manual_seed(5)
         batch, labels = global_batch(0, False)
         engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
         gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
-    assert all(map(torch.equal, *gradients))
+    without, *same = gradients
+    assert all(map(torch.equal, *same))
+    assert not all(map(torch.equal, without, same[0]))
     with engine.eval_mode():
         assert torch.equal(logits(engine), logits(build(adapters=False)))
 
 
-@pytest.mark.parametrize("n_rows", [7, 8])  # of 32 tokens: below and at MANY_TOKENS
-@pytest.mark.parametrize("targets", ["wq", "wq,wk,wv,wo", "wq,wv,w2"])
-def test_selective_checkpointing_keeps_products_that_nothing_changes(targets, n_rows, build):
-    gradients = []
+class LayersWithAdapters(TorchDispatchMode):
+    """Counts the layers that are computed."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func is torch.ops.torchtitan.linear_with_low_rank.default
+        return func(*args, **(kwargs or {}))
+
+
+# Of a block's products wq, wk, wv, wo, w1, w3 and w2, the first, the third and so on are kept.
+@pytest.mark.parametrize("targets, n_again", [("wq", 0), ("wq,wk,wv,wo", 4), ("wq,wv,w2", 0)])
+def test_selective_checkpointing_keeps_the_layers_that_it_keeps_without_adapters(
+    targets, n_again, build
+):
+    gradients, computed = [], []
     for mode in ("none", "selective"):
         engine = build(
             flags=[
@@ -268,12 +283,13 @@ def test_selective_checkpointing_keeps_products_that_nothing_changes(targets, n_
             ]
         )
         batch, labels = global_batch(0, False)
-        batch = {"input": batch["input"][:n_rows]}
-        engine.forward_backward_step(
-            input_dict=batch, labels=labels[:n_rows], global_valid_tokens=256
-        )
+        with LayersWithAdapters() as layers:
+            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+        computed.append(layers.n)
         gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
     assert all(map(torch.equal, *gradients))
+    n_layers = 2 * len(targets.split(","))
+    assert computed == [n_layers, n_layers + n_again]
 
 
 # ---- what is refused ----

@@ -32,7 +32,7 @@ class LowRank(NamedTuple):
     def add_to(self, output: Tensor) -> Tensor:
         """Return output [..., N] plus the product, in output's dtype."""
         x, a, b, sizes, scale, order, product = self
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and len(sizes) == 1:
             return _sum_to_compile(output, x, a.squeeze(0), b.squeeze(0), scale, product)
         if order is None:
             return _AddLowRank.apply(output, x, a, b, sizes, scale, product)
@@ -72,8 +72,9 @@ def _sum_to_compile(
         # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
         return output + product(scale * product(x, a), b)
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
-    rows = linear(x, a).flatten(0, -2)
-    return torch.addmm(output.flatten(0, -2), rows, b.t(), alpha=scale).view_as(output)
+    low_rank = linear(a, x.flatten(0, -2)).t()
+    b = b.t().contiguous()  # so that its gradient is computed in this layout
+    return torch.addmm(output.flatten(0, -2), low_rank, b, alpha=scale).view_as(output)
 
 
 # ---- a frozen layer and its adapters ----

@@ -108,10 +108,10 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     if (
         a.dtype == b.dtype == torch.float32
         and a.dim() == b.dim() == 2
-        and len(a) > 1
-        and len(a) * b.numel() >= _LEAST_MULTIPLICATIONS
+        and a.shape[0] > 1
+        and a.shape[0] * b.numel() >= _LEAST_MULTIPLICATIONS
         and a.stride(1) == 1
-        and a.shape[1] == len(b)
+        and a.shape[1] == b.shape[0]
         # Other layouts have overlapping rows, which oneDNN refuses, or are rare.
         and (b.is_contiguous() or b.t().is_contiguous())
     ):
