@@ -226,7 +226,7 @@ class VocabularyOutput(nn.Linear):
 
     keeps_shards: return a DTensor, in which each rank has the logits of its vocabulary entries.
         Otherwise each rank returns a plain tensor of all logits.
-    in_fp32, low_rank: as in `OutputProjection`.
+    in_fp32: as in `OutputProjection`. low_rank: as in `Linear`.
 
     With a head, returns head(h, this rank's weight, its bias, group=...) instead.
     """
