@@ -72,9 +72,7 @@ def project(
         if head is not None:
             added = {} if adapter is None else {"low_rank": adapter}
             return head(x, weight, bias, **added)
-        if adapter is None:
-            return product(x, weight, bias)
-        return adapter.add_to_layer(x, weight, bias)
+        return _with_adapter(adapter, product, x, weight, bias)
 
     if not in_fp32:
         return compute(x, weight, bias)
@@ -84,6 +82,18 @@ def project(
     ]
     with torch.autocast(x.device.type, enabled=False):
         return compute(*operands)
+
+
+def _with_adapter(
+    adapter: "LowRank | None",
+    product: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    if adapter is None:
+        return product(x, weight, bias)
+    return adapter.add_to_layer(x, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -105,9 +115,7 @@ class Linear(nn.Linear):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's result with a rank's parts of its weight and bias."""
         adapter = None if self.low_rank is None else self.low_rank(self, x)
-        if adapter is None:
-            return self.product(x, weight, bias)
-        return adapter.add_to_layer(x, weight, bias)
+        return _with_adapter(adapter, self.product, x, weight, bias)
 
 
 class _RoundedLinear(torch.autograd.Function):

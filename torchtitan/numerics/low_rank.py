@@ -36,8 +36,7 @@ class LowRank(NamedTuple):
             return _sum_to_compile(output, x, a.squeeze(0), b.squeeze(0), scale, product)
         if order is None:
             return _AddLowRank.apply(output, x, a, b, sizes, scale, product)
-        # [B, T, ...], or [B * T, ...] in front of experts, by row.
-        base, x = (t.reshape(len(order), -1, t.shape[-1])[order] for t in (output, x))
+        base, x = _by_model(output, order), _by_model(x, order)
         added = _AddLowRank.apply(base, x, a, b, sizes, scale, product)
         return added[order.argsort()].view_as(output)
 
@@ -59,9 +58,13 @@ class LowRank(NamedTuple):
         own = self.a, self.b, self.sizes, self.scale
         if self.order is None:
             return _FrozenLinear.apply(x, weight, bias, *own)
-        by_model = x.reshape(len(self.order), -1, x.shape[-1])[self.order]
-        output = _FrozenLinear.apply(by_model, weight, bias, *own)
+        output = _FrozenLinear.apply(_by_model(x, self.order), weight, bias, *own)
         return output[self.order.argsort()].view(*x.shape[:-1], -1)
+
+
+def _by_model(t: Tensor, order: Tensor) -> Tensor:
+    """Return t [B, T, ...], or [B * T, ...] in front of experts, as rows [B, T, ...] sorted by model."""
+    return t.reshape(len(order), -1, t.shape[-1])[order]
 
 
 def _sum_to_compile(
@@ -81,7 +84,7 @@ def _sum_to_compile(
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define(
-    "linear_with_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, SymInt[] sizes, "
+    "linear_with_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, int[] sizes, "
     "float scale) -> Tensor[]"
 )
 
@@ -124,7 +127,7 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.sizes, ctx.scale = sizes, scale
         operands = x.flatten(0, -2), weight.t(), bias, a, b, sizes, scale
-        output, *low_rank = torch.ops.torchtitan.linear_with_low_rank(*operands)
+        output, *low_rank = torch.ops.torchtitan.linear_with_low_rank.default(*operands)
         ctx.save_for_backward(x, weight, a, b, *low_rank)
         return output.view(*x.shape[:-1], len(weight))
 
