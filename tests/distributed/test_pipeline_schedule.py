@@ -229,13 +229,13 @@ def run_replicas():
     for seed in range(2):
         pipeline.schedule.step(**pipeline.inputs(mine, seed), return_outputs=False)
         # Neither a step that fails nor schedules of other lengths touch what is there.
-        with patch.object(pipeline_schedule, "_run_microbatches", side_effect=FailedOnPurpose):
+        with patch.object(pipeline.schedule, "_run_actions", side_effect=FailedOnPurpose):
             with pytest.raises(FailedOnPurpose):
                 pipeline.schedule.step(**pipeline.inputs(mine, 2), return_outputs=False)
         for n in range(1, 40):
-            pipeline.schedule._schedule_for(n, True)
-        kept = pipeline.schedule._schedule_for.cache_info().currsize
-        assert kept == pipeline_schedule._MAX_SCHEDULES
+            pipeline.schedule._actions(n, True)
+        kept = pipeline.schedule._actions.cache_info().currsize
+        assert kept == pipeline_schedule._MAX_ORDERS
     expected = {}
     for lengths in (LENGTHS[:4], LENGTHS[4:]):
         for seed in range(2):
@@ -269,8 +269,8 @@ def run_after_failures(name):
 
     stage = pipeline.schedule.stages[0]
     num_backwards = len(lengths) if pipeline.first else -1
-    backward = FailsOn(num_backwards, stage.backward_one_chunk)
-    with patch.object(stage, "backward_one_chunk", backward):
+    backward = FailsOn(num_backwards, stage.backward)
+    with patch.object(stage, "backward", backward):
         with pytest.raises(FailedOnPurpose) if pipeline.first else nullcontext():
             pipeline.schedule.step(**pipeline.inputs(lengths), return_outputs=False)
     pipeline.take_gradients()

@@ -19,7 +19,7 @@ _MODULE_OF = {
     "recover_model": ".fsdp",
     "reduce_later": ".fsdp",
     "reshard_model": ".fsdp",
-    "VariableShapeStage": ".pipeline_stage",  # torch's schedules, which load the compiler
+    "PipelineStage": ".pipeline_stage",  # loads FSDP
     "PipelineSchedule": ".pipeline_schedule",
 }
 __getattr__ = load_on_access(__name__, _MODULE_OF)

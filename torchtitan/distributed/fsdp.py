@@ -343,6 +343,39 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
         model.set_reshard_after_backward(not later)
 
 
+def accumulate_gradients(model: nn.Module) -> None:
+    """Make backwards leave gradients on each rank, and parameters gathered. No-op without FSDP.
+
+    Call `reduce_accumulated_gradients` after the last backward. A pipeline needs this pair, because
+    the backward of a stage may end with gradients of weights only, and then runs no hook of FSDP.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    if hasattr(model, "finalize_backward"):  # torch 2.15
+        model.set_manual_backward_finalization(True)
+    else:
+        model.set_is_last_backward(False)
+
+
+def reduce_accumulated_gradients(model: nn.Module) -> None:
+    """Reduce the gradients accumulated since `accumulate_gradients`. No-op without FSDP."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    if hasattr(model, "finalize_backward"):
+        model.finalize_backward()
+        model.set_manual_backward_finalization(False)
+        return
+    # Source of torch 2.13: what FSDP's hooks do at the end of a backward through the whole model.
+    model.set_is_last_backward(True)
+    for group in _param_groups(_units_of(model)):
+        group.post_backward()
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def recover_model(model: nn.Module) -> None:
     """Make the model ready for the next forward after a forward or backward failed half-way.
 

@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import LossFunction, PipelineSchedule
-    from torchtitan.distributed.pipeline_stage import VariableShapeStage
+    from torchtitan.distributed.pipeline_stage import PipelineStage
 
 __all__ = [
     "build_pipeline_schedule",
@@ -94,7 +94,7 @@ def pipeline_module_split(
     pp_schedule: str,
     device: torch.device,
     module_names_per_stage: list[list[str]],
-) -> "tuple[list[VariableShapeStage], list[nn.Module]]":
+) -> "tuple[list[PipelineStage], list[nn.Module]]":
     """Return this rank's stages and their modules: copies of the model, without the other stages.
 
     module_names_per_stage: names of children of the model, or `<child>.<key>` for an entry of a
@@ -119,7 +119,7 @@ def pipeline_module_split(
             elif name not in kept:
                 setattr(model, name, None)
         mark_copy(model, whole_model)
-        stage = distributed.VariableShapeStage(
+        stage = distributed.PipelineStage(
             model,
             stage_id,
             num_stages,
@@ -136,7 +136,7 @@ def pipeline_module_split(
 
 
 def build_pipeline_schedule(
-    job_config: JobConfig, stages: "list[VariableShapeStage]", loss_fn: "LossFunction"
+    job_config: JobConfig, stages: "list[PipelineStage]", loss_fn: "LossFunction"
 ) -> "PipelineSchedule":
     """Return the schedule that the config names, for this rank's stages.
 

@@ -2,44 +2,60 @@
 
 Any schedule of torch.distributed.pipelining runs here. The caller splits the batch: each microbatch
 has its own positions and masks, and its own number of rows and tokens. No microbatch is padded, and
-stages don't negotiate shapes (see `pipeline_stage`).
+stages don't negotiate shapes (see `pipeline_stage`). Torch gives the order of the work, as a table
+(see `pipeline_order`); stages and messages are ours, on every version of torch.
 
 B rows, T tokens of a microbatch's input.
 """
 
-import csv
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
-    _Action,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
-from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, VariableShapeStage
+from torchtitan.distributed.pipeline_order import (
+    Action,
+    Order,
+    compute_order,
+    rank_of_stages,
+    select,
+    with_messages,
+    with_reductions,
+    with_resharding,
+)
+from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, PipelineStage
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
-_MAX_SCHEDULES = 16  # cached, one per number of microbatches
+_MAX_ORDERS = 16  # cached, one per number of microbatches
+
+
+class Microbatches(NamedTuple):
+    """What one call computes: entry i of each list belongs to microbatch i.
+
+    targets: None on ranks without the last stage, and in calls that compute no loss.
+    """
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
 
 
 class PipelineSchedule:
@@ -64,12 +80,12 @@ class PipelineSchedule:
     def __init__(
         self,
         name: str,
-        stages: Sequence[VariableShapeStage],
+        stages: Sequence[PipelineStage],
         loss_fn: LossFunction | None,
         n_microbatches: int,
         csv_path: str = "",
     ):
-        self.schedule_class = _PipelineScheduleRuntime if csv_path else get_schedule_class(name)
+        self.schedule_class = get_schedule_class(name)
         self.stages = list(stages)
         self.loss_fn = loss_fn
         self.n_microbatches = n_microbatches
@@ -80,9 +96,17 @@ class PipelineSchedule:
         self.has_first_stage = any(stage.is_first for stage in self.stages)
         self.has_last_stage = any(stage.is_last for stage in self.stages)
         self._is_connected = False
-        self._schedule_for = functools.lru_cache(_MAX_SCHEDULES)(self._make_schedule)
         # If torch's schedule refuses these stages, it raises here.
-        self._schedule_for(n_microbatches, False)
+        self._rank_of = rank_of_stages(self._compute_order(n_microbatches))
+        ours = sorted(stage for stage, rank in self._rank_of.items() if rank == self._rank)
+        held = [stage.stage_index for stage in self.stages]
+        if ours != held:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} has rank {self._rank} "
+                f"run stages {ours}, but it holds {held}; rank r must have stages r, r + p, r + 2p, "
+                "... (or r and its mirror image with a V-shaped schedule's name)"
+            )
+        self._actions = functools.lru_cache(_MAX_ORDERS)(self._make_actions)
 
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
@@ -150,17 +174,56 @@ class PipelineSchedule:
         self,
         forward_only: bool,
         *args: Any,
-        target: Tensor | None = None,
-        arg_mbs: list[tuple[Any, ...]] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_fn: LossFunction | None = None,
         input_shapes: list[InputShape] | None = None,
         context_mbs: Sequence[ContextFactory] | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> list[Any] | Any | None:
+        lists = {"input_shapes": input_shapes, "context_mbs": context_mbs}
+        is_split, microbatches = self._microbatches(forward_only, args, lists, **inputs)
+        self._connect()
+        n = len(microbatches.args)
+        if input_shapes is None:
+            input_shapes = self._exchange_input_shapes(microbatches.args, n)
+        for stage in self.stages:
+            stage.begin_step(input_shapes, not forward_only, context_mbs)
+        computed: list[Any] = []
+        outputs: list[Any] | None = [] if return_outputs and self.has_last_stage else None
+        try:
+            with self._summed(forward_only):
+                self._run_actions(
+                    self._actions(n, forward_only),
+                    microbatches,
+                    loss_fn or self.loss_fn,
+                    computed,
+                    outputs,
+                )
+        finally:
+            for stage in self.stages:
+                stage.end_step()
+                if forward_only:
+                    # Without backward, parameters stay gathered, and neither the optimizer nor a
+                    # checkpoint knows gathered parameters.
+                    reshard_model(stage.submod)
+        if losses is not None:
+            losses[:] = computed
+        return outputs if is_split or outputs is None else torch.cat(outputs)
+
+    def _microbatches(
+        self,
+        forward_only: bool,
+        args: tuple[Any, ...],
+        more_lists: dict[str, Sequence[Any] | None],
+        *,
+        target: Tensor | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[bool, Microbatches]:
+        """Return (did the caller split the batch?, the microbatches), after checks of their number."""
         is_split = not (arg_mbs is None and kwarg_mbs is None and target_mbs is None)
         if is_split and (args or kwargs or target is not None):
             raise ValueError(
@@ -173,13 +236,7 @@ class PipelineSchedule:
             if args or kwargs:
                 arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, n)
             target_mbs = None if target is None else list(torch.tensor_split(target, n))
-        lists = {
-            "arg_mbs": arg_mbs,
-            "kwarg_mbs": kwarg_mbs,
-            "target_mbs": target_mbs,
-            "input_shapes": input_shapes,
-            "context_mbs": context_mbs,
-        }
+        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs} | more_lists
         lengths = {name: len(entries) for name, entries in lists.items() if entries is not None}
         if not lengths or len(set(lengths.values())) > 1 or 0 in lengths.values():
             raise ValueError(
@@ -191,41 +248,83 @@ class PipelineSchedule:
             raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
         if self.has_last_stage and target_mbs is None and not forward_only:
             raise ValueError("the rank with a pipeline's last stage needs target_mbs, got None")
-        self._connect()
-        if input_shapes is None:
-            input_shapes = self._exchange_input_shapes(arg_mbs, n)
-        computes_loss = self.has_last_stage and target_mbs is not None
-        schedule = self._schedule_for(n, forward_only)
-        schedule._loss_fn = (loss_fn or self.loss_fn) if computes_loss else None
-        for stage in self.stages:
-            stage.begin_step(input_shapes, not forward_only, context_mbs)
-        try:
-            with self._summed(forward_only):
-                _run_microbatches(
-                    schedule,
-                    [()] * n if arg_mbs is None else arg_mbs,
-                    [{}] * n if kwarg_mbs is None else kwarg_mbs,
-                    target_mbs,
-                    losses if computes_loss else None,
-                    return_outputs,
-                )
-            if not (self.has_last_stage and return_outputs):
-                return None
-            (last,) = (stage for stage in self.stages if stage.is_last)
-            outputs = list(last.output_chunks)
-            return outputs if is_split else torch.cat(outputs)
-        except BaseException:
-            # Make new schedules, because torch's keep the losses and counts of the failed call.
-            self._schedule_for.cache_clear()
-            raise
-        finally:
-            schedule._loss_fn = None  # it may reference this call's tensors
-            for stage in self.stages:
-                stage.end_step()
-                if forward_only:
-                    # Without backward, parameters stay gathered, and neither the optimizer nor a
-                    # checkpoint knows gathered parameters.
+        return is_split, Microbatches(
+            [()] * n if arg_mbs is None else arg_mbs,
+            [{}] * n if kwarg_mbs is None else kwarg_mbs,
+            target_mbs if self.has_last_stage else None,
+        )
+
+    def _run_actions(
+        self,
+        actions: list[Action],
+        microbatches: Microbatches,
+        loss_fn: LossFunction | None,
+        losses: list[Any],
+        outputs: list[Any] | None,
+    ) -> None:
+        """Carry out this rank's actions; append the last stage's losses, and outputs unless None."""
+        stages = {stage.stage_index: stage for stage in self.stages}
+        # (F or B, stage, microbatch) -> the hidden states, or their gradient, that the stage needs.
+        hidden: dict[tuple[str, int, int], Tensor] = {}
+        receiving: dict[tuple[str, int, int], dist.Work] = {}
+        sending: list[tuple[dist.Work, Tensor]] = []  # tensors have to live until they are sent
+
+        def take(direction: str, index: int, microbatch: int) -> Tensor | None:
+            key = direction, index, microbatch
+            if key in receiving:
+                receiving.pop(key).wait()
+            return hidden.pop(key, None)
+
+        def compute_loss(output: Any) -> Any:
+            losses.append(loss_fn(output, microbatches.targets[microbatch]))
+            return losses[-1]
+
+        computes_loss = loss_fn is not None and microbatches.targets is not None
+        for kind, index, microbatch in actions:
+            stage = stages[index]
+            following = ("F", index + 1, microbatch)
+            preceding = ("B", index - 1, microbatch)
+            with record_function(f"{kind} of stage {index}, microbatch {microbatch}"):
+                if kind == "F":
+                    args = microbatches.args[microbatch]
+                    args = args if stage.is_first else (take("F", index, microbatch),)
+                    loss = compute_loss if stage.is_last and computes_loss else None
+                    output = stage.forward(microbatch, args, microbatches.kwargs[microbatch], loss)
+                    if not stage.is_last:
+                        hidden[following] = output.detach()
+                    elif outputs is not None:
+                        outputs.append(output)
+                    del output
+                elif kind in ("B", "I"):
+                    backward = stage.backward if kind == "B" else stage.backward_input
+                    gradient = backward(microbatch, take("B", index, microbatch))
+                    if gradient is not None:
+                        hidden[preceding] = gradient
+                elif kind == "W":
+                    stage.backward_weight(microbatch)
+                elif kind == "REDUCE":
+                    stage.reduce_gradients()
+                elif kind == "RESHARD":
                     reshard_model(stage.submod)
+                elif kind.startswith("SEND"):
+                    target = following if kind == "SEND_F" else preceding
+                    tensor = hidden.pop(target).contiguous()
+                    sending.append((self._message(dist.isend, tensor, target[1]), tensor))
+                else:
+                    key = kind[-1], index, microbatch
+                    source = index - 1 if kind == "RECV_F" else index + 1
+                    hidden[key] = stage.empty_hidden(microbatch)
+                    receiving[key] = self._message(dist.irecv, hidden[key], source)
+            while sending and sending[0][0].is_completed():
+                sending.pop(0)[0].wait()  # raises if the message got lost
+        for work, _ in sending:
+            work.wait()
+
+    def _message(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.Work:
+        """Start to send to, or receive from, the rank of another stage."""
+        message = dist.P2POp(operation, tensor, group=self.group, group_peer=self._rank_of[stage])
+        (work,) = dist.batch_isend_irecv([message])
+        return work
 
     def _connect(self) -> None:
         """Make the group's communicator, with all ranks taking part.
@@ -238,7 +337,7 @@ class PipelineSchedule:
             self._is_connected = True
 
     def _exchange_input_shapes(
-        self, arg_mbs: list[tuple[Any, ...]] | None, n: int
+        self, arg_mbs: Sequence[tuple[Any, ...]], n: int
     ) -> list[InputShape]:
         device = self.stages[0].device
         shapes = torch.zeros(n, 2, dtype=torch.int64, device=device)
@@ -249,7 +348,7 @@ class PipelineSchedule:
 
     def _global_rank_of(self, stage: int) -> int:
         group = self.group or dist.group.WORLD
-        return dist.get_global_rank(group, self.stages[0].stage_index_to_group_rank[stage])
+        return dist.get_global_rank(group, self._rank_of[stage])
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
@@ -274,7 +373,7 @@ class PipelineSchedule:
                 sum_gradients(parameters, self.replicas)
             if copies:
                 other = self.num_stages - 1 if self.has_first_stage else 0
-                other_rank = self.stages[0].stage_index_to_group_rank[other]
+                other_rank = self._rank_of[other]
                 tied_copies.sum_gradients(copies, self.group, other_rank)
         except BaseException:
             # Drop the gradients of the failed call, and keep those of the calls before it.
@@ -285,67 +384,36 @@ class PipelineSchedule:
             if gradient is not None:
                 parameter.grad += gradient
 
-    # ---- torch's schedules ----
+    # ---- the order of actions ----
 
-    def _make_schedule(self, n: int, forward_only: bool) -> Any:
-        """Return torch's schedule for n microbatches, even if torch does not accept that number.
+    @property
+    def _rank(self) -> int:
+        return self.stages[0].group_rank
 
-        1F1B with fewer microbatches than stages becomes GPipe, whose order is the same then. A
-        schedule with several stages per rank is made for the next number that torch accepts, and
+    def _make_actions(self, n: int, forward_only: bool) -> list[Action]:
+        """Return this rank's actions for n microbatches.
+
+        Torch's table is made for the next number of microbatches that its schedule accepts, and
         actions of microbatches that don't exist are removed.
-
-        The schedules of torch 2.13, whose source we read, fix a number and one shape when they are made.
-        We patch the private fields and methods below because microbatches differ in number and shape.
         """
-        schedule_class = self.schedule_class
-        if issubclass(schedule_class, PipelineScheduleSingle):
-            # 1F1B issues the send of a forward and the receive of a backward as one pair. Without
-            # backward the neighbour issues no matching pair, and with fewer microbatches than stages
-            # it pairs other operations: NCCL would hang.
-            if schedule_class is Schedule1F1B and (forward_only or n < self.num_stages):
-                schedule_class = ScheduleGPipe
-            schedule = schedule_class(self.stages[0], n, loss_fn=self.loss_fn, scale_grads=False)
-        else:
-            schedule = schedule_class(
-                self.stages, self._num_to_plan_for(n), loss_fn=self.loss_fn, scale_grads=False
-            )
-            if self.csv_path:
-                schedule._load_csv(self.csv_path)
-                rank_of, rank = schedule.stage_index_to_group_rank, schedule.rank
-                ours = sorted(stage for stage in rank_of if rank_of[stage] == rank)
-                held = [stage.stage_index for stage in self.stages]
-                if ours != held:
-                    raise ValueError(
-                        f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} has rank "
-                        f"{rank} run stages {ours}, but it holds {held}; rank r must have stages r, "
-                        "r + p, r + 2p, ... (or r and its mirror image with a V-shaped schedule's "
-                        "name)"
-                    )
-            schedule._n_microbatches = n
-            schedule.pipeline_order_with_comms = {
-                rank: _filter_actions(actions, n, forward_only)
-                for rank, actions in schedule.pipeline_order_with_comms.items()
-            }
-        schedule._has_backward = not forward_only
-        # Torch's methods would infer shapes, and allocate buffers for them.
-        schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
-        # Torch 2.14's method would concatenate outputs, which may differ in length.
-        schedule._merge_outputs = list
-        return schedule
+        order = select(self._compute_order(n), n, forward_only)
+        order[self._rank] = with_reductions(order[self._rank])
+        return with_resharding(with_messages(order, self._rank_of)[self._rank])
+
+    def _compute_order(self, n: int) -> Order:
+        planned = self._num_to_plan_for(n)
+        order = compute_order(self.schedule_class, self.stages, planned, self.csv_path)
+        if self.csv_path:
+            ordered = 1 + max((a.microbatch for row in order.values() for a in row), default=-1)
+            if n > ordered:
+                raise ValueError(
+                    f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} orders "
+                    f"{ordered} microbatches, got {n}; give fewer, or a longer file"
+                )
+        return order
 
     def _num_to_plan_for(self, n: int) -> int:
         """Return the smallest number of microbatches, n or more, that torch's schedule accepts."""
-        if self.csv_path:
-            with open(self.csv_path, newline="") as file:
-                actions = [_Action.from_str(cell) for row in csv.reader(file) for cell in row]
-            parts = [part for action in actions if action for part in _parts_of(action)]
-            num_planned = 1 + max((part.microbatch_index or 0 for part in parts), default=-1)
-            if n > num_planned:
-                raise ValueError(
-                    f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} orders "
-                    f"{num_planned} microbatches, got {n}; give fewer, or a longer file"
-                )
-            return num_planned
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             return max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
@@ -353,48 +421,3 @@ class PipelineSchedule:
             num_ranks = self.stages[0].group_size
             return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
         return n
-
-
-_FORWARD_ONLY_ACTIONS = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-
-
-def _parts_of(action: _Action) -> tuple[_Action, ...]:
-    """Return the two actions that an overlapped action consists of, or the action itself."""
-    return action.sub_actions or (action,)
-
-
-def _filter_actions(actions: list[_Action], n: int, forward_only: bool) -> list[_Action]:
-    """Return the actions of the first n microbatches; only forward's if `forward_only`.
-
-    An overlapped action is replaced by its wanted part if the other part is not wanted.
-    """
-
-    def is_wanted(action: _Action) -> bool:
-        exists = action.microbatch_index is None or action.microbatch_index < n
-        return exists and (
-            not forward_only or action.computation_type.name in _FORWARD_ONLY_ACTIONS
-        )
-
-    kept: list[_Action] = []
-    for action in actions:
-        parts = _parts_of(action)
-        wanted = [part for part in parts if is_wanted(part)]
-        kept += [action] if len(wanted) == len(parts) else wanted
-    return kept
-
-
-def _run_microbatches(
-    schedule: Any,
-    arg_mbs: list[tuple[Any, ...]],
-    kwarg_mbs: list[dict[str, Any]],
-    target_mbs: list[Any] | None,
-    losses: list[Any] | None,
-    return_outputs: bool,
-) -> None:
-    """Call torch's `step` if it takes lists (torch 2.14), else the private method behind it."""
-    if "arg_mbs" not in inspect.signature(schedule.step).parameters:
-        # `step` of torch 2.13 would pass the lists to the model, as keywords.
-        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
-        return
-    lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-    schedule.step(**lists, losses=losses, return_outputs=return_outputs)

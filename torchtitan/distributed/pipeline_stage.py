@@ -1,18 +1,19 @@
-"""A pipeline stage: a part of the model, and the messages to its neighbours.
+"""A pipeline stage: a part of the model, its forward, and its backward in one piece or in two.
 
-Hidden states [B, T, dim] go forward from stage to stage, and their gradients go back. The size of a
-message follows from the shape [B, T] of the microbatch's input, so microbatches may differ in shape.
+Hidden states [B, T, dim] go forward from stage to stage, and their gradients go back. Their size
+follows from the shape [B, T] of the microbatch's input, so microbatches may differ in shape.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from torchtitan.distributed.fsdp import accumulate_gradients, reduce_accumulated_gradients
 
 InputShape = tuple[int, int]
 """(B, T) of a microbatch's input"""
@@ -20,37 +21,41 @@ InputShape = tuple[int, int]
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
-class VariableShapeStage(PipelineStage):
+class PipelineStage:
     """One stage of a pipeline whose microbatches may differ in shape.
 
+    submod: the stage's part of the model, called with the microbatch's inputs on the first stage,
+        and with the hidden states of the stage before on the others.
+    group: the pipeline's process group; the default group if None.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    Source of torch 2.13: `PipelineStage` allocates its receive buffers once, for one shape. We
-    override its private methods to allocate for each microbatch; forward and backward are torch's.
+    The attributes are those that torch's schedules read when they make their tables.
     """
 
     def __init__(
-        self, *args: Any, hidden_states: tuple[int, torch.dtype] | None = None, **kwargs: Any
+        self,
+        submod: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        hidden_states: tuple[int, torch.dtype] | None = None,
     ):
-        super().__init__(*args, **kwargs)
+        self.submod = submod
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = device
+        self.group = group
+        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         self.hidden_states = hidden_states
+        self._has_backward = False
         self._input_shapes: list[InputShape] = []
         self._contexts: Sequence[ContextFactory] = ()
-        self._received: dict[int, Tensor] = {}  # microbatch -> hidden states
-        self._received_gradients: dict[int, Tensor] = {}
-        # Torch 2.14 has an option for one communicator per direction.
-        self._forward_group = getattr(self, "_downstream_group", self.group)
-        self._backward_group = getattr(self, "_upstream_group", self.group)
-        # Don't check tensors against one shape. This is torch 2.13's switch; for 2.11 see below.
-        self._runtime_validate = False
-        if hasattr(self, "_stage_meta"):
-            # Torch reads only the length, which is the number of gradients to send back.
-            self._stage_meta.inputs = (None,)
-        if torch.__version__ < "2.13":
-            # Torch 2.11's separate pass for weight gradients fails at autograd functions written in
-            # Python, and adds the gradients of a function's outputs together. With a builder,
-            # backward computes weight gradients too, and the separate pass calls a no-op.
-            self.dw_builder = lambda: lambda: None
+        self._forwards: dict[int, _Forward] = {}  # by microbatch, until its backward
+        # Between the halves of backward:
+        self._weight_halves: dict[int, list[_WeightHalf]] = {}
+        self._postponed: dict[int, Tensor | None] = {}  # first stage: the output's gradient
 
     def begin_step(
         self,
@@ -64,133 +69,213 @@ class VariableShapeStage(PipelineStage):
                 f"pipeline stage {self.stage_index} does not know the size of hidden states: its "
                 "model has no model_args.dim; set stage.hidden_states"
             )
-        self.has_backward = has_backward
-        self.chunks = len(input_shapes)
         self._input_shapes = input_shapes
+        self._has_backward = has_backward
         self._contexts = contexts or [nullcontext] * len(input_shapes)
         self.end_step()
+        if has_backward:
+            accumulate_gradients(self.submod)
 
     def end_step(self) -> None:
         """Release all tensors."""
-        self.clear_runtime_states()
-        self.bwd_cache.clear()
-        self._received.clear()
-        self._received_gradients.clear()
+        self._forwards.clear()
+        self._weight_halves.clear()
+        self._postponed.clear()
 
-    # ---- forward: for each microbatch the schedule has the stage receive, compute and send ----
+    def empty_hidden(self, microbatch: int) -> Tensor:
+        """Return an uninitialized tensor [B, T, dim] to receive hidden states or gradients in."""
+        dim, dtype = self.hidden_states
+        return torch.empty(*self._input_shapes[microbatch], dim, dtype=dtype, device=self.device)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        received = self._received[fwd_chunk_id] = self._empty(fwd_chunk_id)
-        return [self._p2p(dist.irecv, received, self.stage_index - 1, self._forward_group)]
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        # Called if this rank also holds the stage before.
-        self._received[mb_index] = prev_stage_outputs.detach()
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        return (self._received.pop(fwd_chunk_id).requires_grad_(self.has_backward),)
-
-    def forward_one_chunk(
+    def forward(
         self,
-        fwd_chunk_id: int,
+        microbatch: int,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
+        kwargs: dict[str, Any],
+        compute_loss: Callable[[Any], Any] | None = None,
     ) -> Any:
-        with self._contexts[fwd_chunk_id]():
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        if not self.is_last:
-            # The next stage allocated a buffer for this. Another size would be garbage, or a hang.
-            input_shape, (dim, dtype) = self._input_shapes[fwd_chunk_id], self.hidden_states
+        """Return the output.
+
+        args: the input; on stages after the first (hidden states,), without a graph.
+        compute_loss: output -> loss, where backward begins. Only for the last stage.
+        """
+        hidden = None if self.is_first else args[0].requires_grad_(self._has_backward)
+        with self._contexts[microbatch]():
+            output = self.submod(*args, **kwargs)
+        start = output
+        if self.is_last:
+            start = compute_loss(output) if compute_loss is not None else None
+        else:
+            # The next stage allocates a buffer for this. Another size would be garbage, or a hang.
+            input_shape, (dim, dtype) = self._input_shapes[microbatch], self.hidden_states
             if (*output.shape, output.dtype) != (*input_shape, dim, dtype):
                 raise RuntimeError(
                     f"pipeline stage {self.stage_index} must return {dtype} of shape "
                     f"{(*input_shape, dim)} for an input of {input_shape}, got {output.dtype} of "
                     f"shape {tuple(output.shape)}"
                 )
-        if self.is_last and not self.has_backward:
-            del self.fwd_cache[fwd_chunk_id]  # don't accumulate logits
-        else:
-            stage_output, inputs = self.fwd_cache[fwd_chunk_id]
-            # Torch expects a flat tuple of tensors, but a head's output is nested. Keep only the
-            # first input, because keywords get no gradient.
-            tensors = tuple(x for x in tree_leaves(stage_output) if isinstance(x, Tensor))
-            # Zero-bubble schedules detach outputs in place, which fails for views, such as the whole
-            # rows that tensor parallelism joins.
-            tensors = tuple(x.clone() if x._is_view() else x for x in tensors)
-            self.fwd_cache[fwd_chunk_id] = tensors, inputs[:1]
+        if self._has_backward:
+            if not start.requires_grad:  # all parameters up to here are frozen
+                start = None
+            elif not self.is_last:
+                start = get_gradient_edge(start)  # the output itself may be freed once it is sent
+            self._forwards[microbatch] = _Forward(start, hidden)
         return output
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        keep = self.fwd_cache.__getitem__ if self.has_backward else self.fwd_cache.pop
-        (output,), _ = keep(fwd_chunk_id)
-        return [self._p2p(dist.isend, output.detach(), self.stage_index + 1, self._forward_group)]
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Accumulate the weights' gradients; return the gradient of the hidden states [B, T, dim].
 
-    # ---- backward: the same, in the other direction ----
+        gradient: of the stage's output; None on the last stage, where the loss begins.
+        """
+        start, hidden = self._forwards.pop(microbatch)
+        with self._contexts[microbatch]():
+            if start is not None:
+                torch.autograd.backward([start], None if gradient is None else [gradient])
+        return None if hidden is None else hidden.grad
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last or not self.has_backward:
-            return []
-        received = self._received_gradients[bwd_chunk_id] = self._empty(bwd_chunk_id)
-        return [self._p2p(dist.irecv, received, self.stage_index + 1, self._backward_group)]
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Return only the gradient of the hidden states; `backward_weight` continues from here."""
+        if self.is_first:
+            self._postponed[microbatch] = gradient  # no stage is waiting: do all of it later
+            return None
+        start, hidden = self._forwards.pop(microbatch)
+        with self._contexts[microbatch]():
+            self._weight_halves[microbatch] = _backward_input(start, gradient, hidden)
+        return hidden.grad
 
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
-        (gradient,) = next_stage_bwd_outputs
-        self._received_gradients[mb_index] = gradient
+    def backward_weight(self, microbatch: int) -> None:
+        """Accumulate the weights' gradients after `backward_input`."""
+        if self.is_first:
+            self.backward(microbatch, self._postponed.pop(microbatch))
+            return
+        with self._contexts[microbatch]():
+            for half in self._weight_halves.pop(microbatch):
+                _backward_weight(half)
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
-        return (self._received_gradients.pop(bwd_chunk_id),)
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients accumulated since `begin_step` over FSDP's ranks."""
+        reduce_accumulated_gradients(self.submod)
 
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        return self.bwd_cache.pop(mb_index)[:1]
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first or not self.has_backward:
-            return []
-        gradient = self.bwd_cache.pop(bwd_chunk_id)[0]
-        return [self._p2p(dist.isend, gradient, self.stage_index - 1, self._backward_group)]
+class _Forward(NamedTuple):
+    """Where the backward of a forward starts and ends.
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._contexts[bwd_chunk_id]():
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    start: the output, or the loss on the last stage; None if nothing there requires a gradient.
+    hidden: the hidden states that came in; None on the first stage.
+    """
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._contexts[bwd_chunk_id]():
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        # Torch's separate pass for weight gradients returns them in any layout, transposed for
-        # example. Autograd uses the parameter's layout, and fused optimizers ignore strides.
-        for parameter in self.submod.parameters():
-            gradient = parameter.grad
-            if gradient is not None and gradient.stride() != parameter.stride():
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    start: Tensor | GradientEdge | None
+    hidden: Tensor | None
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
 
-    # ---- helpers ----
+# ---- backward in two halves ----
+#
+# The first half propagates the gradient from the stage's output to its input along a path of autograd
+# nodes, and skips the products that give weights' gradients. Where a branch leads from the path to a
+# weight, the gradients that arrive at the node are kept. The second half continues from there.
 
-    def _p2p(
-        self,
-        operation: Callable[..., Any],
-        tensor: Tensor,
-        stage: int,
-        group: dist.ProcessGroup | None,
-    ) -> dist.P2POp:
-        peer = self.stage_index_to_group_rank[stage]
-        return dist.P2POp(operation, tensor.contiguous(), group=group, group_peer=peer)
 
-    def _empty(self, microbatch: int) -> Tensor:
-        dim, dtype = self.hidden_states
-        return torch.empty(*self._input_shapes[microbatch], dim, dtype=dtype, device=self.device)
+class _WeightHalf(NamedTuple):
+    """Weights, and the nodes of the path from which they are reached.
 
-    def _validate_fwd_input(self, *args: Any, **kwargs: Any) -> None:
-        """Torch 2.11 checks here that all microbatches have one shape."""
+    arrived: node -> the gradients of its outputs. weights: leaves of the graph.
+    """
 
-    _validate_fwd_outputs = _validate_fwd_input
+    arrived: dict[Node, tuple[Tensor | None, ...]]
+    weights: list[Tensor]
+
+
+def _backward_input(
+    start: Tensor | GradientEdge, gradient: Tensor | None, hidden: Tensor
+) -> list[_WeightHalf]:
+    """Compute `hidden.grad`; return what is needed to compute the weights' gradients later."""
+    root = start.node if isinstance(start, GradientEdge) else start.grad_fn
+    users = _users_of_nodes(root)
+    path = _ancestors([get_gradient_edge(hidden).node], users)
+    assert root in path, "the output of a stage does not depend on its input"
+    halves = _group_weights(users, path)
+    handles = [
+        node.register_prehook(lambda gradients, node=node, half=half: _keep(half, node, gradients))
+        for half in halves
+        for node in half.arrived
+    ]
+    try:
+        gradients = None if gradient is None else [gradient]
+        torch.autograd.backward([start], gradients, inputs=[hidden], retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return halves
+
+
+def _keep(half: _WeightHalf, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+    half.arrived[node] = gradients
+
+
+def _users_of_nodes(root: Node) -> dict[Node, list[Node]]:
+    """Return, for each node of the graph below `root`, the nodes whose backward calls it."""
+    users: dict[Node, list[Node]] = {root: []}
+    to_visit = [root]
+    while to_visit:
+        node = to_visit.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in users:
+                users[below] = []
+                to_visit.append(below)
+            users[below].append(node)
+    return users
+
+
+def _ancestors(
+    nodes: Iterable[Node], users: dict[Node, list[Node]], end: frozenset[Node] = frozenset()
+) -> frozenset[Node]:
+    """Return these nodes, and all nodes from which they are reached; don't look beyond `end`."""
+    seen, to_visit = set(nodes), list(nodes)
+    while to_visit:
+        node = to_visit.pop()
+        for user in () if node in end else users.get(node, ()):
+            if user not in seen:
+                seen.add(user)
+                to_visit.append(user)
+    return frozenset(seen)
+
+
+def _group_weights(users: dict[Node, list[Node]], path: frozenset[Node]) -> list[_WeightHalf]:
+    """Return the weights below the path; those reached from a common node of the path together."""
+    group_of: dict[Node, _WeightHalf] = {}
+    for leaf in users:
+        weight = getattr(leaf, "variable", None)  # only nodes that accumulate gradients have it
+        if weight is None or leaf in path:
+            continue
+        nodes = _ancestors([leaf], users, end=path) & path
+        merged = _WeightHalf({}, [])
+        for half in {
+            id(group_of[node]): group_of[node] for node in nodes if node in group_of
+        }.values():
+            merged.arrived.update(half.arrived)
+            merged.weights.extend(half.weights)
+        merged.arrived.update(dict.fromkeys(nodes, ()))
+        merged.weights.append(weight)
+        group_of.update(dict.fromkeys(merged.arrived, merged))
+    return list({id(half): half for half in group_of.values()}.values())
+
+
+def _backward_weight(half: _WeightHalf) -> None:
+    edges: dict[GradientEdge, Tensor] = {}
+    for node, gradients in half.arrived.items():
+        edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
+    # A node gets the kept gradients as they are: hooks of its outputs have changed them already, and
+    # another node of the path would add its own share.
+    handles = [
+        node.register_prehook(lambda _, kept=gradients: kept)
+        for node, gradients in half.arrived.items()
+        if gradients
+    ]
+    try:
+        if edges:
+            torch.autograd.backward(list(edges), list(edges.values()), inputs=half.weights)
+    finally:
+        for handle in handles:
+            handle.remove()

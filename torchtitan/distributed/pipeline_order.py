@@ -1,0 +1,166 @@
+"""The order in which a rank of a pipeline computes and communicates, as lists of actions.
+
+Torch's schedules are used as data: each is a table of what every rank computes, in order. This module
+reads such a table (1F1B and GPipe, which have none, are written here), and adds the messages.
+Nothing here touches a tensor or a process group.
+"""
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+Order = dict[int, list["Action"]]
+"""rank of the pipeline -> its actions"""
+
+
+class Action(NamedTuple):
+    """One thing that a rank does.
+
+    kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
+        gradients of the stage's input, and those of its weights. SEND_F, RECV_F, SEND_B, RECV_B: send
+        hidden states to the next stage, receive them, and the same for gradients, towards the
+        first stage. REDUCE: all backwards of the stage are done. RESHARD: the stage is needed again
+        only later, and may free its gathered parameters.
+    stage: the stage that this rank computes or communicates for.
+    microbatch: -1 for REDUCE and RESHARD.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int = -1
+
+
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTIVE_STAGES = 3  # one in forward, one in backward, and the next one
+
+
+def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
+    """Return what every rank computes, from torch's schedule or from a CSV file with a row per rank.
+
+    schedule: torch's schedule class. stages: this rank's stages. n: number of microbatches.
+    An overlapped forward and backward, `(0F3;1B2)OVERLAP_F_B`, becomes two actions.
+    """
+    if csv_path:
+        with open(csv_path, newline="") as file:
+            order = {rank: _read(row) for rank, row in enumerate(csv.reader(file))}
+        _check_complete(order, stages[0].num_stages, csv_path)
+        return order
+    if schedule.__name__ in ("Schedule1F1B", "ScheduleGPipe"):
+        num_ranks = stages[0].num_stages
+        is_gpipe = schedule.__name__ == "ScheduleGPipe"
+        return {
+            rank: _single_stage_order(rank, n if is_gpipe else min(n, num_ranks - rank), n)
+            for rank in range(num_ranks)
+        }
+    table = schedule(list(stages), n).pipeline_order
+    return {rank: _read(map(str, filter(None, row))) for rank, row in table.items()}
+
+
+def _read(cells: Iterable[str]) -> list[Action]:
+    parts = (part for cell in cells for part in _COMPUTE.findall(cell))
+    return [Action(kind, int(stage), int(microbatch)) for stage, kind, microbatch in parts]
+
+
+def _check_complete(order: Order, num_stages: int, csv_path: str) -> None:
+    kinds: dict[tuple[int, int], str] = defaultdict(str)
+    for action in (action for actions in order.values() for action in actions):
+        kinds[action.stage, action.microbatch] += action.kind
+    for stage in range(num_stages):
+        for microbatch in range(1 + max((key[1] for key in kinds), default=0)):
+            if (got := kinds[stage, microbatch]) not in ("FB", "FIW"):
+                raise ValueError(
+                    f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} must have every stage "
+                    f"compute every microbatch once, F before B or F, I, W in this order; stage "
+                    f"{stage}, microbatch {microbatch} has {', '.join(got) or 'nothing'}"
+                )
+
+
+def _single_stage_order(stage: int, num_ahead: int, n: int) -> list[Action]:
+    """Return `num_ahead` forwards, then backwards and the remaining forwards by turns."""
+    forwards = (Action("F", stage, microbatch) for microbatch in range(n))
+    actions = list(islice(forwards, num_ahead))
+    for microbatch in range(n):
+        actions += [Action("B", stage, microbatch), *islice(forwards, 1)]
+    return actions
+
+
+def select(order: Order, n: int, forward_only: bool) -> Order:
+    """Return the order of the first n microbatches; only its forwards if `forward_only`."""
+    return {
+        rank: [a for a in actions if a.microbatch < n and (a.kind == "F" or not forward_only)]
+        for rank, actions in order.items()
+    }
+
+
+def rank_of_stages(order: Order) -> dict[int, int]:
+    """Return the rank that computes each stage."""
+    return {action.stage: rank for rank, actions in order.items() for action in actions}
+
+
+def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
+    """Add sends and receives between ranks, in an order in which no rank waits for ever.
+
+    All ranks are played side by side. A send is entered when its stage has computed, and the
+    receive is entered on the other rank at the same moment: any two ranks therefore have their
+    common messages in the same order, and a rank waits only for what was sent before in the play.
+
+    Raises ValueError if some action can never start.
+    """
+    result: Order = {rank: [] for rank in order}
+    position = dict.fromkeys(order, 0)
+    computed: set[tuple[str, int, int]] = set()  # F or B, stage, microbatch
+    last = max(rank_of)
+    while any(position[rank] < len(actions) for rank, actions in order.items()):
+        before = dict(position)
+        for rank, actions in order.items():
+            # Skip what communicates nothing, then compute one action.
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                kind, stage, microbatch = action
+                direction = {"F": "F", "B": "B", "I": "B"}.get(kind)
+                source = stage + (-1 if direction == "F" else 1)
+                if direction and 0 <= source <= last:
+                    if (direction, source, microbatch) not in computed:
+                        break
+                result[rank].append(action)
+                position[rank] += 1
+                if direction:
+                    computed.add((direction, stage, microbatch))
+                    target = stage + (1 if direction == "F" else -1)
+                    if 0 <= target <= last and rank_of[target] != rank:
+                        result[rank].append(Action(f"SEND_{direction}", stage, microbatch))
+                        receive = Action(f"RECV_{direction}", target, microbatch)
+                        result[rank_of[target]].append(receive)
+                    break
+        if position == before:
+            waiting = [
+                actions[position[r]] for r, actions in order.items() if actions[position[r] :]
+            ]
+            raise ValueError(f"the pipeline's order of actions never computes what {waiting} need")
+    return result
+
+
+def with_reductions(actions: list[Action]) -> list[Action]:
+    """Add REDUCE after the last backward of each stage."""
+    last = {action.stage: i for i, action in enumerate(actions) if action.kind in "BW"}
+    result = []
+    for i, action in enumerate(actions):
+        result.append(action)
+        if last.get(action.stage) == i:
+            result.append(Action("REDUCE", action.stage))
+    return result
+
+
+def with_resharding(actions: list[Action]) -> list[Action]:
+    """Add RESHARD for stages that are not among the next three: a rank may hold many stages."""
+    result: list[Action] = []
+    gathered: set[int] = set()
+    for i, action in enumerate(actions):
+        upcoming = list(dict.fromkeys(a.stage for a in actions[i:]))[:_ACTIVE_STAGES]
+        result += [Action("RESHARD", stage) for stage in sorted(gathered.difference(upcoming))]
+        gathered = gathered.intersection(upcoming) | {action.stage}
+        result.append(action)
+    return result
