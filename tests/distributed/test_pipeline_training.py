@@ -94,6 +94,14 @@ LAYOUTS = [
     pytest.param(2, pipeline("Interleaved1F1B", local_batch_size=4), id="PP 2, accumulation 2"),
     pytest.param(4, pipeline("1F1B", dp_shard=2, local_batch_size=4), id="PP 2 x FSDP 2"),
     pytest.param(
+        4,
+        [
+            *pipeline("InterleavedZeroBubble", dp_shard=2, local_batch_size=4),
+            "--parallelism.pipeline_parallel_layers_per_stage=1",
+        ],
+        id="zero bubble, PP 2 with many stages x FSDP 2",
+    ),
+    pytest.param(
         4, pipeline("ZBVZeroBubble", dp_replicate=2, local_batch_size=2), id="ZBV 2 x DDP 2, acc. 2"
     ),
 ]

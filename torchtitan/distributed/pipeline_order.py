@@ -159,7 +159,9 @@ def with_resharding(actions: list[Action]) -> list[Action]:
     result: list[Action] = []
     gathered: set[int] = set()
     for i, action in enumerate(actions):
-        upcoming = list(dict.fromkeys(a.stage for a in actions[i:]))[:_ACTIVE_STAGES]
+        # Messages need no parameters.
+        needed = (a.stage for a in actions[i:] if "_" not in a.kind)
+        upcoming = list(dict.fromkeys(needed))[:_ACTIVE_STAGES]
         result += [Action("RESHARD", stage) for stage in sorted(gathered.difference(upcoming))]
         gathered = gathered.intersection(upcoming) | {action.stage}
         result.append(action)

@@ -275,7 +275,10 @@ def _backward_weight(half: _WeightHalf) -> None:
     ]
     try:
         if edges:
-            torch.autograd.backward(list(edges), list(edges.values()), inputs=half.weights)
+            # Between two nodes lie nodes of the path, which other weights may still need.
+            retain = len(half.arrived) > 1
+            gradients, weights = list(edges.values()), half.weights
+            torch.autograd.backward(list(edges), gradients, inputs=weights, retain_graph=retain)
     finally:
         for handle in handles:
             handle.remove()
