@@ -110,9 +110,7 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
     for part in parts:
         fill(part)
     sent = [0]
-    for stage in schedule.stages:
-        for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
-            setattr(stage, name, _counting(getattr(stage, name), sent))
+    schedule._message = _counting(schedule._message, sent)
 
     def run(lengths: list[int], known: bool, forward_only: bool = False) -> None:
         tokens = tokens_of(lengths)
@@ -154,11 +152,11 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
     }
 
 
-def _counting(get_ops: Any, sent: list[int]) -> Any:
-    def counted(microbatch: int) -> list[dist.P2POp]:
-        ops = get_ops(microbatch)
-        sent[0] += sum(op.tensor.shape[0] * op.tensor.shape[1] for op in ops)
-        return ops
+def _counting(message: Any, sent: list[int]) -> Any:
+    def counted(operation: Any, tensor: torch.Tensor, stage: int) -> Any:
+        if operation is dist.isend:
+            sent[0] += tensor.shape[0] * tensor.shape[1]
+        return message(operation, tensor, stage)
 
     return counted
 

@@ -79,7 +79,9 @@ def test_halves_give_the_gradients_of_a_whole_backward(hooked):
     expected_model, model = Model(), Model()
     if hooked:
         for each in (expected_model, model):
-            each.norm.register_forward_hook(lambda m, x, y: y.register_hook(lambda g: 3 * g) and None)
+            each.norm.register_forward_hook(
+                lambda m, x, y: y.register_hook(lambda g: 3 * g) and None
+            )
             each.register_forward_hook(lambda m, x, y: y.register_hook(lambda g: 5 * g) and None)
     expected, found = gradients(expected_model, at_once), gradients(model, in_halves)
     assert found.keys() == expected.keys() >= {"once", "shared", "side", "python", "hidden"}
