@@ -25,7 +25,7 @@ for version in "${versions[@]}"; do
   rm -rf "$venv"
   TORCH="$version" VENV="$venv" .ci/run "$@" 2>&1 | tee "$log" || code=1
   # pytest's last line, e.g. "== 2 failed, 4870 passed, 10 skipped in 612.40s (0:10:12) =="
-  counts="$(sed -nE 's/^=* ?([0-9]+ [a-z]+.* in [0-9.]+s.*[^= ]) ?=*$/\1/p' "$log" | tail -n 1)"
+  counts="$(sed -nE 's/^=* ?([0-9]+ (passed|failed|skipped|error).* in [0-9][^=]*[^= ]) ?=*$/\1/p' "$log" | tail -n 1)"
   results+=("torch $version: ${counts:-the tests did not run}")
   rm -rf "$venv"
 done
