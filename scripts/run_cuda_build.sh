@@ -9,20 +9,17 @@
 # tests        the tests of tests/gpu that need no numbers: waits, recompilations, memory
 # book         scripts/run_gpu_book.sh, whose figures and most of whose failures then mean nothing
 # OUT          folder of the results (default outputs/cuda_build)
-# TORCH        version of torch (default 2.13.0); also tried: 2.11.0
-# PYTHON, VENV see scripts/setup_env.sh; VENV is .venv-cuda by default, and takes 9 GB
+# TORCH, PYTHON, VENV   see scripts/setup_env.sh; VENV is .venv-cuda by default, and takes 9 GB
 # Needs Linux on x86-64 and g++. See docs/gpu.md for what this shows and what it doesn't.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 VENV="$(realpath -m "${VENV:-.venv-cuda}")" OUT="${OUT:-outputs/cuda_build}"
-mkdir -p "$VENV" "$OUT"
-# torch wants one version of Triton.
-sed "s/^torch==.*/torch==${TORCH:-2.13.0}/; /^triton==/d" constraints.txt >"$VENV/constraints.txt"
+mkdir -p "$OUT"
 (
   # pip would prefer a CPU build of the same version, wherever these settings name one.
   unset PIP_FIND_LINKS PIP_EXTRA_INDEX_URL
-  PIP_CONFIG_FILE=/dev/null CONSTRAINTS="$VENV/constraints.txt" prepare_python dev
+  PIP_CONFIG_FILE=/dev/null prepare_python dev
 )
 # Not where a GPU's kernels are kept: what is tuned here is not tuned for speed.
 export TORCHINDUCTOR_CACHE_DIR="$VENV/inductor" TRITON_CACHE_DIR="$VENV/triton"

@@ -6,6 +6,8 @@
 # VENV=folder           where it goes (default .venv); VENV=none uses $PYTHON as it is
 # PACKAGES=...          further packages to install, as pip takes them
 # CONSTRAINTS=file      the versions to install (default constraints.txt)
+# TORCH=version         another torch than that file's, with the Triton that fits it. The environment
+#                       keeps it until a call names another torch; nightly is for .ci/install
 # The install is skipped when nothing it depends on has changed, so a second run starts at once.
 
 find_python() {
@@ -23,8 +25,20 @@ find_python() {
   return 1
 }
 
+# Prints the constraints file $1 with torch $2 and its Triton, or without both for a nightly build.
+constraints_for() {
+  local root triton
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  triton="$(sed -n "s/^ *\"$2\": \"\(.*\)\",$/triton==\1/p" "$root/torchtitan/tools/torch_versions.py")"
+  if [ "$2" = nightly ]; then
+    sed '/^torch==/d; /^triton==/d' "$1"
+  else
+    sed "s/^torch==.*/torch==$2/; s/^triton==.*/$triton/" "$1"
+  fi
+}
+
 prepare_python() {
-  local extras="$1" root venv stamp wanted constraints
+  local extras="$1" root venv stamp wanted constraints torch
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
   venv="${VENV:-$root/.venv}"
   constraints="${CONSTRAINTS:-constraints.txt}"
@@ -34,8 +48,10 @@ prepare_python() {
     return
   fi
   stamp="$venv/.installed-${extras:-runtime}"
-  wanted="$(cat "$root/pyproject.toml" "$constraints" | cksum) $root"
-  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  torch="${TORCH:-$(cat "$venv/torch.txt" 2>/dev/null || sed -n 's/^torch==//p' "$constraints")}"
+  wanted="$(constraints_for "$constraints" "$torch" | cat "$root/pyproject.toml" - | cksum) $root"
+  # Each extra brings the runtime, too.
+  if ! grep -qsxF -- "$wanted" "$venv/.installed-"${extras:-*}; then
     if [ ! -x "$venv/bin/python" ]; then
       PYTHON="$(find_python)" || return 1
       echo "creating a virtual environment in $venv" >&2
@@ -45,7 +61,10 @@ prepare_python() {
     # The pip that Python 3.11 brings takes twice as long to choose versions.
     "$venv/bin/python" -m pip install --quiet --upgrade pip || true
     # A line for each package that is fetched, and pip's own for everything that goes wrong.
-    "$venv/bin/python" -m pip install --no-compile --constraint "$constraints" \
+    constraints_for "$constraints" "$torch" >"$venv/constraints.txt"
+    [ -z "${TORCH:-}" ] || echo "$torch" >"$venv/torch.txt"
+    rm -f "$venv/.installed-"*
+    "$venv/bin/python" -m pip install --no-compile --constraint "$venv/constraints.txt" \
       --editable "$root${extras:+[$extras]}" ${PACKAGES:-} |
       sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^\(Installing\) collected.*/  \1 them all/p' >&2
     [ "${PIPESTATUS[0]}" = 0 ] || return 1

@@ -50,7 +50,7 @@ from torchtitan.step import forward as step_forward
 from torchtitan.step.forward import Head, Labels, Microbatch, ModelInputs, model_inputs, on_error
 from torchtitan.step.outputs import Reductions, StepOutput
 from torchtitan.step.update import OptimStepResult
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_versions
 from torchtitan.tools.logging import logger
 
 ENGINE_API_VERSION = 1
@@ -388,6 +388,7 @@ class TrainingEngine(EngineState):
                 self.device, self.parallel_dims, has_last_stage(job_config, self.parallel_dims)
             )
             job_config.maybe_log()
+            torch_versions.warn_if_newer(torch.__version__)
             self.seed = build.choose_seed(job_config, self.parallel_dims, self.device)
             self.build_data()
             parts = build.build(

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 import torchtitan.rl
 from tests.torch_alone import run_with_torch_alone
+from torchtitan.tools.torch_versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -210,8 +211,9 @@ def versions_of_constraints() -> list[tuple[str, str]]:
     "package, version",
     [
         *versions_of_constraints(),
+        *(("torch", version) for version in TESTED),
+        *(("triton", version) for version in TESTED.values()),
         # Those of an embedding client whose other packages admit no later ones.
-        ("torch", "2.11.0"),
         ("transformers", "4.57.0"),
         ("datasets", "4.0.0"),
         ("datasets", "4.8.4"),

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cuda_rehearsal import device
+from torchtitan.tools.torch_versions import TESTED
 
-TRITON = "3.7.1"  # torch 2.13's CUDA builds have this version; inductor's code fits no other
 SHARED_MEMORY = 227 * 1024  # bytes that a block of threads can have on an H100
 _allocates_on = "cuda"
 
@@ -32,10 +32,12 @@ def why_not() -> str | None:
     """Return why this machine cannot lower kernels, or None if it can."""
     if (reason := device.why_not()) is not None:
         return reason
+    torch = importlib.metadata.version("torch").split("+")[0]
+    fitting = TESTED.get(torch)
     if importlib.util.find_spec("triton") is None:
-        return f"triton is not installed; pip install triton=={TRITON}"
-    if (version := importlib.metadata.version("triton")) != TRITON:
-        return f"triton {version} is not torch 2.13's; pip install triton=={TRITON}"
+        return f"triton is not installed; pip install triton=={fitting}"
+    if (version := importlib.metadata.version("triton")) != fitting:
+        return f"triton {version} is not torch {torch}'s, which is {fitting}"
     return None
 
 

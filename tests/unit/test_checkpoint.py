@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.torch_version import TorchVersion
@@ -594,6 +595,17 @@ def test_calls_of_dcp_are_those_that_the_reference_tests_replace(tmp_path, monke
 
 
 # Restoring
+
+
+def test_checkpoint_of_a_torch_that_describes_tensors_by_more_is_read(tmp_path, monkeypatch):
+    described = TensorProperties.__getstate__
+    with monkeypatch.context() as newer:  # torch 2.15 appended an entry in this way
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*described(self), (4, 1)))
+        saved = Run(tmp_path)
+        saved.train_and_save(1)
+    loaded = Run(tmp_path, seed=1)
+    assert loaded.manager.load()
+    assert_same(loaded.everything(), saved.everything())
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])

@@ -182,6 +182,7 @@ def test_asynchronous_tensor_parallelism_needs_compiled_blocks(inductor, caplog)
     assert "has no effect on 'cpu'" in caplog.text
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch accepts each group by itself")
 def test_pass_for_asynchronous_tensor_parallelism_accepts_the_group(inductor, monkeypatch):
     from torch.distributed import _symmetric_memory
 

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from packaging.utils import canonicalize_name
 from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import Profiling
 from torchtitan.listeners import profiling
-from torchtitan.tools import host, utils
+from torchtitan.tools import host, torch_versions, utils
 from torchtitan.tools import logging as titan_logging
 
 
@@ -218,6 +219,48 @@ def test_scripts_take_the_python_that_was_named_and_no_other(named):
         assert done.returncode != 0 and "no-such-python is not; set PYTHON" in done.stderr
 
 
+@pytest.fixture
+def environment(tmp_path):
+    """A folder that looks like a virtual environment, and the command that prepares it.
+
+    environment(extras, torch) returns what pip was asked to install, and the constraints.
+    """
+    log = tmp_path / "log"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    (tmp_path / "bin/python").chmod(0o755)
+
+    def prepare(extras: str, torch: str = "") -> tuple[str, str]:
+        log.write_text("")
+        variables = os.environ | {"VENV": str(tmp_path), "TORCH": torch, "CONSTRAINTS": ""}
+        command = f'set -eu; source scripts/setup_env.sh; prepare_python "{extras}"'
+        subprocess.run(["bash", "-c", command], env=variables, check=True)
+        return log.read_text(), (tmp_path / "constraints.txt").read_text()
+
+    return prepare
+
+
+@pytest.mark.parametrize("version, triton", torch_versions.TESTED.items())
+def test_every_tested_torch_has_constraints_with_its_triton(environment, version, triton):
+    installed, constraints = environment("dev", version)
+    assert "pip install" in installed
+    lines = Path("constraints.txt").read_text().splitlines()
+    ours = {"torch": f"torch=={version}", "triton": f"triton=={triton}"}
+    assert constraints.splitlines() == [ours.get(line.split("==")[0], line) for line in lines]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "nightly"])
+def test_environment_keeps_its_torch_until_another_is_named(environment, version):
+    _, constraints = environment("dev", version)
+    assert environment("dev") == environment("") == ("", constraints)
+    # The same torch by name, other packages, another torch, and back.
+    assert environment("", version)[0] == ""
+    assert "[verl-test]" in environment("verl-test")[0]
+    assert environment("dev", "2.15.0")[0] and environment("dev", version)[0]
+    assert environment("dev") == ("", constraints)
+    assert ("torch==" in constraints) == ("triton==" in constraints) == (version != "nightly")
+
+
 def test_color_and_no_color_have_the_same_names():
     names = {name for name in vars(utils.Color) if not name.startswith("_")}
     assert names == {name for name in vars(utils.NoColor) if not name.startswith("_")}
@@ -234,6 +277,24 @@ def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
     caplog.clear()
     utils.check_if_feature_in_pytorch("f", "PR 1", "2.11.0.dev20251231")
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "version, newer",
+    [("2.15.9", False), ("2.15.0+cpu", False), ("2.16.0.dev20270101", True), ("3.0.0", True)],
+)
+def test_torch_newer_than_the_tested_ones_is_named_once_on_one_rank(
+    caplog, monkeypatch, version, newer
+):
+    monkeypatch.setattr(torch_versions, "TESTED", {"2.9.0": "", "2.15.0": ""})
+    line = f"torch {version} is newer than 2.15, the newest this version was tested with"
+    monkeypatch.setenv("RANK", "1")
+    torch_versions.warn_if_newer(version)
+    assert not caplog.messages
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(2):
+        torch_versions.warn_if_newer(version)
+    assert caplog.messages == newer * [line]
 
 
 # --- profiling ----------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from torchtitan.tools.torch_versions import TESTED
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = {
     # YAML reads the key `on` as True.
@@ -51,3 +53,10 @@ def test_workflow_that_may_write_runs_no_code_of_a_pull_request():
     (job,) = workflow["jobs"].values()
     assert [list(step) for step in job["steps"]] == [["run", "env"]]
     assert "${{" not in job["steps"][0]["run"]
+
+
+def test_every_tested_torch_and_the_nightly_build_have_their_runs():
+    jobs = WORKFLOWS["cpu_tests"]["jobs"]
+    pushed = [entry["torch"] for entry in jobs["test"]["strategy"]["matrix"]["include"]]
+    nightly = jobs["other-versions"]["strategy"]["matrix"]["torch"]
+    assert sorted({*pushed, *nightly}) == [*TESTED, "nightly"]

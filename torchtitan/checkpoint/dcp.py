@@ -101,14 +101,24 @@ _METADATA_CLASSES = (
     torch_metadata.Metadata,
     torch_metadata.MetadataIndex,
     torch_metadata.StorageMeta,
-    torch_metadata.TensorProperties,
     torch_metadata.TensorStorageMetadata,
     _LAYOUTS,
     _StorageInfo,
 )
+
+
+class _TensorProperties(torch_metadata.TensorProperties):
+    """Reads what a newer torch wrote: 2.15 appends the strides, which loading doesn't need."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(dataclasses.fields(self))])
+        self.__class__ = torch_metadata.TensorProperties  # which torch compares
+
+
 # The classes and functions that the pickle `.metadata` may name.
 METADATA_NAMES: Names = (
     {(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES}
+    | {(torch_metadata.__name__, "TensorProperties"): _TensorProperties}
     | {
         # The path of the folder that was written. It is not used.
         (module, name): lambda *parts: "/".join(map(str, parts))

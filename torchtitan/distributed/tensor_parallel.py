@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
@@ -319,8 +320,9 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
             tp_mesh.device_type,
         )
         return
-    with warnings.catch_warnings():
-        # This function warns that it is deprecated, yet the pass skips groups without it (2.13).
-        warnings.simplefilter("ignore", FutureWarning)
-        _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    if torch.__version__ < "2.15":  # later versions need no such call
+        with warnings.catch_warnings():
+            # This function warns that it is deprecated, yet the pass skips groups without it (2.13).
+            warnings.simplefilter("ignore", FutureWarning)
+            _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

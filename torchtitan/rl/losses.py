@@ -281,7 +281,9 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range()
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        clipped, lowest = torch.minimum(gain, clipped_gain), torch.full_like(gain, -torch.inf)
+        # At a bound of the clip both are equal, and `clamp` has no gradient from torch 2.14 on.
+        clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
+        lowest = torch.full_like(gain, -torch.inf)
         if self.dual_clip:
             lowest = torch.where(advantages < 0, self.dual_clip * advantages, lowest)
         measured = {

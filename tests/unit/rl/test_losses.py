@@ -69,6 +69,14 @@ def test_on_policy_gradient_is_minus_the_advantage_whatever_its_sign(loss):
         assert gradient == pytest.approx([-advantage] * 4)
 
 
+@pytest.mark.parametrize(
+    "loss", [GRPOLoss(clip_eps=0.0), DAPOLoss(ratio_clip_low=0.0, ratio_clip_high=0.0)], ids=str
+)
+def test_token_on_a_bound_of_the_clip_has_its_whole_gradient(loss):
+    _, gradient = of_ratios(loss, [1.0, 1.0], [2.0, -2.0])
+    assert gradient == pytest.approx([-2.0, 2.0])
+
+
 def test_grpo_clips_a_token_only_where_it_has_moved_far_enough_in_the_wanted_direction():
     ratios, advantages = [1.1, 1.5, 0.5, 1.5, 0.5, 0.9], [2.0, 2.0, 2.0, -2.0, -2.0, -2.0]
     value, gradient = of_ratios(GRPOLoss(clip_eps=0.2), ratios, advantages)

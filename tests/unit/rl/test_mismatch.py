@@ -24,7 +24,9 @@ from torchtitan.rl.types import OptimParams
 NO_UPDATE = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
 
 
-# ---- one token of 35 that is 10 nats off ----
+# ---- one token of 35 that is far off ----
+
+FAR = 9.9  # nats; the log-ratio is cut off at 10, where `clamp` has no gradient from torch 2.14 on
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def largest_growth(tmp_path_factory):
         trainer.forward_backward(batcher.batch(samples), loss)
         return trainer.optim_step(NO_UPDATE).grad_norm
 
-    def largest(loss, nats=10.0):
+    def largest(loss, nats=FAR):
         norms = []
         for i, sample in enumerate(on_policy):
             off = sample.logprobs.clone()
