@@ -173,23 +173,17 @@ def _own(replacements: str, name: str, column: int) -> str:
 
 
 def drop_unused_imports(source: Source, original: Source) -> Source:
-    """Return the module without the names that only the code of 0.2.2 used."""
-
-    def used(tree: ast.AST) -> set[str]:
-        return {n.id for n in _all(tree, ast.Name)}
-
+    """Return the module without the imports that only 0.2.2's code needed."""
+    before, after = ({n.id for n in _all(s.tree, ast.Name)} for s in (original, source))
     for node in [n for n in source.tree.body if isinstance(n, ast.ImportFrom)][::-1]:
-        unused = used(original.tree) - used(source.tree)
-        kept = [alias.name for alias in node.names if alias.name not in unused]
-        if len(kept) == len(node.names) or any(alias.asname for alias in node.names):
-            continue
-        line = f"from {node.module} import {', '.join(kept)}"
-        if len(line) > 88:
-            line = f"from {node.module} import (\n    " + ",\n    ".join(kept) + ",\n)"
-        if kept:
-            source = source.replace(source.span(node), line)
-        else:
+        kept = [alias.name for alias in node.names if alias.name not in before - after]
+        if not kept:
             source = source.delete_lines(node.lineno, node.end_lineno or node.lineno)
+        elif len(kept) < len(node.names):
+            names = ", ".join(kept)
+            if len(node.module or "") + len(names) > 73:  # of the 88 columns of 0.2.2's formatter
+                names = "(\n    " + ",\n    ".join(kept) + ",\n)"
+            source = source.replace(source.span(node), f"from {node.module} import {names}")
     return source
 
 
@@ -245,24 +239,23 @@ class Target:
 
         Raises Refusal if the source that an edit is of is not that of 0.2.2.
         """
-        sources: dict[str, Source] = {}
+        originals = {
+            path: Source(self.original(path)) for u in units for path in map(_path, u.edits)
+        }
+        sources = dict(originals)
         for unit in units:
             for edit in unit.edits:
-                path, original = _path(edit), Source(self.original(_path(edit)))
+                path = _path(edit)
                 if edit["kind"] != "import":
-                    node = original.find(edit["of"].partition(":")[2])
-                    digest = _digest(original.of(*original.span(node)))[:16]
+                    node = originals[path].find(edit["of"].partition(":")[2])
+                    digest = _digest(originals[path].of(*originals[path].span(node)))[:16]
                     if digest != edit["sha256"]:
                         raise Refusal(
                             f"{edit['of']} is not that of {VERSION}, so unit {unit.number} cannot edit it "
                             f"(SHA-256 {digest} here, {edit['sha256']} there)"
                         )
-                source = sources.get(path, original)
-                sources[path] = apply_edit(source, edit, unit.replacements)
-        texts = {
-            path: drop_unused_imports(source, Source(self.original(path))).text
-            for path, source in sources.items()
-        }
+                sources[path] = apply_edit(sources[path], edit, unit.replacements)
+        texts = {path: drop_unused_imports(s, originals[path]).text for path, s in sources.items()}
         return texts | {path: text for unit in units for path, text in unit.new.items()}
 
     def apply(self, numbers: list[int]) -> None:

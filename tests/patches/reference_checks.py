@@ -30,7 +30,9 @@ class Metrics:
     """Stands for the metrics processor, whose memory monitor needs an accelerator."""
 
     def __init__(self, job_config, parallel_dims, model_args=None, tag=None):
-        self.color = SimpleNamespace(**dict.fromkeys("red blue yellow magenta green reset cyan".split(), ""))
+        self.color = SimpleNamespace(
+            **dict.fromkeys("red blue yellow magenta green reset cyan".split(), "")
+        )
         memory = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
         self.device_memory_monitor = SimpleNamespace(
             get_peak_stats=lambda: memory, device_name="cpu", device_capacity_gib=1.0
@@ -106,6 +108,8 @@ def group():
         size = dist_utils.init_distributed(comm)
     utils.device_type = "cuda"
     other_device = outcome(dist_utils.init_distributed, comm)
+    utils.device_type = "cpu"
+    dist.destroy_process_group()
     return {
         "size": size,
         "warnings": lines,
@@ -244,7 +248,8 @@ def separators_that_disagree():
         found[kind] = lines
         trainer.tokenizer = None
         found[f"{kind} without a tokenizer"] = outcome(
-            lambda: sorted(trainer.post_dataloading_process(batch, batch["input"])[3])
+            lambda trainer: sorted(trainer.post_dataloading_process(batch, batch["input"])[3]),
+            trainer,
         )
         found[f"{kind} prepared"] = prepared if isinstance(prepared, str) else len(prepared)
     return found
@@ -316,45 +321,48 @@ def oracle_of(trainer, rows, labels, loss_of):
 
 
 def lists():
-    """Lists of microbatches [B, T] on two pipeline stages."""
+    """Lists of microbatches of these lengths on two pipeline stages: worst gradient, and loss."""
     found = {}
-    for schedule, layers in (("1F1B", 2), ("Interleaved1F1B", 4)):
+    for name, layers, lengths in (
+        ("1F1B", 2, [8, 5, 8, 3, 5]),
+        ("1F1B", 2, [7]),
+        ("Interleaved1F1B", 4, [8, 8, 8, 8]),
+        ("Interleaved1F1B", 4, [8, 5, 8, 3, 5]),
+    ):
         trainer = make_trainer(
             args={"n_layers": layers},
             parallelism={
                 "pipeline_parallel_degree": 2,
-                "pipeline_parallel_schedule": schedule,
-                "pipeline_parallel_layers_per_stage": 2 if layers == 2 else 1,
-                "pipeline_parallel_first_stage_less_layers": 0 if layers == 4 else 1,
-                "pipeline_parallel_last_stage_less_layers": 0 if layers == 4 else 1,
+                "pipeline_parallel_schedule": name,
+                "pipeline_parallel_layers_per_stage": 1,
+                "pipeline_parallel_first_stage_less_layers": 0,
+                "pipeline_parallel_last_stage_less_layers": 0,
             },
         )
-        for lengths in ([8] * 4, [8, 5, 8, 3, 5], [7]):
-            rows = [tokens(1, n, seed=i) for i, n in enumerate(lengths)]
-            trainer.optimizers.zero_grad()
-            loss = outcome(
-                trainer.forward_backward_step,
-                input_dict=[{"input": x} for x in rows],
-                labels=[x.roll(-1, 1) for x in rows],
-                global_valid_tokens=float(sum(lengths)),
-            )
-            name = f"{schedule} {lengths}"
-            if isinstance(loss, str):
-                found[name] = loss.split(":")[0]
-                continue
-            loss_sum, gradients = oracle_of(
-                trainer, rows, [x.roll(-1, 1) for x in rows], lambda losses: torch.cat(losses).sum()
-            )
-            errors = [
-                (p.grad - gradients[n]).abs().max() / gradients[n].abs().max()
-                for part in trainer.model_parts
-                for n, p in part.named_parameters()
-            ]
-            worst = torch.stack([max(errors), loss.detach().clamp(min=0).squeeze()])
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            found[name] = [worst[0].item(), worst[1].item() / (loss_sum / sum(lengths))]
-    found["unequal lists"] = outcome(
-        trainer.forward_backward_step, input_dict=[{}], labels=[rows[0]] * 2, global_valid_tokens=1.0
+        rows = [tokens(1, n, seed=i) for i, n in enumerate(lengths)]
+        labels = [x.roll(-1, 1) for x in rows]
+        loss = outcome(
+            trainer.forward_backward_step,
+            input_dict=[{"input": x} for x in rows],
+            labels=labels,
+            global_valid_tokens=float(sum(lengths)),
+        )
+        if isinstance(loss, str):
+            found[f"{name} {lengths}"] = loss.partition(":")[0]
+            continue
+        expected, gradients = oracle_of(trainer, rows, labels, lambda x: torch.cat(x).sum())
+        errors = [
+            (p.grad - gradients[n]).abs().max() / gradients[n].abs().max()
+            for part in trainer.model_parts
+            for n, p in part.named_parameters()
+        ]
+        values = torch.stack([max(errors), loss.clamp(min=0).squeeze()])  # -1: not the last stage
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        error, loss = values.tolist()
+        found[f"{name} {lengths}"] = [error, loss / (expected / sum(lengths))]
+    batches = {"input_dict": [{"input": rows[0]}], "labels": [rows[0]] * 2}
+    found["one and two"] = outcome(
+        trainer.forward_backward_step, **batches, global_valid_tokens=1.0
     )
     return found
 
@@ -397,13 +405,17 @@ AGGREGATIONS = {
 
 
 def aggregation():
-    """Every mode in three splits of eight rows, over the value of one plain model; two ranks."""
+    """Every mode in two splits of eight rows on two ranks, over the value of one plain model."""
     found = {}
     for mode, loss_of in AGGREGATIONS.items():
-        for size in (1, 2, 4):
+        for size in (1, 4):
             trainer = outcome(
                 make_trainer,
-                training={"local_batch_size": size, "global_batch_size": 8, "loss_aggregation": mode},
+                training={
+                    "local_batch_size": size,
+                    "global_batch_size": 8,
+                    "loss_aggregation": mode,
+                },
                 parallelism={"data_parallel_shard_degree": 2},
             )
             if isinstance(trainer, str):
@@ -417,7 +429,8 @@ def aggregation():
             own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
             logged = step(trainer, rows[own], labels[own])
             found[f"{mode} {size}"] = [
-                logged["grad_norm"] / norm_of(gradients), logged["loss"] / loss
+                logged["grad_norm"] / norm_of(gradients),
+                logged["loss"] / loss,
             ]
     return found
 

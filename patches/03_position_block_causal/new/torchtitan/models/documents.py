@@ -11,13 +11,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn, Tensor
-from torch.nn.attention.flex_attention import and_masks, BlockMask
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from torchtitan.models.attention import (
+    VarlenMetadata,
     create_attention_mask,
     get_causal_mask_mod,
-    VarlenMetadata,
 )
 from torchtitan.tools.logging import logger
 
