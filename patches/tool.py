@@ -11,7 +11,6 @@ Places are found through `ast`, so no text of the reference is stored.
 """
 
 import ast
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -19,7 +18,7 @@ import shutil
 import textwrap
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VERSION = "0.2.2"
 STATE = "torchtitan/.patches"  # in the target: the applied units, and the files as they were
@@ -30,8 +29,7 @@ class Refusal(Exception):
     """Why nothing was changed, in one sentence."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     number: int
     title: str
     edits: list[Edit]
@@ -73,11 +71,8 @@ class Source:
 
     def span(self, first: Any, last: Any = None) -> tuple[int, int]:
         """Return the first and the last byte of one node, or of several; decorators left out."""
-        end = last or first
-        return (
-            self._offset(first.lineno) + first.col_offset,
-            self._offset(end.end_lineno) + end.end_col_offset,
-        )
+        start, last = self._offset(first.lineno) + first.col_offset, last or first
+        return start, self._offset(last.end_lineno) + last.end_col_offset
 
     def of(self, start: int, end: int) -> str:
         return self.text.encode()[start:end].decode()
@@ -292,6 +287,8 @@ def unified_diff(target: Target, unit: Unit) -> str:
     parts = [f"# Unit {unit.number}: {unit.title}\n"]
     for path, text in target.render([unit]).items():
         old = "" if path in unit.new else target.original(path)
-        names = ("/dev/null" if path in unit.new else f"a/{path}", f"b/{path}")
-        parts += difflib.unified_diff(old.splitlines(True), text.splitlines(True), *names)
+        before = "/dev/null" if path in unit.new else f"a/{path}"
+        parts += difflib.unified_diff(
+            old.splitlines(True), text.splitlines(True), before, f"b/{path}"
+        )
     return "".join(parts)

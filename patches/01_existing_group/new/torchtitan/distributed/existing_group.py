@@ -16,26 +16,18 @@ def use_existing_group(comm_config: Comm, enable_cpu_backend: bool) -> int:
     an effect. Changes no environment variable and no time-out.
     Raises ValueError if the group has no backend for the device, or none for the CPU with offload.
     """
-    config = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
-    served = {part.partition(":")[0] for part in str(config).split(",")}
+    backends = str(dist.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
     needed = {utils.device_type} | ({"cpu"} if enable_cpu_backend else set())
-    if missing := sorted(needed - served):
+    if missing := needed - {part.partition(":")[0] for part in backends.split(",")}:
         raise ValueError(
-            f"the process group that exists has backends {config}, and none for {', '.join(missing)}; "
-            f"call init_process_group with a backend for {', '.join(sorted(needed))}, or let the "
-            "trainer make the group"
+            f"the process group that exists has backends {backends}, and none for "
+            f"{' and '.join(sorted(missing))}; call init_process_group with a backend for each of "
+            f"{', '.join(sorted(needed))}, or let the trainer make the group"
         )
-    defaults = Comm()
-    ignored = [
-        f"comm.{field.name} = {getattr(comm_config, field.name)!r}"
-        for field in dataclasses.fields(defaults)
-        if getattr(comm_config, field.name) != getattr(defaults, field.name)
-    ]
-    size = dist.get_world_size()
+    given, defaults = dataclasses.asdict(comm_config), dataclasses.asdict(Comm())
+    ignored = [f"comm.{key} = {x!r}" for key, x in given.items() if x != defaults.get(key, x)]
     logger.warning(
-        "a process group of %d rank(s), %s, exists and is used as it is; %s",
-        size,
-        config,
-        f"without effect: {', '.join(ignored)}" if ignored else "all of [comm] has its defaults",
+        f"a process group of {dist.get_world_size()} rank(s), {backends}, exists and is used as it is; "
+        f"without effect: {', '.join(ignored) or 'nothing, because [comm] has its defaults'}"
     )
-    return size
+    return dist.get_world_size()

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
-from torchtitan.models.attention import (
-    VarlenMetadata,
-    create_attention_mask,
-    get_causal_mask_mod,
-)
+from torchtitan.models.attention import VarlenMetadata, create_attention_mask, get_causal_mask_mod
 from torchtitan.tools.logging import logger
 
 PADDING = -1
-
-
-# ---- separators ----
 
 
 def ids_from_end_of_text(tokens: Tensor, eos_id: int) -> Tensor:
@@ -84,16 +77,12 @@ def document_ids(
         disagree = ((starts(ids) != starts(other)) & both).nonzero()
         if len(disagree):
             _warned.add(model)
+            row, index = disagree[0].tolist()
             logger.warning(
-                f"attn_mask_type {kind!r}: {rules} separates documents; the batch's other separator, "
-                "which is ignored, differs first in row {} at token {}".format(
-                    *disagree[0].tolist()
-                )
+                f"attn_mask_type {kind!r}: {rules} separates documents; the batch's other separator is "
+                f"ignored, and differs first in row {row} at token {index}"
             )
     return ids
-
-
-# ---- masks ----
 
 
 def starts(ids: Tensor) -> Tensor:
@@ -114,10 +103,7 @@ def varlen_metadata(ids: Tensor) -> VarlenMetadata:
 
 
 def attention_masks(
-    model: nn.Module,
-    tokens: Tensor,
-    tokenizer: Any,
-    extra_inputs: Mapping[str, Any] | None = None,
+    model: nn.Module, tokens: Tensor, tokenizer: Any, extra_inputs: Mapping[str, Any] | None
 ) -> BlockMask | VarlenMetadata:
     """Return the mask of a batch for the model's attn_type and attn_mask_type.
 

@@ -60,6 +60,8 @@ def denominator(labels: Tensor, job_config: JobConfig) -> Tensor:
     mode, valid = job_config.training.loss_aggregation, labels != IGNORE_INDEX
     if mode == "token-mean":
         return valid.sum()
+    if labels.dim() != 2:
+        raise ValueError(f"training.loss_aggregation = {mode!r} needs labels [B, T] of tokens")
     sequences = valid.any(dim=1).sum()
     return sequences * (job_config.training.seq_len if mode == "seq-mean-token-sum-norm" else 1)
 
@@ -71,13 +73,9 @@ def finish_gradients(trainer: Any, denominator: Tensor | float) -> None:
     replicas (DDP) average, and FSDP's ranks add, so the average is multiplied by the replicas.
     """
     dims = trainer.parallel_dims
-    factor: Tensor | float = 1.0
-    if dims.dp_replicate_enabled and not dims.fsdp_enabled:
-        factor = dims.dp_replicate
-    if dims.pp_enabled:
-        factor = factor / denominator
-    if isinstance(factor, Tensor) or factor != 1.0:
-        for part in trainer.model_parts:
-            for parameter in part.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    averages = dims.dp_replicate_enabled and not dims.fsdp_enabled
+    if averages or dims.pp_enabled:
+        factor = (dims.dp_replicate if averages else 1) / (denominator if dims.pp_enabled else 1)
+        for parameter in (p for part in trainer.model_parts for p in part.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
