@@ -52,7 +52,7 @@ def run(job: dict) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(500)
         process.kill()
 
 
