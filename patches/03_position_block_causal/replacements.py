@@ -39,12 +39,9 @@ def post_dataloading_process(
                 "context parallelism numbers a row's positions itself, got 'positions' in the batch; "
                 "set parallelism.context_parallel_degree = 1, or leave them out"
             )
+        mesh = self.parallel_dims.get_mesh("cp")
+        balancer = self.job_config.parallelism.context_parallel_load_balancer
         inputs, labels, extra_kwargs = prepare_context_parallel_input(
-            inputs,
-            labels,
-            extra_kwargs,
-            self.parallel_dims.get_mesh("cp"),
-            self.device,
-            self.job_config.parallelism.context_parallel_load_balancer,
+            inputs, labels, extra_kwargs, mesh, self.device, balancer
         )
     return inputs, labels, extra_inputs, extra_kwargs

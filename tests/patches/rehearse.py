@@ -4,6 +4,7 @@ The file has a list of jobs {"folder", "checks", "ranks", "result"}; rank 0 writ
 return to "result". Third-party modules are imported once, and each job runs in forks of this process.
 """
 
+import contextlib
 import importlib
 import json
 import multiprocessing as mp
@@ -18,7 +19,8 @@ HEAVY = (
     "torch.distributed.fsdp torch.distributed.pipelining torch.distributed.checkpoint "
     "torch.distributed.tensor.parallel torch.nn.attention.flex_attention "
     "torch.nn.attention.varlen torch._dynamo torch._inductor.config torch.utils.tensorboard "
-    "torch.distributed.checkpoint.stateful torchdata.stateful_dataloader datasets tokenizers tyro torchao"
+    "torch.distributed.checkpoint.stateful torchdata.stateful_dataloader datasets tokenizers tyro torchao "
+    "torch._inductor.compile_fx networkx"
 )
 
 
@@ -58,7 +60,8 @@ def run(job: dict) -> None:
 
 if __name__ == "__main__":
     for name in HEAVY.split():
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # a package that 0.2.2 does without
+            importlib.import_module(name)
     jobs = json.loads(Path(sys.argv[1]).read_text())
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, jobs))
