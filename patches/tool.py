@@ -57,7 +57,7 @@ class Source:
     def __init__(self, text: str):
         self.text = text
         self.tree = ast.parse(text)
-        self.lines = [line.encode() for line in text.splitlines(keepends=True)]  # ast counts bytes
+        self.lines = text.encode().splitlines(keepends=True)  # ast counts columns in bytes
 
     def find(self, name: str) -> Any:
         """Return the function, class or field with a qualified name, such as `Trainer.train`."""
@@ -139,9 +139,7 @@ def apply_edit(source: Source, edit: Edit, replacements: str) -> Source:
         first = node.body[1 if ast.get_docstring(node) is not None else 0]
         return source.insert(first.lineno, code, first.col_offset)
     call = edit.get("call", "")
-    if (
-        kind == "before"
-    ):  # statements before the one in a function's body that calls another function
+    if kind == "before":  # statements before the one of a function's body that calls another
         statement = _only([n for n in node.body if _calls(n, call)], f"{name}: a call of {call}")
         return source.insert(statement.lineno, code, statement.col_offset)
     if kind == "branch":  # the body of an `if` whose test calls a function
