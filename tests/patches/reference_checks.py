@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import typing
@@ -172,7 +173,7 @@ def dense(mask, shape):
 
 def documents():
     """Masks of every family, kernel and mask type; without compiling."""
-    attention._compiled_create_block_mask = create_block_mask
+    attention._compiled_create_block_mask = functools.partial(create_block_mask, device="cpu")
     attention.FlexAttentionWrapper._compiled_flex_attn = flex_attention
     found = {}
     rows = tokens(2, 11)

@@ -128,4 +128,5 @@ def attention_masks(
             return begins[b, q_idx] == begins[b, kv_idx]
 
         mods = [get_causal_mask_mod(), document_mask]
-    return create_attention_mask(and_masks(*mods), rows, None, length, length)
+    mask_mod = and_masks(*mods)
+    return create_attention_mask(mask_mod, rows, None, length, length, device=tokens.device)
