@@ -1,8 +1,6 @@
 """What the documentation names is there, and its examples run."""
 
-import ast
 import dataclasses
-import graphlib
 import importlib
 import inspect
 import itertools
@@ -21,6 +19,7 @@ import safetensors.torch
 import tomli
 import torch
 
+from patches.tool import load_units
 from scripts import architecture, composability
 from tests.compat.test_public_names import REFERENCE_PATHS
 from tests.unit.test_hf_config import LLAMA_3_2_3B
@@ -382,70 +381,15 @@ def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypat
 
 # ---- patch-set.md ----
 
-UNITS = dict(
-    re.findall(r"^### (\d+\. .*?)\n(.*?)(?=^##|\Z)", PAGES["docs/patch-set.md"], re.M | re.S)
-)
-FIELDS = ["Why", "0.2.2|#2985", "Different", "Unused", "Needs"]
-FIELDS += ["Files here", "Files in 0.2.2", "Tests"]
 
-
-def field_of(unit: str, name: str) -> str:
-    (text,) = re.findall(rf"^- \*\*(?:{name}):\*\* (.*?)(?=^- \*\*|\Z)", UNITS[unit], re.M | re.S)
-    return text
-
-
-def functions_of(path: str) -> set[str]:
-    tree = ast.parse((ROOT / path).read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-def test_units_of_the_patch_set_are_numbered():
-    assert [int(title.split(".")[0]) for title in UNITS] == list(range(1, len(UNITS) + 1))
-
-
-def test_no_unit_of_the_patch_set_needs_itself():
-    needs = {}
-    for number, unit in enumerate(UNITS, 1):
-        text = field_of(unit, "Needs").strip()
-        ranges = re.findall(r"(\d+)(?: to (\d+))?", text)
-        assert ranges or text == "nothing", unit
-        needs[number] = {n for a, b in ranges for n in range(int(a), int(b or a) + 1)}
-        assert needs[number] <= set(range(1, len(UNITS) + 1)), unit
-    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_unit_of_the_patch_set_names_files_and_tests_that_exist(unit):
-    for name in FIELDS:
-        assert field_of(unit, name).strip(), name
-    # Paths of the reference can be imported here, too.
-    for name in ("Files here", "Files in 0.2.2"):
-        paths = re.findall(r"`([^`]+)`", field_of(unit, name))
-        assert paths or field_of(unit, name).strip() == "none"
-        assert [path for path in paths if not (ROOT / path).is_file()] == []
-    checks = functions_of("tests/distributed/contract_checks.py") | functions_of(
-        "torchtitan/testing/contract.py"
+def test_page_of_the_patches_describes_each_unit():
+    units = re.findall(
+        r"^### (\d+)\. .*?\n(.*?)(?=^##|\Z)", PAGES["docs/patch-set.md"], re.M | re.S
     )
-    known: set[str] = set()
-    for name in re.findall(r"`([^`]+)`", field_of(unit, "Tests")):
-        if name.endswith(".py"):
-            known = functions_of(name)
-        else:
-            assert name in known | checks, name
-
-
-@pytest.mark.parametrize("unit", [unit for unit in UNITS if "**Figures:**" in UNITS[unit]])
-def test_figures_of_the_patch_set_are_those_of_other_pages(unit):
-    text = field_of(unit, "Figures")
-    commands = re.findall(r"`([^`]+\.py)`", text)
-    assert commands and all((ROOT / command).is_file() for command in commands)
-    others = "".join(text for page, text in PAGES.items() if page != "docs/patch-set.md")
-    figures = re.findall(
-        r"\d[\d.,]*(?:e-\d+)?(?<![.,])",
-        re.sub(r"`[^`]*`|1F1B|Interleaved1F1B|float64|fp32", "", text),
-    )
-    assert figures
-    assert [figure for figure in figures if figure not in others] == []
+    assert [int(number) for number, _ in units] == list(load_units())
+    for number, text in units:
+        fields = re.findall(r"^- \*\*(.*?):\*\*", text, re.M)
+        assert fields == ["Why", "Look at", "If unused", "Here"], number
 
 
 def test_version_is_none_that_the_reference_has_published():

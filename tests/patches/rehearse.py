@@ -1,0 +1,67 @@
+"""Runs checks of a copy of torchtitan 0.2.2 on CPU processes: python rehearse.py JOBS_FILE.
+
+The file has a list of jobs {"folder", "checks", "ranks", "result"}; rank 0 writes what its checks
+return to "result". Third-party modules are imported once, and each job runs in forks of this process.
+"""
+
+import contextlib
+import importlib
+import json
+import multiprocessing as mp
+import os
+import socket
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HEAVY = (
+    "torch.distributed.fsdp torch.distributed.pipelining torch.distributed.checkpoint "
+    "torch.distributed.tensor.parallel torch.nn.attention.flex_attention "
+    "torch.nn.attention.varlen torch._dynamo torch._inductor.config torch.utils.tensorboard "
+    "torch.distributed.checkpoint.stateful torchdata.stateful_dataloader datasets tokenizers tyro torchao "
+    "torch._inductor.compile_fx networkx"
+)
+
+
+def run_rank(folder: str, checks: list[str], rank: int, ranks: int, port: int, result: str):
+    sys.path[0] = folder
+    sys.path.append(str(Path(__file__).parent))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    values = {}
+    try:
+        module = importlib.import_module("reference_checks")
+        for name in checks:
+            values[name] = getattr(module, name)()
+    except BaseException:
+        values["error"] = traceback.format_exc()
+    if rank == 0 or "error" in values and not Path(result).exists():
+        Path(result).write_text(json.dumps(values))
+    os._exit(0)  # without waiting for groups whose other rank may have failed
+
+
+def run(job: dict) -> None:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    folder, checks, ranks, result = (job[key] for key in ("folder", "checks", "ranks", "result"))
+    context = mp.get_context("fork")
+    processes = [
+        context.Process(target=run_rank, args=(folder, checks, rank, ranks, port, result))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(500)
+        process.kill()
+
+
+if __name__ == "__main__":
+    for name in HEAVY.split():
+        with contextlib.suppress(ImportError):  # a package that 0.2.2 does without
+            importlib.import_module(name)
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, jobs))
