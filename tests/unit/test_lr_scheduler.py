@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.config import ConfigManager, LRScheduler
+from torchtitan.config import ConfigManager, JobConfig, LRScheduler
+from torchtitan.config.checks import check_job_config
 from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools.errors import ConfigError
 
 BASE_LR = 0.1
 
@@ -182,11 +184,19 @@ def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
 
 
 def test_step_offset_moves_the_warm_up_and_not_the_decay():
-    plain = factors(10, warmup_steps=3)
+    plain, shifted = (factors(10, warmup_steps=3, step_offset=offset) for offset in (0, -1))
     assert plain[:3] == pytest.approx([1 / 3, 2 / 3, 1])
-    for offset, warm_up in ((-2, [0, 0, 1 / 3]), (-1, [0, 1 / 3, 2 / 3]), (1, [2 / 3, 1, 1])):
-        assert factors(10, warmup_steps=3, step_offset=offset)[:3] == pytest.approx(warm_up)
-    assert factors(10, warmup_steps=3, step_offset=-1)[3:] == pytest.approx(plain[3:])
+    assert shifted[:3] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert shifted[3:] == pytest.approx(plain[3:])
+
+
+@pytest.mark.parametrize("offset", [-5, -2, 1, 10**12])
+def test_offset_that_would_run_into_the_decay_is_refused(offset):
+    message = rf"lr_scheduler.step_offset must be one of 0, -1, got {offset}"
+    config = JobConfig()
+    config.lr_scheduler.step_offset = offset
+    with pytest.raises(ConfigError, match=message):
+        check_job_config(config)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])

@@ -52,6 +52,14 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x
 
 
+def stored_local_tensor(x: Tensor) -> Tensor:
+    """Return the tensor object that a DTensor holds, with its attributes, which FSDP reads.
+
+    Of a parameter that needs a gradient, `to_local` returns a new object each time.
+    """
+    return x._local_tensor if is_dtensor(x) else x
+
+
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
     """Return this rank's part of a DTensor parameter as a plain tensor to compute with.
 

@@ -20,6 +20,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.loss.aggregation import weighted_sum
 from torchtitan.optim.lr_scheduler import follow_own_schedule
+from torchtitan.quantization.utils import forget_scales
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
@@ -119,6 +120,7 @@ class Critic(Learner):
             for name, weight in own_weights(self.engine):
                 if name in of_policy:  # all but the value head
                     local_tensor(weight).copy_(local_tensor(of_policy[name]))
+        forget_scales(weight for _, weight in own_weights(self.engine))
 
     def with_advantages(
         self, samples: Sequence[TrainingSample], rewards: Sequence[float]

@@ -24,6 +24,7 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.quantization.utils import forget_scales
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 
 _BUCKET_BYTES = 64 * 2**20
@@ -179,6 +180,7 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             )
         target.copy_(tensor)
         received.append(name)
+    forget_scales(model.parameters())
     # Tied weights may be sent once, under one of their names.
     filled = {targets[name].data_ptr() for name in received}
     missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
