@@ -473,6 +473,8 @@ def test_document_mask_mod_takes_ids_or_positions_and_shows_padding_to_itself_al
     expected = torch.block_diag(torch.ones(2, 2), one, one, one).bool()
     for separator in ({"document_ids": ids}, {"positions": positions}):
         assert torch.equal(lookup(get_document_mask_mod(**separator), 1, 5)[0, 0], expected)
+        one_row = {name: x[0] for name, x in separator.items()}
+        assert torch.equal(lookup(get_document_mask_mod(**one_row), 1, 5)[0, 0], expected)
 
 
 def test_document_mask_mod_says_which_of_two_separators_it_takes(caplog):

@@ -1000,3 +1000,28 @@ def test_each_engine_tells_once_that_two_sources_of_boundaries_disagree(tmp_path
             engine.forward_step(given)
             told.append(["they disagree" in message for message in caplog.messages])
     assert told == [[True], [False], [True], [], [], []]
+
+
+def test_converters_hook_runs_between_the_update_and_zeroing_and_not_after_a_load(
+    tmp_path, monkeypatch
+):
+    with make_engine(tmp_path) as engine:
+        (part,), seen = engine.model_parts, []
+        weights = [p.detach().clone() for p in part.parameters()]
+
+        def note(parts):
+            changed = not all(map(torch.equal, weights, part.parameters()))
+            seen.append((parts == [part], changed, all(p.grad.any() for p in part.parameters())))
+
+        monkeypatch.setattr(engine.model_converters, "post_optimizer_hook", note)
+        batch, labels = random_batch(2, 8)
+        for denominator in (1.0, math.nan):  # the second step is skipped
+            engine.forward_backward_step(
+                input_dict=batch, labels=labels, global_valid_tokens=1.0
+            )
+            if denominator != 1.0:
+                next(part.parameters()).grad.fill_(math.nan)
+            engine.optim_step()
+        engine.save(f"{tmp_path}/saved")
+        engine.load(f"{tmp_path}/saved")
+        assert seen == [(True, True, True)]
