@@ -46,7 +46,6 @@ from torchtitan.rl.rollout import (
 from torchtitan.rl.tasks import Task
 from torchtitan.rl.types import (
     Episode,
-    ForwardBackwardOutput,
     OptimStepOutput,
     TrainingSample,
 )
@@ -247,7 +246,7 @@ class Controller:
             means = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
             pairs = zip(episodes, means, strict=True)
             episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
-        outputs, updates = self._update(samples, measured)
+        updates = self._update(samples, measured)
         self._num_batches = number
         trained = time.perf_counter()
 
@@ -255,10 +254,11 @@ class Controller:
         finished = time.perf_counter()
         metrics = {}
         if updates:  # not while only the critic learns
-            merged = metrics_of_updates([output.metrics for output in outputs])
+            merged = metrics_of_updates([update.metrics for update in updates])
             metrics = {
-                "loss": fmean(output.loss for output in outputs),
-                **{f"loss/{name}": value for name, value in merged.items()},
+                "loss": merged.pop("loss"),
+                # The advantages of all episodes are described below.
+                **{f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")},
                 "grad_norm": fmean(update.grad_norm for update in updates),
                 "lr": updates[-1].lr,
             }
@@ -295,7 +295,7 @@ class Controller:
 
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
-    ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
+    ) -> list[OptimStepOutput]:
         """Make the optimizer steps of a batch of samples; adds metrics to `measured`."""
         # Each part has whole prompts, because advantages compare the completions of a prompt.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
@@ -315,19 +315,19 @@ class Controller:
         if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
-        outputs, updates, of_critic = [], [], []
+        updates, of_critic = [], []
         for batch in (batches * self.config.epochs)[: max(1, steps_left)]:
             if self.critic is not None:
                 of_critic.append(self.critic.update(batch))
             if self.step < self.config.critic.warmup_steps:
                 self.trainer.skip_step()
                 continue
-            outputs.append(self.trainer.forward_backward(batch))
+            self.trainer.forward_backward(batch)
             updates.append(self.trainer.optim_step())
         if of_critic:
             merged = metrics_of_updates(of_critic)
             measured |= {f"critic/{name}": value for name, value in merged.items()}
-        return outputs, updates
+        return updates
 
     def close(self) -> None:
         """Finish the current draw and pending writes. Safe to call twice."""

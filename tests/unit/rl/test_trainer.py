@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import statistics
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_metrics_do_not_depend_on_the_split_into_microbatches(trainer):
         assert other.metrics == pytest.approx(found[0].metrics, rel=1e-5)
         assert other.loss == pytest.approx(found[0].loss, rel=1e-5)
     assert {"policy_loss", "logprob_diff_max", "entropy", "ratio_mean"} <= found[0].metrics.keys()
+
+
+def test_step_has_the_metrics_of_its_samples_and_the_statistics_of_their_advantages(trainer):
+    samples = toy_samples(9)
+    samples[4] = dataclasses.replace(samples[4], advantages=torch.zeros_like(samples[4].advantages))
+    advantages = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
+    make = batcher(rows=2, agg_mode="token-sum").batch
+    whole = trainer.forward_backward(make(samples)).metrics
+    assert whole["advantage_mean"] == pytest.approx(statistics.fmean(advantages))
+    assert whole["advantage_std"] == pytest.approx(statistics.pstdev(advantages))
+    trainer.zero_grad()
+    losses = [trainer.forward_backward(make(part)).loss for part in (samples[:3], samples[3:])]
+    # The largest difference is over all tokens, and the means are not those of the two parts.
+    done = trainer.optim_step(OptimParams(lr=0.0))
+    assert done.metrics == pytest.approx({"loss": sum(losses), **whole}, rel=1e-5)
 
 
 def test_one_episode_and_none_give_finite_numbers(trainer):

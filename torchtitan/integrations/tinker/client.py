@@ -342,8 +342,9 @@ class LocalTrainingClient(AsyncNames):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
         for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
-        before = trainer._denominator, trainer._num_accumulated
-        (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
+        before = trainer._denominator, trainer._num_accumulated, trainer._passes
+        trainer._denominator, trainer._num_accumulated, trainer._passes = state.step
+        state.step = before
         self._failure, state.failure = state.failure, self._failure
 
     @on_thread
