@@ -121,9 +121,9 @@ def test_old_paths_of_rl_lead_to_the_same_modules():
     import torchtitan.experiments.rl.actors.trainer as trainer
     import torchtitan.experiments.rl.losses as losses
     import torchtitan.experiments.rl.unified.actors.generator as generator
+    from torchtitan.experiments.rl.unified.actors.trainer import PolicyTrainer
 
     from torchtitan.experiments.rl import types
-    from torchtitan.experiments.rl.unified.actors.trainer import PolicyTrainer
 
     assert generator is torchtitan.rl.generator and trainer.PolicyTrainer is PolicyTrainer
     names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]

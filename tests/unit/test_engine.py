@@ -1016,9 +1016,7 @@ def test_converters_hook_runs_between_the_update_and_zeroing_and_not_after_a_loa
         monkeypatch.setattr(engine.model_converters, "post_optimizer_hook", note)
         batch, labels = random_batch(2, 8)
         for denominator in (1.0, math.nan):  # the second step is skipped
-            engine.forward_backward_step(
-                input_dict=batch, labels=labels, global_valid_tokens=1.0
-            )
+            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1.0)
             if denominator != 1.0:
                 next(part.parameters()).grad.fill_(math.nan)
             engine.optim_step()

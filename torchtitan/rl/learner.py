@@ -164,7 +164,10 @@ class Learner(ABC):
         finally:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
-        metrics = {"loss": sum(done.loss for done in self._passes), **self._metrics_of(self._passes)}
+        metrics = {
+            "loss": sum(done.loss for done in self._passes),
+            **self._metrics_of(self._passes),
+        }
         self._begin_step()
         return OptimStepOutput(
             policy_version=self.engine.weights_version,

