@@ -1023,3 +1023,17 @@ def test_converters_hook_runs_between_the_update_and_zeroing_and_not_after_a_loa
         engine.save(f"{tmp_path}/saved")
         engine.load(f"{tmp_path}/saved")
         assert seen == [(True, True, True)]
+
+
+def test_log_says_once_what_keeping_documents_apart_does_to_the_loss(tmp_path, caplog):
+    caplog.set_level("INFO", logger="torchtitan")
+    for flags, part in (
+        ((), "with training.mask_boundary_loss = true labels of the next document are left out"),
+        (("--training.mask_boundary_loss=False",), "labels of the next document are in the loss"),
+        (("--model.attn_type=sdpa", "--model.attn_mask_type=causal"), None),
+    ):
+        caplog.clear()
+        kept_apart = "--model.attn_type=varlen", "--model.attn_mask_type=block_causal"
+        with make_engine(tmp_path, *kept_apart, *flags):
+            told = [text for text in caplog.messages if "keeps documents apart" in text]
+        assert [part in text for text in told] == ([] if part is None else [True])

@@ -304,7 +304,9 @@ class Controller:
         parts: list[list[TrainingSample]] = [[] for _ in range(n_parts)]
         for sample in samples:
             parts[part_of[sample.group_id]].append(sample)
-        batches = [self.batcher.batch(part) for part in parts]
+        batches = of_critic = [self.batcher.batch(part) for part in parts]
+        if self.critic is not None and self.critic.batcher != self.batcher:
+            of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
         # Before the first update, because these are log-probs of the policy at the step's beginning.
@@ -315,17 +317,18 @@ class Controller:
         if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
-        updates, of_critic = [], []
-        for batch in (batches * self.config.epochs)[: max(1, steps_left)]:
+        updates, critic_updates = [], []
+        pairs = list(zip(batches, of_critic, strict=True)) * self.config.epochs
+        for batch, for_critic in pairs[: max(1, steps_left)]:
             if self.critic is not None:
-                of_critic.append(self.critic.update(batch))
+                critic_updates.append(self.critic.update(for_critic))
             if self.step < self.config.critic.warmup_steps:
                 self.trainer.skip_step()
                 continue
             self.trainer.forward_backward(batch)
             updates.append(self.trainer.optim_step())
-        if of_critic:
-            merged = metrics_of_updates(of_critic)
+        if critic_updates:
+            merged = metrics_of_updates(critic_updates)
             measured |= {f"critic/{name}": value for name, value in merged.items()}
         return updates
 

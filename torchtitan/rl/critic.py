@@ -88,7 +88,8 @@ class Critic(Learner):
         config, advantage = job_config.rl.critic, job_config.rl.advantage
         self.config, self._policy = config, policy
         self._estimate = GAE(advantage.gamma, advantage.lam, advantage.whiten)
-        self._batcher = Batcher.from_config(job_config, policy.dp_size)
+        batcher = Batcher.from_config(job_config, policy.dp_size)
+        self.batcher = replace(batcher, agg_mode=config.agg_mode or batcher.agg_mode)
         self.is_loaded = False
         engine = TrainingEngine(critic_config(job_config), layout=policy.layout)
         super().__init__(engine, ValueLoss(config.value_clip))
@@ -131,7 +132,7 @@ class Critic(Learner):
         skipped, as if the next sampled token followed directly. All ranks have all samples, so the
         result does not depend on their split.
         """
-        values = self.forward(self._batcher.batch(samples))
+        values = self.forward(self.batcher.batch(samples))
         fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
         sampled = [samples[i].loss_mask != 0 for i in fitting]
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
