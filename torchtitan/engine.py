@@ -527,6 +527,10 @@ class TrainingEngine(EngineState):
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
+        For callers: scoring, evaluation and RL. `Trainer` trains with `forward_backward_step` and
+        validates with its validator, so an override of this method runs in neither; override
+        `forward_backward_step` or `post_dataloading_process`, or give the train spec a validator.
+
         microbatches, labels, head: see the top of this module; labels are the head's.
         output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
