@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -52,12 +53,18 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x
 
 
-def stored_local_tensor(x: Tensor) -> Tensor:
-    """Return the tensor object that a DTensor holds, with its attributes, which FSDP reads.
+def forget_scales(weights: Iterable[Tensor]) -> None:
+    """Drop the float8 scales that the last optimizer step computed in advance.
 
-    Of a parameter that needs a gradient, `to_local` returns a new object each time.
+    Call it after any other change of weights. FSDP then computes the scales when it gathers, until
+    the next optimizer step. Weights without such scales are left alone.
     """
-    return x._local_tensor if is_dtensor(x) else x
+    for weight in weights:
+        # FSDP reads the tensor that a DTensor holds; `to_local` returns a new object each time if the
+        # weight needs a gradient.
+        stored = weight._local_tensor if is_dtensor(weight) else weight
+        if getattr(stored, "_precomputed_scale", None) is not None:
+            stored._precomputed_scale = None
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:

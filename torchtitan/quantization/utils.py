@@ -1,17 +1,16 @@
 """Shared functions of the quantization converters."""
 
-from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.dtensor import (
+    forget_scales,
     is_dtensor,
     local_tensor,
-    stored_local_tensor,
     with_local,
 )
 
@@ -70,15 +69,3 @@ def _unwrap_weights(
         if is_dtensor(weight):
             plain = with_local(weight, plain)
         state_dict[name] = plain
-
-
-def forget_scales(weights: Iterable[Tensor]) -> None:
-    """Drop the float8 scales that the last optimizer step computed in advance.
-
-    Call it after any other change of weights. FSDP then computes the scales when it gathers, until
-    the next optimizer step. Weights without such scales are left alone.
-    """
-    for weight in weights:
-        stored = stored_local_tensor(weight)
-        if getattr(stored, "_precomputed_scale", None) is not None:
-            stored._precomputed_scale = None

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.states import MODEL
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.dtensor import forget_scales, local_tensor
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.loss.aggregation import weighted_sum
 from torchtitan.optim.lr_scheduler import follow_own_schedule
-from torchtitan.quantization.utils import forget_scales
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig

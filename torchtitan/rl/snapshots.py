@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
-from torchtitan.quantization.utils import forget_scales
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:

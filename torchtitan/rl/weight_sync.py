@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
+from torchtitan.distributed.dtensor import forget_scales
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.quantization.utils import forget_scales
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 
 _BUCKET_BYTES = 64 * 2**20
