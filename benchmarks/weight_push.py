@@ -33,6 +33,7 @@ from torchtitan.testing.gloo import run_ranks
 
 GB = 1e9
 STATE_DICT, GATHERED = "state_dict(), live shards", "gathered state dict"
+LIVE = "LiveWeights.state_dict()"
 COPY, ALL_GATHER = "plain copy", "bare all-gather"
 WHOLE, CAST = "iter_hf_weights()", "iter_hf_weights(dtype=bfloat16)"
 SHARDED, DIGEST = "iter_hf_weights(sharded=True)", "digest alone"
@@ -88,7 +89,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from torchtitan.checkpoint.stream import WeightStream, digest_of
-    from torchtitan.rl.weight_sync import WeightSync
+    from torchtitan.rl.weight_sync import LiveWeights, WeightSync
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -123,6 +124,8 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
 
     cases: dict[str, Callable[[], Any]] = {
         STATE_DICT: model.state_dict,
+        LIVE: lambda: LiveWeights(engine).state_dict(),
+        PUSH_SHARDS: lambda: push(takes_shards=True),
         GATHERED: lambda: get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True)
         ),
@@ -133,15 +136,14 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
         CAST: lambda: exhaust(stream(dtype=torch.bfloat16)),
         SHARDED: lambda: exhaust(stream(sharded=True)),
         PUSH_WHOLE: lambda: push(takes_shards=False),
-        PUSH_SHARDS: lambda: push(takes_shards=True),
     }
     best = dict.fromkeys(cases, float("inf"))
-    for _ in range(rounds):
-        for name, case in cases.items():
-            dist.barrier()
-            started = time.perf_counter()
-            case()
-            best[name] = min(best[name], time.perf_counter() - started)
+    quick = [(name, cases[name]) for name in (STATE_DICT, LIVE, PUSH_SHARDS)] * 10
+    for name, case in [*cases.items(), *quick] * rounds:
+        dist.barrier()
+        started = time.perf_counter()
+        case()
+        best[name] = min(best[name], time.perf_counter() - started)
     return best, n_bytes
 
 
@@ -156,10 +158,12 @@ def main() -> None:
     print(f"\nqwen3 {args.flavor}: {n_bytes / GB:.2f} GB in fp32, 2 ranks\n")
     print("| case | s | GB/s | time in plain copies |\n|---|---:|---:|---:|")
     for name, seconds in best.items():
-        rate = "" if name in (STATE_DICT, PUSH_SHARDS) else f"{n_bytes / GB / seconds:.2f}"
+        rate = "" if name in (STATE_DICT, LIVE, PUSH_SHARDS) else f"{n_bytes / GB / seconds:.2f}"
         print(f"| {name} | {seconds:.4f} | {rate} | {seconds / best[COPY]:.2f} |")
     print(
-        f"\ngathered / live state dict: {best[GATHERED] / best[STATE_DICT]:.0f} times the time; "
+        f"\nLiveWeights / state_dict(): {best[LIVE] / best[STATE_DICT]:.2f}; "
+        f"push of live shards / state_dict(): {best[PUSH_SHARDS] / best[STATE_DICT]:.2f}\n"
+        f"gathered / live state dict: {best[GATHERED] / best[STATE_DICT]:.0f} times the time; "
         f"stream / gathered state dict: {best[WHOLE] / best[GATHERED]:.2f}; "
         f"push of whole tensors / of live shards: {best[PUSH_WHOLE] / best[PUSH_SHARDS]:.0f}"
     )

@@ -11,7 +11,7 @@ import torch
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.testing import gloo
 from torchtitan.tools import host, utils
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, saying_once_per
 
 gc.disable()  # until all tests are collected: nearly all that imports make stays
 
@@ -91,6 +91,13 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)  # for tests that make millions of objects it saves a tenth of the time
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    """What is said once per process is said once per test."""
+    with saying_once_per(set()):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -187,6 +187,17 @@ def build(
             "schedule reduces gradients after the last microbatch of a call anyway"
         )
     policy = DocumentPolicy.of(training, model_args, tokenizer)
+    if policy.separates_documents:
+        logger.info(
+            "model.attn_mask_type = '%s' keeps documents apart: with training.mask_boundary_loss = %s "
+            "labels of the next document are %s the loss and its denominator; with "
+            "training.restart_positions = %s RoPE positions count from the start of %s",
+            policy.attn_mask_type,
+            str(policy.mask_boundary_loss).lower(),
+            "left out of" if policy.mask_boundary_loss else "in",
+            str(policy.restart_positions).lower(),
+            "each document" if policy.restart_positions else "the row",
+        )
     runner = Runner(
         model_parts,
         device,

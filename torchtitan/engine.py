@@ -28,7 +28,7 @@ B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self, TypeVar, overload
 
 import torch
@@ -51,7 +51,7 @@ from torchtitan.step.forward import Head, Labels, Microbatch, ModelInputs, model
 from torchtitan.step.outputs import Reductions, StepOutput
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host, torch_versions
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, saying_once_per
 
 ENGINE_API_VERSION = 1
 
@@ -79,6 +79,7 @@ class EngineState:
     ntokens_seen: int = 0
     _loaded = _Loaded()
     watch: Watch = Watch()
+    _said: set[Any]  # what is said once per engine
 
     def _adopt(self, parts: build.EngineParts) -> None:
         self.context_sharding = parts.context_sharding
@@ -306,6 +307,14 @@ class EngineState:
         adapter = self.checkpointer.require_adapter()
         return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
 
+    # ---- around a call ----
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Wrap a step: this engine's warnings are said once, and a failure reaches all ranks."""
+        with saying_once_per(self._said), self.watch.call():
+            yield
+
     # ---- the end ----
 
     def _check_open(self, step: str) -> None:
@@ -377,8 +386,9 @@ class TrainingEngine(EngineState):
         self.train_spec = resolve_job(job_config, self.builds_data, train_spec)
         self.forward_only = forward_only
         self._given_layout = layout
+        self._said = set()
         host.move_in(self)
-        with on_error(self.close):
+        with saying_once_per(self._said), on_error(self.close):
             # torch keeps every process group in pg_map and offers no other list (read in torch 2.13);
             # the failure watch needs the groups that this engine makes.
             groups_before = set(c10d._world.pg_map)
@@ -439,7 +449,8 @@ class TrainingEngine(EngineState):
     @property
     def packing(self) -> DocumentPolicy:
         """How the job treats documents in a batch (not `training.packing`), with the current tokenizer."""
-        return DocumentPolicy.of(self.job_config.training, self.model_args, self.tokenizer)
+        config, said = self.job_config, self._said
+        return DocumentPolicy.of(config.training, self.model_args, self.tokenizer, said)
 
     # ---- training or evaluating ----
 
@@ -517,6 +528,10 @@ class TrainingEngine(EngineState):
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
+        For callers: scoring, evaluation and RL. `Trainer` trains with `forward_backward_step` and
+        validates with its validator, so an override of this method runs in neither; override
+        `forward_backward_step` or `post_dataloading_process`, or give the train spec a validator.
+
         microbatches, labels, head: see the top of this module; labels are the head's.
         output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
@@ -529,7 +544,7 @@ class TrainingEngine(EngineState):
         """
         self._check_open("forward_step")
         self.offloader.check_here("forward_step", "model")
-        with self.watch.call():
+        with self._call():
             return step_forward.forward(self, microbatches, labels, output_fn, head)
 
     def from_last_stage(self, outputs: Result | None) -> Result:
@@ -617,7 +632,7 @@ class TrainingEngine(EngineState):
         """
         self._check_trains("forward_backward_step")
         self.offloader.check_here("forward_backward_step", "model", "grad")
-        with self.watch.call():
+        with self._call():
             return step_forward.forward_backward(
                 self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
             )
@@ -637,7 +652,8 @@ class TrainingEngine(EngineState):
         Raises ValueError under a pipeline, and as `forward_backward_step` does for bad batches.
         """
         self._check_open("prepare")
-        return step_forward.prepare(self, batch, labels, head)
+        with saying_once_per(self._said):
+            return step_forward.prepare(self, batch, labels, head)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that the caller computed, until `optim_step`.
@@ -649,7 +665,7 @@ class TrainingEngine(EngineState):
         """
         self.offloader.check_here("backward", "model", "grad")
         self._check_trains("backward")
-        with self.watch.call():
+        with self._call():
             step_forward.backward(self, loss)
 
     def optim_step(
@@ -688,11 +704,11 @@ class TrainingEngine(EngineState):
         # A caller that sets `step` does so before this call.
         sets_step = self.step != self._loaded.step
         number = self._steps_done + (0 if sets_step else 1)
-        with self.watch.call():
+        with self._call():
             # Parameters that a client's forward left gathered have no gradients.
             self.runner.reshard()
             grad_norm, skip = self.update.decide(number, max_norm, denominator)
         if not isinstance(skip, torch.Tensor):  # the host knows it
             self.update.settle()
-        with self.watch.call():
+        with self._call():
             return self.update.apply(grad_norm, skip, lr, advance_schedule)

@@ -32,7 +32,7 @@ from torchtitan.step.forward import on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils
 from torchtitan.tools.events import event
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, saying_once_per
 
 
 class Trainer(TrainingEngine):
@@ -335,6 +335,7 @@ class Trainer(TrainingEngine):
         }
         try:
             with (
+                saying_once_per(self._said),
                 maybe_enable_profiling(config.profiling, **profiling) as profiler,
                 maybe_enable_memory_snapshot(config.profiling, **profiling) as snapshot,
                 StopRequest(config) as stop,

@@ -119,11 +119,14 @@ def test_a_path_of_the_reference_has_the_names_of_the_module_it_stands_for(path)
 
 
 def test_old_paths_of_rl_lead_to_the_same_modules():
+    import torchtitan.experiments.rl.actors.trainer as trainer
     import torchtitan.experiments.rl.losses as losses
-    import torchtitan.experiments.rl.trainer as trainer
+    import torchtitan.experiments.rl.unified.actors.generator as generator
+    from torchtitan.experiments.rl.unified.actors.trainer import PolicyTrainer
 
     from torchtitan.experiments.rl import types
 
+    assert generator is torchtitan.rl.generator and trainer.PolicyTrainer is PolicyTrainer
     names = [m.name for m in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl.")]
     assert {module.__name__ for module in (losses, trainer, types)} <= set(names)
     for name in names:

@@ -17,6 +17,7 @@ from torchtitan.config.job_config import Comm
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
+from torchtitan.tools import host
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -190,17 +191,27 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         assert "ranks don't affect it" in message
 
 
+class HostsEngine:
+    """Stands in for an engine of this process."""
+
+
 def settings_over_existing_group(folder):
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun leaves it
     os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
-    with messages_of_torchtitan() as messages:
+    before, seen = dict(os.environ), []
+    for engine in (None, HostsEngine()):
+        if engine is not None:
+            host.move_in(engine)
         dist_utils.init_distributed(Comm(trace_buf_size=77), base_folder=folder)
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    return [os.environ[name] for name in names], len(messages)
+        seen.append({name: x for name, x in os.environ.items() if before.get(name) != x})
+    host.move_out(engine)
+    return seen, dict(os.environ) == before
 
 
-def test_settings_that_are_not_about_the_group_are_applied_over_an_existing_one(tmp_path):
-    assert run_ranks(settings_over_existing_group, 1, str(tmp_path)) == [(["77", "3"], 1)]
+def test_existing_group_changes_the_environment_only_while_an_engine_can_restore_it(tmp_path):
+    ((seen, is_restored),) = run_ranks(settings_over_existing_group, 1, str(tmp_path))
+    settings = {"TORCH_FR_BUFFER_SIZE": "77", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    assert seen == [{}, settings] and is_restored
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 from tests.torch_alone import run_with_torch_alone
-from torchtitan.batch import documents as documents_module
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models import attention
@@ -474,10 +473,11 @@ def test_document_mask_mod_takes_ids_or_positions_and_shows_padding_to_itself_al
     expected = torch.block_diag(torch.ones(2, 2), one, one, one).bool()
     for separator in ({"document_ids": ids}, {"positions": positions}):
         assert torch.equal(lookup(get_document_mask_mod(**separator), 1, 5)[0, 0], expected)
+        one_row = {name: x[0] for name, x in separator.items()}
+        assert torch.equal(lookup(get_document_mask_mod(**one_row), 1, 5)[0, 0], expected)
 
 
-def test_document_mask_mod_says_which_of_two_separators_it_takes(caplog, monkeypatch):
-    monkeypatch.setattr(documents_module, "_seen_to_disagree", set())
+def test_document_mask_mod_says_which_of_two_separators_it_takes(caplog):
     tokens, positions = torch.tensor([[5, EOS, 5, 5]]), torch.tensor([[0, 1, 2, 0]])
     pairs = lookup(get_document_mask_mod(tokens, EOS, positions=positions), 1, 4)[0, 0]
     assert torch.equal(pairs, torch.block_diag(torch.ones(3, 3), torch.ones(1, 1)).bool())

@@ -12,7 +12,6 @@ from tests.unit.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder, load_chats
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.tools import logging as tools_logging
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -125,10 +124,7 @@ def test_messages_are_taken_where_a_sample_has_a_prompt_too(tokenizer):
     assert parts(tokenizer, encoded) == parts(tokenizer, expected)
 
 
-def test_control_token_in_a_user_s_text_is_encoded_as_one_and_warned_of_once(
-    tokenizer, caplog, monkeypatch
-):
-    monkeypatch.setattr(tools_logging, "_logged", set())
+def test_control_token_in_a_user_s_text_is_encoded_as_one_and_warned_of_once(tokenizer, caplog):
     encode = encoder_of(tokenizer)
     caplog.set_level(logging.WARNING)
     chat = [{"role": "user", "content": "a<|im_end|>b<|im_end|>"}, CHAT[2]]

@@ -168,3 +168,27 @@ def test_rows_of_text_have_positions_if_the_mask_reads_them(tmp_path):
     is_start[:, 1:] = tokens[:, :-1] == trainer.tokenizer.eos_id
     assert is_start.sum() > len(tokens)
     assert (positions == 0).equal(is_start)
+
+
+def test_newline_after_a_turns_end_of_text_belongs_to_the_chat_by_positions_only(tmp_path):
+    """Chat templates end each turn with the end-of-text token and a newline."""
+
+    def logits(name, batch, attn_type, mask_type):
+        flags = "--training.dataset=c4_test", f"--model.attn_mask_type={mask_type}"
+        trainer = make_trainer(tmp_path / name, attn_type, *flags)
+        (outputs,) = trainer.forward_step(batch)
+        trainer.close()
+        return outputs.view(2, 12, -1)
+
+    eos = 2043  # of the test tokenizer
+    chats = torch.randint(eos, (2, 12), generator=torch.Generator().manual_seed(0))
+    chats[:, 5] = chats[:, 11] = eos  # the end of the prompt, and of the answer
+    alone = logits("alone", {"input": chats}, "sdpa", "causal")
+    row = {"input": chats.view(1, 24)}
+    positions = {"positions": torch.arange(12).repeat(2)[None]}
+    by_eos = logits("eos", row, "flex", "block_causal")
+    by_positions = logits("positions", row | positions, "flex", "position_block_causal")
+    torch.testing.assert_close(by_positions, alone, **ROUNDING["float32"])
+    torch.testing.assert_close(by_eos[:, :6], alone[:, :6], **ROUNDING["float32"])
+    # docs/documents.md has this number.
+    assert (by_eos - alone)[:, 6:].abs().max().item() == pytest.approx(0.12, abs=0.01)

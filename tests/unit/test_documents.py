@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.batch import documents
 from torchtitan.batch.documents import (
     PADDING,
     document_ids_from_cu_seqlens,
@@ -305,13 +304,6 @@ def test_last_tokens_are_those_whose_next_token_is_of_another_document(rows):
 # ---- two sources in one batch ----
 
 
-@pytest.fixture
-def warnings_anew(monkeypatch):
-    """As in a fresh process: nothing was warned about yet."""
-    monkeypatch.setattr(documents, "_seen_together", set())
-    monkeypatch.setattr(documents, "_seen_to_disagree", set())
-
-
 def two_rows(*second_row_positions):
     return {
         "input": torch.ones(2, 4, dtype=torch.long),
@@ -320,7 +312,7 @@ def two_rows(*second_row_positions):
     }
 
 
-def test_second_source_that_agrees_is_warned_about_once(caplog, warnings_anew):
+def test_second_source_that_agrees_is_warned_about_once(caplog):
     batch = two_rows(0, 1, 2, 3) | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}
     for _ in range(3):
         ids = read_document_ids(batch, "position_block_causal", None)
@@ -331,7 +323,7 @@ def test_second_source_that_agrees_is_warned_about_once(caplog, warnings_anew):
     ]
 
 
-def test_disagreement_names_row_index_and_both_readings(caplog, warnings_anew):
+def test_disagreement_names_row_index_and_both_readings(caplog):
     ids = read_document_ids(two_rows(0, 1, 0, 1), "position_block_causal", None)
     assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     assert caplog.messages == [
@@ -341,18 +333,18 @@ def test_disagreement_names_row_index_and_both_readings(caplog, warnings_anew):
     ]
 
 
-def test_padding_by_one_source_alone_is_a_disagreement(caplog, warnings_anew):
+def test_padding_by_one_source_alone_is_a_disagreement(caplog):
     read_document_ids(two_rows(0, 1, 2, -1), "position_block_causal", None)
     assert "row 1 token 3 continues a document by 'seq_lens' and is padding by" in caplog.text
 
 
-def test_disagreement_in_a_later_batch_is_found_once(caplog, warnings_anew):
+def test_disagreement_in_a_later_batch_is_found_once(caplog):
     for last in (3, 3, 0, 0):
         read_document_ids(two_rows(0, 1, 2, last), "position_block_causal", None)
     assert ["disagree" in message for message in caplog.messages] == [True]
 
 
-def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog, warnings_anew):
+def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
     batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
     assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
     assert caplog.messages == [
@@ -362,7 +354,7 @@ def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog, warning
     ]
 
 
-def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog, warnings_anew):
+def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog):
     agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
     read_document_ids(agrees, "position_block_causal", EOS)
     assert caplog.messages == []
@@ -386,15 +378,13 @@ def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog, warning
         ([5, EOS, 9, 9, 6, 7], [0, 1, -1, -1, 0, 1]),
     ],
 )
-def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(
-    caplog, warnings_anew, tokens, positions
-):
+def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(caplog, tokens, positions):
     batch = {"input": torch.tensor([tokens]), "positions": torch.tensor([positions])}
     read_document_ids(batch, "position_block_causal", EOS)
     assert caplog.messages == []
 
 
-def test_one_source_is_no_reason_to_warn(caplog, warnings_anew):
+def test_one_source_is_no_reason_to_warn(caplog):
     batch = {"input": torch.ones(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 3])}
     assert read_document_ids(batch, "block_causal", None).tolist() == [[0, 1, 1]]
     assert caplog.messages == []

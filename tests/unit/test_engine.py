@@ -975,3 +975,73 @@ def test_checkpoints_are_saved_and_loaded_between_backward_and_step(tmp_path):
     other.optim_step()
     for name, parameter in engine.model_parts[0].named_parameters():
         assert torch.equal(parameter, other.model_parts[0].get_parameter(name)), name
+
+
+# ---- what is said once ----
+
+
+def test_update_with_learning_rate_0_is_warned_of_once_per_engine(tmp_path, caplog):
+    batch, labels = random_batch(2, 8)
+    for _ in range(2):
+        caplog.clear()
+        with make_engine(tmp_path, "--lr_scheduler.step_offset=-1") as engine:
+            before = [p.detach().clone() for p in engine.model_parts[0].parameters()]
+            for lr in (None, 0.0):
+                engine.forward_backward_step(
+                    input_dict=batch, labels=labels, global_valid_tokens=1.0
+                )
+                assert engine.optim_step(lr=lr).lr == 0
+            assert all(map(torch.equal, before, engine.model_parts[0].parameters()))
+        assert caplog.text.count("an update with learning rate 0 changes no weight") == 1
+
+
+def test_each_engine_tells_once_that_two_sources_of_boundaries_disagree(tmp_path, caplog):
+    flags = "--model.attn_type=varlen", "--model.attn_mask_type=position_block_causal"
+    batch, labels = random_batch(2, 8)
+    lengths = {"seq_lens": torch.tensor([[5, 3], [8, 0]])}
+    alike = batch | lengths | {"cu_seqlens": torch.tensor([0, 5, 8, 16])}
+    other = batch | lengths | {"cu_seqlens": torch.tensor([0, 4, 8, 16])}
+    with make_engine(tmp_path, *flags) as first, make_engine(tmp_path, *flags) as second:
+        told = []
+        for engine, given in ((first, other), (second, alike), (second, other)) * 2:
+            caplog.clear()
+            engine.forward_step(given)
+            told.append(["they disagree" in message for message in caplog.messages])
+    assert told == [[True], [False], [True], [], [], []]
+
+
+def test_converters_hook_runs_between_the_update_and_zeroing_and_not_after_a_load(
+    tmp_path, monkeypatch
+):
+    with make_engine(tmp_path) as engine:
+        (part,), seen = engine.model_parts, []
+        weights = [p.detach().clone() for p in part.parameters()]
+
+        def note(parts):
+            changed = not all(map(torch.equal, weights, part.parameters()))
+            seen.append((parts == [part], changed, all(p.grad.any() for p in part.parameters())))
+
+        monkeypatch.setattr(engine.model_converters, "post_optimizer_hook", note)
+        batch, labels = random_batch(2, 8)
+        for denominator in (1.0, math.nan):  # the second step is skipped
+            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1.0)
+            if denominator != 1.0:
+                next(part.parameters()).grad.fill_(math.nan)
+            engine.optim_step()
+        engine.save(f"{tmp_path}/saved")
+        engine.load(f"{tmp_path}/saved")
+        assert seen == [(True, True, True)]
+
+
+def test_log_says_once_what_keeping_documents_apart_does_to_the_loss(tmp_path, caplog):
+    caplog.set_level("INFO", logger="torchtitan")
+    for flags, part in (
+        ((), "with training.mask_boundary_loss = true labels of the next document are left out"),
+        (("--training.mask_boundary_loss=False",), "labels of the next document are in the loss"),
+        (("--model.attn_type=sdpa", "--model.attn_mask_type=causal"), None),
+    ):
+        caplog.clear()
+        kept_apart = "--model.attn_type=varlen", "--model.attn_mask_type=block_causal"
+        with make_engine(tmp_path, *kept_apart, *flags):
+            told = [text for text in caplog.messages if "keeps documents apart" in text]
+        assert [part in text for text in told] == ([] if part is None else [True])

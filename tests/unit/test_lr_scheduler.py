@@ -1,5 +1,7 @@
 import math
+import re
 from functools import partial
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -7,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.config import ConfigManager, LRScheduler
+from torchtitan.config import ConfigManager, JobConfig, LRScheduler
+from torchtitan.config.checks import check_job_config
 from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools.errors import ConfigError
 
 BASE_LR = 0.1
 
@@ -182,11 +186,19 @@ def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
 
 
 def test_step_offset_moves_the_warm_up_and_not_the_decay():
-    plain = factors(10, warmup_steps=3)
+    plain, shifted = (factors(10, warmup_steps=3, step_offset=offset) for offset in (0, -1))
     assert plain[:3] == pytest.approx([1 / 3, 2 / 3, 1])
-    for offset, warm_up in ((-2, [0, 0, 1 / 3]), (-1, [0, 1 / 3, 2 / 3]), (1, [2 / 3, 1, 1])):
-        assert factors(10, warmup_steps=3, step_offset=offset)[:3] == pytest.approx(warm_up)
-    assert factors(10, warmup_steps=3, step_offset=-1)[3:] == pytest.approx(plain[3:])
+    assert shifted[:3] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert shifted[3:] == pytest.approx(plain[3:])
+
+
+@pytest.mark.parametrize("offset", [-5, -2, 1, 10**12])
+def test_offset_that_would_run_into_the_decay_is_refused(offset):
+    message = rf"lr_scheduler.step_offset must be one of 0, -1, got {offset}"
+    config = JobConfig()
+    config.lr_scheduler.step_offset = offset
+    with pytest.raises(ConfigError, match=message):
+        check_job_config(config)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
@@ -285,3 +297,28 @@ def test_schedule_goes_to_the_step_it_is_told():
     optimizer.step()
     schedulers.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[1])
+
+
+def test_both_curves_in_the_docs_are_ours_and_one_is_transformers_and_verls():
+    page = (Path(__file__).parents[2] / "docs/embedding.md").read_text()
+    rows = re.findall(r"^(step_offset = .*)\n +([\d. ]+)$", page, re.MULTILINE)
+    of_docs = {name: [float(x) for x in numbers.split()] for name, numbers in rows}
+    plain, shifted = (factors(10, warmup_steps=4, step_offset=offset) for offset in (0, -1))
+    close = partial(pytest.approx, abs=0.0051)  # two digits
+    assert of_docs == {
+        "step_offset = 0": close(plain),
+        "step_offset = -1, transformers, verl": close(shifted),
+    }
+    from transformers import optimization as hf
+
+    linear = partial(hf.get_linear_schedule_with_warmup, num_training_steps=10)
+    assert shifted == pytest.approx(factors_of(partial(linear, num_warmup_steps=4), 10))
+    # The picture above the numbers: eighths of the peak from top to bottom, 5 columns an update.
+    picture = re.search(r"factor\n(.*?)\nupdate", page, re.DOTALL).group(1).splitlines()
+    for mark, curve in (("o", plain), ("x", shifted)):
+        columns = [8 + 5 * update + 4 for update in range(10)]
+        heights = [
+            [1 - row / 8 for row, line in enumerate(picture) if line[at : at + 1] in (mark, "8")]
+            for at in columns
+        ]
+        assert heights == [[pytest.approx(factor, abs=1 / 16)] for factor in curve]

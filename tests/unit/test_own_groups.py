@@ -1,11 +1,16 @@
-"""Aborting groups on an accelerator, with stand-ins; tests/reliability aborts gloo groups."""
+"""Aborting groups on an accelerator, with stand-ins, and on gloo."""
 
+import contextlib
+import threading
+import time
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torchtitan.distributed.processes.own_groups import abort_groups
+from torchtitan.distributed.processes.own_groups import abort_groups, making_groups
+from torchtitan.testing.gloo import run_ranks
 
 
 def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():
@@ -25,3 +30,33 @@ def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():
         abort_groups([*groups, on_host, destroyed])
     assert [name for name, *_ in calls.mock_calls] == ["start_0", "abort_0", "abort_1", "end_0"]
     destroyed._get_backend.assert_not_called()
+
+
+def abort_of_a_collective_in_progress():
+    """Return on rank 0 whether it fails after gloo's own abort, and after `abort_groups`."""
+    with making_groups():
+        group = dist.new_group()
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        dist.barrier()  # until rank 0 has finished
+        return None
+    failed = threading.Event()
+
+    def wait_for_rank_1() -> None:
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+        failed.set()
+
+    threading.Thread(target=wait_for_rank_1, daemon=True).start()
+    time.sleep(0.1)
+    group._get_backend(torch.device("cpu")).abort()
+    by_gloo = failed.wait(1)
+    abort_groups([group])
+    by_us = failed.wait(5)
+    dist.barrier()
+    return by_gloo, by_us
+
+
+def test_gloo_cannot_abort_a_collective_so_that_its_connections_are_shut_down():
+    """Once gloo can, the walk through the process's sockets can go."""
+    assert run_ranks(abort_of_a_collective_in_progress, 2)[0] == (False, True)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.batch import documents
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
@@ -13,17 +12,9 @@ from torchtitan.batch.fillers import zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.step import forward as step_forward
-from torchtitan.tools import logging as titan_logging
 
 EOS = 2
 TOKENIZER = SimpleNamespace(eos_id=EOS)
-
-
-@pytest.fixture(autouse=True)
-def warnings_anew(monkeypatch):
-    monkeypatch.setattr(documents, "_seen_together", set())
-    monkeypatch.setattr(documents, "_seen_to_disagree", set())
-    monkeypatch.setattr(titan_logging, "_logged", set())
 
 
 def policy(mask_type="block_causal", attn_type="flex", tokenizer=TOKENIZER, **training):

@@ -333,7 +333,6 @@ def test_profiler_cycle_too_short_names_the_least_that_fits():
 
 def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(utils, "device_type", "cpu")
-    monkeypatch.setattr(titan_logging, "_logged", set())
     with profiling.maybe_enable_memory_snapshot(Profiling(enable_memory_snapshot=True)) as snapshot:
         assert snapshot is None
     assert "enable_memory_snapshot is ignored" in caplog.text

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan.config.mask_types import END_OF_TEXT, reads_positions
 from torchtitan.tools.host_copy import on_host
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import already_said, logger
 
 PADDING = -1
 IGNORE_INDEX = -100
@@ -230,7 +230,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     are exact. Without any, attn_mask_type "position_block_causal" uses the positions, and the other
     types the end-of-text token.
 
-    Warns once per process if the batch has a second source, and once if the two disagree, with the
+    Warns once per engine if the batch has a second source, and once if the two disagree, with the
     first place where they do. Positions and end-of-text tokens are compared, too, and warned about only
     if they disagree. A comparison waits for an accelerator: there only the first such batch is compared;
     on the CPU every batch is, until a disagreement was found.
@@ -267,10 +267,6 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     return document_ids
 
 
-# Pairs of sources that this process has compared, and pairs that it has found to disagree.
-_seen_together: set[tuple[str, str]] = set()
-_seen_to_disagree: set[tuple[str, str]] = set()
-
 _READINGS = ("continues a document", "begins a document", "is padding")
 
 
@@ -287,16 +283,17 @@ def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
     x: a tensor of the batch, for its device. On the CPU every batch is compared until two disagree;
     on an accelerator only the first batch is.
     """
-    is_new = pair not in _seen_together
-    _seen_together.add(pair)
-    return pair not in _seen_to_disagree and (is_new or x.device.type == "cpu")
+    said = already_said()
+    is_new = pair not in said
+    said.add(pair)
+    return (pair, "disagree") not in said and (is_new or x.device.type == "cpu")
 
 
 def _warn_of_second_source(
     name: str, document_ids: Tensor, other: str, read_other: Callable[[], Tensor]
 ) -> None:
     pair = (name, other)
-    is_new = pair not in _seen_together
+    is_new = pair not in already_said()
     if not _is_to_compare(pair, document_ids):
         return
     theirs = read_other()
@@ -309,7 +306,7 @@ def _warn_of_second_source(
     disagree = bool(differs.any())
     message = f"document boundaries come from {name!r}; the {other!r} of the batch are ignored"
     if disagree:
-        _seen_to_disagree.add(pair)
+        already_said().add((pair, "disagree"))
         row, index = differs.nonzero()[0].tolist()
         own_reading, other_reading = (_READINGS[int(reading[row, index])] for reading in readings)
         message += (
@@ -322,7 +319,7 @@ def _warn_of_second_source(
 
 
 def warn_of_restarts(positions: Tensor) -> None:
-    """Warn once per process of positions [B, T] that restart although each row is one document.
+    """Warn once per engine of positions [B, T] that restart although each row is one document.
 
     Gaps and negative positions, which are padding, are not restarts. On an accelerator only the
     first batch is checked, because the check waits for the device.
@@ -334,7 +331,7 @@ def warn_of_restarts(positions: Tensor) -> None:
     highest_before = positions.cummax(dim=1).values[:, :-1]
     restarts = (positions[:, 1:] >= 0) & (positions[:, 1:] <= highest_before)
     if restarts.any():
-        _seen_to_disagree.add(pair)
+        already_said().add((pair, "disagree"))
         row, index = restarts.nonzero()[0].tolist()
         logger.warning(
             f"the batch's 'positions' restart in row {row} at token {index + 1}, but under "

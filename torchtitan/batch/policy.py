@@ -24,6 +24,7 @@ from torchtitan.batch.documents import (
 from torchtitan.config.job_config import Training
 from torchtitan.config.mask_types import reads_positions, separates_documents
 from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.logging import already_said, saying_once_per
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class DocumentPolicy:
     attn_type: for "sdpa" no mask is made from document boundaries.
     attn_mask_type: "causal" keeps no documents apart.
     eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
+    said: warnings about batches that are not to be repeated.
     """
 
     attn_type: str
@@ -41,9 +43,12 @@ class DocumentPolicy:
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None
+    said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
-    def of(cls, training: Training, model_args: Any, tokenizer: Any) -> "DocumentPolicy":
+    def of(
+        cls, training: Training, model_args: Any, tokenizer: Any, said: set[Any] | None = None
+    ) -> "DocumentPolicy":
         """Return a job's choices; settings that are None follow the model's attn_mask_type."""
         attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
         mask_loss = training.mask_boundary_loss
@@ -54,6 +59,7 @@ class DocumentPolicy:
             training.restart_positions,
             separates_documents(attn_mask_type) if mask_loss is None else mask_loss,
             getattr(model_args, "vocab_size", None),
+            already_said() if said is None else said,
         )
 
     @property
@@ -89,7 +95,8 @@ class DocumentPolicy:
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        ids = read_document_ids(boundaries_on_host(batch.as_dict()), mask_type, self.eos_id)
+        with saying_once_per(self.said):  # a thread may read the batch ahead
+            ids = read_document_ids(boundaries_on_host(batch.as_dict()), mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
     # ---- for the loss and the FLOP count ----

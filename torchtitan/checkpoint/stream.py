@@ -177,15 +177,16 @@ class WeightStream:
 
     def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
         """The live tensors of a part by name, each with the dtype to send."""
-        buffers = {name_without_wrappers(name) for name, _ in part.named_buffers()}
         # FSDP returns shards here, and frees parameters that an evaluation left gathered.
         live = {name_without_wrappers(name): tensor for name, tensor in part.state_dict().items()}
-        state = {}
-        for name, tensor in merged(live, [part], self._dtype).items():
-            is_cast = self._dtype is not None and name not in buffers
-            is_cast &= tensor.is_floating_point() and not self._adapter.keeps_dtype(name)
-            state[name] = tensor, self._dtype if is_cast else tensor.dtype
-        return state
+        live = merged(live, [part], self._dtype)
+        if self._dtype is None:
+            return {name: (tensor, tensor.dtype) for name, tensor in live.items()}
+        kept = {name_without_wrappers(name) for name, _ in part.named_buffers()}
+        kept |= {
+            n for n, x in live.items() if not x.is_floating_point() or self._adapter.keeps_dtype(n)
+        }
+        return {n: (x, x.dtype if n in kept else self._dtype) for n, x in live.items()}
 
 
 # ---- digest ----

@@ -155,9 +155,9 @@ class LRScheduler:
     decay_ratio: float | None = None
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
     min_lr_factor: float = 0.0  # Learning rate at the end of the decay, as a fraction of the peak
-    # Steps by which to shift the warm-up. With 0 the first step has 1/warmup_steps of the peak; with
-    # -1 it has 0, as in transformers and verl
-    step_offset: int = 0
+    # With 0 the warm-up counts from 1: the first step has 1/warmup_steps of the peak. With -1 it
+    # counts from 0, as in transformers and verl, and the first step changes nothing
+    step_offset: Literal[0, -1] = 0
     init_lr_factor: float = 0.0  # Learning rate where the warm-up begins, as a fraction of the peak
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,20 @@ def with_local(x: Tensor, local: Tensor) -> Tensor:
 def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing its memory; a plain `x` is returned as it is."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def forget_scales(weights: Iterable[Tensor]) -> None:
+    """Drop the float8 scales that the last optimizer step computed in advance.
+
+    Call it after any other change of weights. FSDP then computes the scales when it gathers, until
+    the next optimizer step. Weights without such scales are left alone.
+    """
+    for weight in weights:
+        # FSDP reads the tensor that a DTensor holds; `to_local` returns a new object each time if the
+        # weight needs a gradient.
+        stored = weight._local_tensor if is_dtensor(weight) else weight
+        if getattr(stored, "_precomputed_scale", None) is not None:
+            stored._precomputed_scale = None
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:

@@ -74,11 +74,13 @@ def get_document_mask_mod(
     positions: [B, T], which go up by exactly one within a document. Negative: padding.
     batch, eos_id: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
 
+    A tensor [T] is taken as one row.
+
     Warns once, naming row and token, if several arguments are given and disagree.
     Raises ValueError if none is given, or only tokens without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
-    sources = {name: x for name, x in sources.items() if x is not None}
+    sources = {name: torch.atleast_2d(x) for name, x in sources.items() if x is not None}
     if not sources or (sources.keys() == {"input"} and eos_id is None):
         raise ValueError(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "

@@ -136,7 +136,7 @@ def build_lr_schedulers(
         """The factor on the peak learning rate after `epoch` steps."""
         warmed_up = epoch + 1 + step_offset
         if warmed_up < warmup_steps:
-            return start + (1 - start) * max(0, warmed_up) / warmup_steps
+            return start + (1 - start) * warmed_up / warmup_steps
         if epoch <= decay_start or decay_steps == 0:
             return 1.0
         # Training that goes on past the schedule's end stays at the floor.

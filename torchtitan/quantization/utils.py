@@ -4,11 +4,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor, with_local
+from torchtitan.distributed.dtensor import (
+    forget_scales,
+    is_dtensor,
+    local_tensor,
+    with_local,
+)
 
 # Kernels for 8-bit matrix products need weight sizes that are multiples of this.
 _DIM_MULTIPLE = 16
@@ -48,7 +52,9 @@ def keep_state_dicts_plain(model: nn.Module) -> None:
     for module in model.modules():
         if any(is_traceable_wrapper_subclass(p) for p in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(_unwrap_weights)
-            module.register_load_state_dict_post_hook(_forget_scales)
+            module.register_load_state_dict_post_hook(
+                lambda module, _: forget_scales(module.parameters(recurse=False))
+            )
 
 
 def _unwrap_weights(
@@ -63,12 +69,3 @@ def _unwrap_weights(
         if is_dtensor(weight):
             plain = with_local(weight, plain)
         state_dict[name] = plain
-
-
-def _forget_scales(module: nn.Module, incompatible_keys: Any) -> None:
-    """Drop the scales that were computed in advance for the weights before loading."""
-    with torch.no_grad():  # otherwise a DTensor would return another tensor
-        for parameter in module.parameters(recurse=False):
-            local = local_tensor(parameter)
-            if hasattr(local, "_precomputed_scale"):
-                local._precomputed_scale = None

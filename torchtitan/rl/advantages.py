@@ -152,6 +152,14 @@ class OverlongPenalty:
         return self.largest * over / self.num_tokens if self.num_tokens and over > 0 else 0.0
 
 
+def mean_and_std(advantages: Sequence[float]) -> dict[str, float]:
+    """Return the metrics of mean and standard deviation (over n); 0 if there are no advantages."""
+    n = max(len(advantages), 1)
+    mean = math.fsum(advantages) / n
+    variance = math.fsum((a - mean) ** 2 for a in advantages) / n
+    return {"advantage_mean": mean, "advantage_std": math.sqrt(variance)}
+
+
 def advantage_metrics(
     advantages: Sequence[float], group_ids: Sequence[Hashable]
 ) -> dict[str, float]:
@@ -159,12 +167,9 @@ def advantage_metrics(
 
     Such groups teach nothing. All three are 0 if there are no advantages.
     """
-    n = max(len(advantages), 1)
-    mean = math.fsum(advantages) / n
     groups = set(group_ids)
     that_teach = {group for a, group in zip(advantages, group_ids, strict=True) if a != 0}
     return {
-        "advantage_mean": mean,
-        "advantage_std": math.sqrt(math.fsum((a - mean) ** 2 for a in advantages) / n),
+        **mean_and_std(advantages),
         "zero_advantage_groups": (len(groups) - len(that_teach)) / max(len(groups), 1),
     }

@@ -202,10 +202,11 @@ def _numbers(job_config: JobConfig) -> Iterator[str]:
 
 def _loss(job_config: JobConfig) -> Iterator[str]:
     loss = job_config.rl.loss
-    needs_norm = loss.agg_mode == "seq-mean-token-sum-norm"
+    modes = [loss.agg_mode, job_config.rl.critic.agg_mode or loss.agg_mode]
+    needs_norm = "seq-mean-token-sum-norm" in modes
     if needs_norm and not loss.norm > 0:
         yield (
-            f"rl.loss.agg_mode = 'seq-mean-token-sum-norm' divides by the constant rl.loss.norm, "
+            f"agg_mode = 'seq-mean-token-sum-norm' divides by the constant rl.loss.norm, "
             f"got {loss.norm}; set it, for instance to rl.sampling.max_tokens = "
             f"{job_config.rl.sampling.max_tokens}"
         )
@@ -214,7 +215,7 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
             f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' only, got "
             f"{loss.agg_mode!r}; take norm out, or choose that agg_mode"
         )
-    if loss.count_empty and loss.agg_mode.startswith("token"):
+    if loss.count_empty and all(mode.startswith("token") for mode in modes):
         yield (
             f"rl.loss.count_empty is read by agg_modes of sequences and prompts only, got "
             f"{loss.agg_mode!r}; take count_empty out, or choose another agg_mode"

@@ -46,7 +46,6 @@ from torchtitan.rl.rollout import (
 from torchtitan.rl.tasks import Task
 from torchtitan.rl.types import (
     Episode,
-    ForwardBackwardOutput,
     OptimStepOutput,
     TrainingSample,
 )
@@ -247,7 +246,7 @@ class Controller:
             means = [s.advantages[s.loss_mask != 0].mean().item() for s in samples]
             pairs = zip(episodes, means, strict=True)
             episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
-        outputs, updates = self._update(samples, measured)
+        updates = self._update(samples, measured)
         self._num_batches = number
         trained = time.perf_counter()
 
@@ -255,10 +254,11 @@ class Controller:
         finished = time.perf_counter()
         metrics = {}
         if updates:  # not while only the critic learns
-            merged = metrics_of_updates([output.metrics for output in outputs])
+            merged = metrics_of_updates([update.metrics for update in updates])
             metrics = {
-                "loss": fmean(output.loss for output in outputs),
-                **{f"loss/{name}": value for name, value in merged.items()},
+                "loss": merged.pop("loss"),
+                # The advantages of all episodes are described below.
+                **{f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")},
                 "grad_norm": fmean(update.grad_norm for update in updates),
                 "lr": updates[-1].lr,
             }
@@ -295,7 +295,7 @@ class Controller:
 
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
-    ) -> tuple[list[ForwardBackwardOutput], list[OptimStepOutput]]:
+    ) -> list[OptimStepOutput]:
         """Make the optimizer steps of a batch of samples; adds metrics to `measured`."""
         # Each part has whole prompts, because advantages compare the completions of a prompt.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
@@ -304,7 +304,9 @@ class Controller:
         parts: list[list[TrainingSample]] = [[] for _ in range(n_parts)]
         for sample in samples:
             parts[part_of[sample.group_id]].append(sample)
-        batches = [self.batcher.batch(part) for part in parts]
+        batches = of_critic = [self.batcher.batch(part) for part in parts]
+        if self.critic is not None and self.critic.batcher != self.batcher:
+            of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
         # Before the first update, because these are log-probs of the policy at the step's beginning.
@@ -315,19 +317,20 @@ class Controller:
         if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
-        outputs, updates, of_critic = [], [], []
-        for batch in (batches * self.config.epochs)[: max(1, steps_left)]:
+        updates, critic_updates = [], []
+        pairs = list(zip(batches, of_critic, strict=True)) * self.config.epochs
+        for batch, for_critic in pairs[: max(1, steps_left)]:
             if self.critic is not None:
-                of_critic.append(self.critic.update(batch))
+                critic_updates.append(self.critic.update(for_critic))
             if self.step < self.config.critic.warmup_steps:
                 self.trainer.skip_step()
                 continue
-            outputs.append(self.trainer.forward_backward(batch))
+            self.trainer.forward_backward(batch)
             updates.append(self.trainer.optim_step())
-        if of_critic:
-            merged = metrics_of_updates(of_critic)
+        if critic_updates:
+            merged = metrics_of_updates(critic_updates)
             measured |= {f"critic/{name}": value for name, value in merged.items()}
-        return outputs, updates
+        return updates
 
     def close(self) -> None:
         """Finish the current draw and pending writes. Safe to call twice."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.states import MODEL
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.distributed.dtensor import forget_scales, local_tensor
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.loss.aggregation import weighted_sum
@@ -87,7 +87,8 @@ class Critic(Learner):
         config, advantage = job_config.rl.critic, job_config.rl.advantage
         self.config, self._policy = config, policy
         self._estimate = GAE(advantage.gamma, advantage.lam, advantage.whiten)
-        self._batcher = Batcher.from_config(job_config, policy.dp_size)
+        batcher = Batcher.from_config(job_config, policy.dp_size)
+        self.batcher = replace(batcher, agg_mode=config.agg_mode or batcher.agg_mode)
         self.is_loaded = False
         engine = TrainingEngine(critic_config(job_config), layout=policy.layout)
         super().__init__(engine, ValueLoss(config.value_clip))
@@ -119,6 +120,7 @@ class Critic(Learner):
             for name, weight in own_weights(self.engine):
                 if name in of_policy:  # all but the value head
                     local_tensor(weight).copy_(local_tensor(of_policy[name]))
+        forget_scales(weight for _, weight in own_weights(self.engine))
 
     def with_advantages(
         self, samples: Sequence[TrainingSample], rewards: Sequence[float]
@@ -129,7 +131,7 @@ class Critic(Learner):
         skipped, as if the next sampled token followed directly. All ranks have all samples, so the
         result does not depend on their split.
         """
-        values = self.forward(self._batcher.batch(samples))
+        values = self.forward(self.batcher.batch(samples))
         fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
         sampled = [samples[i].loss_mask != 0 for i in fitting]
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]

@@ -76,6 +76,8 @@ class RLCritic:
     # Values are clipped to this distance from the values before the step's first update; 0 turns it
     # off
     value_clip: float = 0.2
+    # What the value loss is a mean of; None takes rl.loss.agg_mode
+    agg_mode: LossAggregation | None = None
     warmup_steps: int = 0  # The first steps train only the critic
 
 

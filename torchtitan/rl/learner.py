@@ -6,7 +6,8 @@ B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ from torchtitan.rl.types import (
     TrainingBatch,
 )
 from torchtitan.step.forward import Head
+
+
+class _Pass(NamedTuple):
+    """A forward-backward pass over all ranks.
+
+    metrics: sums over `num_tokens`, and maxima (`_max`). advantages: `sample_advantages`.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    num_tokens: int
+    advantages: list[float]
 
 
 class Learner(ABC):
@@ -104,16 +117,22 @@ class Learner(ABC):
                 },
             )
             loss, *values = torch.stack([step.loss, *step.metrics.values()]).tolist()
-            metrics = dict(zip(step.metrics, values, strict=True))
+            done = _Pass(
+                loss,
+                dict(zip(step.metrics, values, strict=True)),
+                batch.num_measured_tokens,
+                batch.sample_advantages(),
+            )
             output = ForwardBackwardOutput(
                 loss=loss,
-                metrics=finalize_metrics(metrics, batch.num_measured_tokens),
+                metrics=self._metrics_of([done]),
                 logprobs=self._per_sample(batch, step.outputs) if return_logprobs else None,
             )
         except BaseException:
             self.zero_grad()
             raise
         self._num_accumulated += 1
+        self._passes += (done,)
         if batch.denominator is not None:
             self._denominator = (self._denominator or 0.0) + batch.denominator
         return output
@@ -145,12 +164,17 @@ class Learner(ABC):
         finally:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
+        metrics = {
+            "loss": sum(done.loss for done in self._passes),
+            **self._metrics_of(self._passes),
+        }
         self._begin_step()
         return OptimStepOutput(
             policy_version=self.engine.weights_version,
             grad_norm=result.grad_norm.item(),
             lr=result.lr,
             skipped=result.skipped,
+            metrics=metrics,
         )
 
     def zero_grad(self) -> None:
@@ -166,8 +190,17 @@ class Learner(ABC):
     def _begin_step(self) -> None:
         self._denominator: float | None = None
         self._num_accumulated = 0
+        self._passes: tuple[_Pass, ...] = ()
 
     # ---- helpers ----
+
+    def _metrics_of(self, passes: Sequence[_Pass]) -> dict[str, float]:
+        """Return metrics over all samples of these passes of one loss or several."""
+        totals: dict[str, float] = {}
+        for name, value in (pair for done in passes for pair in done.metrics.items()):
+            before = totals.get(name, 0.0)
+            totals[name] = max(before, value) if name.endswith("_max") else before + value
+        return finalize_metrics(totals, sum(done.num_tokens for done in passes))
 
     def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
         """Raise ValueError on all ranks if the batch cannot be used on one of them.

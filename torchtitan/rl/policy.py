@@ -6,7 +6,8 @@ and their products), the checkpoints and the schedule.
 
 import dataclasses
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.exact import use_exact
+from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
@@ -68,6 +70,10 @@ class PolicyTrainer(Learner):
 
     def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
         return outputs
+
+    def _metrics_of(self, passes: Sequence[Any]) -> dict[str, float]:
+        advantages = [advantage for done in passes for advantage in done.advantages]
+        return super()._metrics_of(passes) | mean_and_std(advantages)
 
     # ---- log-probs of a batch by the current weights ----
 

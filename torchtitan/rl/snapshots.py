@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
 
@@ -43,11 +43,13 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 @torch.no_grad()
 def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
     """Swap live weights with those of the same name, in place."""
+    live = list(live)
     pairs = [(local_tensor(weight), local_tensor(weights[name])) for name, weight in live]
     own, others = [own for own, _ in pairs], [other for _, other in pairs]
     kept = [x.clone() for x in own]
     torch._foreach_copy_(own, others)
     torch._foreach_copy_(others, kept)
+    forget_scales(weight for _, weight in live)
 
 
 def swap_memory(live: Sequence[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The reference's path of `torchtitan.rl.policy`."""
+"""`torchtitan.rl.policy` under the name that the reference has for it, in `experiments/rl/actors`."""
 
 from torchtitan.rl.policy import PolicyTrainer
 

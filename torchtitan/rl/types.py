@@ -411,6 +411,17 @@ class TrainingBatch:
         n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
         return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
 
+    def sample_advantages(self) -> list[float]:
+        """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
+        means = [0.0] * self.num_skipped
+        for cell in (cell for of_ranks in self.microbatches for cell in of_ranks):
+            masks = cell.per_sample(cell.loss_mask)
+            for sample, advantages in cell.per_sample(cell.advantages).items():
+                in_loss = advantages[masks[sample] != 0]
+                if len(in_loss):
+                    means.append(in_loss.mean().item())
+        return means
+
     def of_rank(self, dp_rank: int) -> list[TrainingMicrobatch]:
         """Return the microbatches of one data-parallel rank, in order."""
         return [of_ranks[dp_rank] for of_ranks in self.microbatches]
@@ -449,7 +460,8 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
+    loss: the weighted sum over all samples. metrics: means, maxima and shares by name; for a policy
+        also the mean and standard deviation of the samples' advantages.
     logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample that
         did not fit a row. The list is None unless the call set `return_logprobs`.
     """
@@ -465,6 +477,7 @@ class OptimStepOutput:
 
     policy_version: of the weights after the step. grad_norm: before clipping.
     skipped: True if the norm was not finite and nothing was updated.
+    metrics: "loss", and the metrics of `ForwardBackwardOutput` over all samples of the step.
     """
 
     policy_version: int

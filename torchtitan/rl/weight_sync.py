@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
+from torchtitan.distributed.dtensor import forget_scales
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
@@ -179,6 +180,7 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             )
         target.copy_(tensor)
         received.append(name)
+    forget_scales(model.parameters())
     # Tied weights may be sent once, under one of their names.
     filled = {targets[name].data_ptr() for name in received}
     missing = [name for name, target in targets.items() if target.data_ptr() not in filled]
@@ -264,7 +266,8 @@ class WeightSync:
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
             failure = str(error)
-        for rank, text in enumerate(all_ranks(failure)):
+        texts = all_ranks(failure) if self._any_rank(failure is not None) else []
+        for rank, text in enumerate(texts):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
         version = engine.weights_version
@@ -274,6 +277,14 @@ class WeightSync:
                 f"version {version}; its update_weights must set policy_version"
             )
         return version
+
+    def _any_rank(self, failed: bool) -> bool:
+        """Return True if any rank failed. A sum takes a fifth of the time of gathering texts."""
+        if not dist.is_initialized():
+            return failed
+        num_failed = torch.tensor(float(failed), device=self.engine.device)
+        dist.all_reduce(num_failed)
+        return bool(num_failed)
 
 
 # ---- to a generator on other ranks ----

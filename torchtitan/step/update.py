@@ -18,7 +18,7 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer, skipped_where, skips_on_device
 from torchtitan.tools import host_copy
 from torchtitan.tools.events import event
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import logger, warn_once
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 10
 _MAX_ROWS_NAMED = 8
@@ -273,7 +273,14 @@ class Update:
                 factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]
                 set_lrs(scheduler.optimizer, [lr * factor for factor in factors])
         grad_norm = grad_norm.to(self.device)  # that of offloaded gradients is on the host
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0] if lr is None else lr
+        lrs = self.lr_schedulers.schedulers[0].get_last_lr() if lr is None else [lr]
+        lr = lrs[0]
+        if not any(lrs):
+            warn_once(
+                logger,
+                "an update with learning rate 0 changes no weight, so the work for its batch is wasted; "
+                "to begin the warm-up above 0, set lr_scheduler.step_offset = 0 or an init_lr_factor",
+            )
         if isinstance(skip, Tensor):
             forget_counts(self.model_parts, where=skip)
             with skipped_where(self.optimizers, skip):

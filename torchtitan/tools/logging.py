@@ -4,14 +4,18 @@ It is not the root logger, so that a program that embeds the engine keeps its ow
 and gets these records by propagation. Only our own `main()` calls `init_logger`.
 """
 
+import contextlib
 import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
 logger: logging.Logger = logging.getLogger("torchtitan")
 
-_logged: set[str] = set()
+_said: ContextVar[set[Any]] = ContextVar("said", default=set())  # noqa: B039, the process's own
 
 
 class _StdoutHandler(logging.StreamHandler):
@@ -51,8 +55,23 @@ def init_logger() -> None:
     os.environ["KINETO_LOG_LEVEL"] = "5"
 
 
+@contextlib.contextmanager
+def saying_once_per(memory: set[Any]) -> Iterator[None]:
+    """Inside, in this thread, `warn_once` remembers messages in `memory`, such as an engine's."""
+    token = _said.set(memory)
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
+def already_said() -> set[Any]:
+    """Return the memory of what is said once: the engine's in its calls, else the process's."""
+    return _said.get()
+
+
 def warn_once(logger: logging.Logger, msg: str) -> None:
-    """Log `msg` as a warning, once per process."""
-    if msg not in _logged:
-        _logged.add(msg)
+    """Log `msg` as a warning, once per engine, or outside of an engine's calls once per process."""
+    if msg not in already_said():
+        already_said().add(msg)
         logger.warning(msg)

@@ -290,6 +290,29 @@ def test_critic_learns_alone_while_it_warms_up(tmp_path):
     assert [row["step"] for row in rows] == [3, 6, 8]
 
 
+def test_critic_may_take_another_mean_than_the_policy(tmp_path, monkeypatch):
+    controller = controller_of(tmp_path, "--rl.critic.agg_mode=seq-mean-token-mean")
+    seen = {}
+    for learner in (controller.trainer, controller.critic):
+        own = learner.forward_backward
+        monkeypatch.setattr(
+            learner,
+            "forward_backward",
+            lambda batch, own=own, learner=learner: (seen.__setitem__(learner, batch), own(batch))[
+                1
+            ],
+        )
+    controller.train_step()
+    controller.close()
+    for learner, of_policy in ((controller.trainer, True), (controller.critic, False)):
+        cells = [cell for (cell,) in seen[learner].microbatches]
+        weights = [w[w != 0] for cell in cells for w in cell.per_sample(cell.loss_weights).values()]
+        n_tokens = sum(map(len, weights))
+        for w in weights:
+            expected = 1 / n_tokens if of_policy else 1 / (len(weights) * len(w))
+            torch.testing.assert_close(w, torch.full_like(w, expected))
+
+
 def test_critic_begins_with_the_policys_weights(tmp_path):
     before = controller_of(tmp_path / "a")
     before.train_step()

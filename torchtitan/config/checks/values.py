@@ -43,7 +43,6 @@ _RANGES: dict[tuple[float, float], str] = {
     (0, 10**8): "training.time_limit_minutes",
     (0, 1024): "training.dataloader.num_workers validation.dataloader.num_workers",
     (-1, 10**12): "checkpoint.load_step training.loss_chunk",
-    (-(10**12), 10**12): "lr_scheduler.step_offset",
     (0, 2**64 - 1): "debug.seed",
     (0, 2**53): "training.data_seed",
     (-math.inf, 10**12): "validation.steps",

@@ -2,6 +2,11 @@
 
 If a rank has failed, a collective that waits for it can only be aborted by aborting its whole
 group. The host's default group is not ours to abort, so steps don't communicate over it.
+
+What this costs: two walks through the process's open files for each engine (0.6 ms), one at an abort
+(0.3 ms), and over a host's group one more group; nothing in a step. What makes it necessary: gloo's own
+`abort` and `shutdown` return at once and change nothing (torch 2.13 to 2.15), so without the walk a rank
+waits for a failed rank until its group times out, `comm.train_timeout_seconds`.
 """
 
 import contextlib

@@ -37,7 +37,8 @@ def init_distributed(
 ) -> int:
     """Join the default process group, or reuse an existing group; returns the world size.
 
-    A group that this function makes is destroyed when the last engine of this process is closed.
+    A group that this function makes is destroyed when the last engine of this process is closed. An
+    existing group is the host's: without an engine, the environment stays as it is, too.
 
     Outside torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group, and
     needs no environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with
@@ -57,7 +58,8 @@ def init_distributed(
         _destroy_group_at_end()
         return int(value)
     if dist.is_initialized():
-        _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
+        if host.engines():  # otherwise nothing would restore the host's environment
+            _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
             warn_once(
@@ -66,7 +68,7 @@ def init_distributed(
                 "comm.init_timeout_seconds, comm.train_timeout_seconds and our choice of backend "
                 "and ranks don't affect it. The flight recorder (comm.trace_buf_size, "
                 "comm.save_traces_folder, comm.save_traces_file_prefix) records only groups that "
-                "are made from here on",
+                "engines make from here on",
             )
         return dist.get_world_size()
     backend = _default_backend(enable_cpu_backend)

@@ -1,6 +1,7 @@
-"""The reference's path of `torchtitan.rl`: both paths give the same modules.
+"""The reference's paths of `torchtitan.rl`: all paths give the same modules.
 
-`torchtitan.experiments.rl.trainer` is the module `torchtitan.rl.trainer`, and so on.
+`torchtitan.experiments.rl.losses` is the module `torchtitan.rl.losses`, and so on. The reference has the
+trainer and the generator in `experiments/rl/actors`, and torchtitan 0.2.2 in `experiments/rl/unified/actors`.
 """
 
 import importlib
@@ -9,9 +10,17 @@ import sys
 
 import torchtitan.rl
 
+_FOLDERS = ("", "actors.", "unified.", "unified.actors.")
+
 for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
     _name, _module = _info.name.removeprefix("torchtitan.rl."), importlib.import_module(_info.name)
     # Python looks in sys.modules first; otherwise it would load the file a second time.
-    sys.modules[f"{__name__}.{_name}"] = _module
+    for _folder in _FOLDERS:
+        sys.modules[f"{__name__}.{_folder}{_name}"] = _module
     if "." not in _name:
         globals()[_name] = _module
+
+# The folders hold nothing else, so this package stands for each of them.
+actors = unified = sys.modules[__name__]
+for _folder in _FOLDERS[1:]:
+    sys.modules[f"{__name__}.{_folder}".rstrip(".")] = actors

@@ -342,8 +342,9 @@ class LocalTrainingClient(AsyncNames):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
         for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
-        before = trainer._denominator, trainer._num_accumulated
-        (trainer._denominator, trainer._num_accumulated), state.step = state.step, before
+        before = trainer._denominator, trainer._num_accumulated, trainer._passes
+        trainer._denominator, trainer._num_accumulated, trainer._passes = state.step
+        state.step = before
         self._failure, state.failure = state.failure, self._failure
 
     @on_thread
@@ -422,7 +423,8 @@ class LocalTrainingClient(AsyncNames):
         batch = self._batcher.batch(self.samples(data, loss))
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
-        return finite_output(output.logprobs, output.loss, output.metrics)
+        of_loss = {name: output.metrics[name] for name in loss.metric_names}
+        return finite_output(output.logprobs, output.loss, of_loss)
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss

@@ -34,7 +34,7 @@ class TrainingState:
     weights: dict[str, Tensor]
     optimizers: list[Any]
     gradients: dict[str, Tensor | None]
-    step: tuple[float | None, int] = (None, 0)
+    step: tuple[float | None, int, tuple] = (None, 0, ())
     failure: Exception | None = None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -51,7 +51,8 @@ class TrainingState:
         for name, new in gradients.items():
             old = self.gradients[name]
             self.gradients[name] = new if old is None else old.add_(new)
-        self.step = self.step[0], self.step[1] + 1
+        denominator, num_accumulated, passes = self.step
+        self.step = denominator, num_accumulated + 1, passes
 
     def own_memory(self) -> None:
         """Give each gradient memory of its own; those of one pass over several models share it."""
