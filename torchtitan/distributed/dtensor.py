@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.tools import torch_parts
+
 
 def is_dtensor(x: Any) -> bool:
     """Return True if `x` is a DTensor.
@@ -31,8 +33,7 @@ def local_shape_and_offsets(
     shape: torch.Size, mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a DTensor, and where the part begins in the whole."""
-    utils = load_dtensor()._utils
-    return utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    return torch_parts.local_shape_and_offset(shape, mesh, placements)
 
 
 def whole_tensor(x: Tensor) -> Tensor:
@@ -83,5 +84,5 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ops = torch.ops._c10d_functional
+        ops = torch_parts.collective_operators
         return ops.wait_tensor(ops.all_reduce(grad.contiguous(), "sum", ctx.group)), None

@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import functional as F
 
+from torchtitan.tools import torch_parts
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Private operators, read in torch 2.13. `F.scaled_dot_product_attention` calls them on a CPU but does
-# not return the log-sum-exp, without which results over parts of the keys cannot be combined.
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# `F.scaled_dot_product_attention` calls these operators on a CPU but does not return the log-sum-exp,
+# without which results over parts of the keys cannot be combined.
+_flash_forward = torch_parts.flash_on_cpu
+_flash_backward = torch_parts.flash_on_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
@@ -300,8 +302,8 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def _kernel_of_device(*arguments):
-    # Private (torch 2.13): skips the "Autograd" kernel, which calls this function.
-    with torch._C._AutoDispatchBelowAutograd():
+    # Skips the "Autograd" kernel, which calls this function.
+    with torch_parts.below_autograd():
         return torch.ops.torchtitan.document_attention(*arguments)
 
 
