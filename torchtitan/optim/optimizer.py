@@ -283,7 +283,7 @@ for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
     """True if `skipped_where` works for all optimizers, as for torch's "fused" implementations."""
-    return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+    return all(torch_parts.field_of(o, "skips_on_device") for o in optimizers)
 
 
 @contextmanager

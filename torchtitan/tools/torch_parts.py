@@ -1,7 +1,7 @@
 """The private parts of torch that this package uses: each is reached through this module only.
 
-`torch_parts.NAME` imports and returns a part of the table below. A method or a field of a torch object
-is a function of the object: `torch_parts.tensor_version(x)`. If the installed torch has no such part,
+An attribute of this module imports and returns a part of the table below. A method or a field of a torch
+object is a function of the object, as in `torch_parts.version_of(x)`. If the installed torch has no such part,
 a RunError names the feature, the part, this torch and a remedy; `check` raises it at start-up, for the
 features that a job uses. `python -m torchtitan.tools.torch_parts` prints the table.
 """
@@ -147,6 +147,7 @@ class Part(NamedTuple):
 _C10D, _FSDP = "torch.distributed.distributed_c10d", "torch.distributed.fsdp._fully_shard"
 _DCP, _DTENSOR = "torch.distributed.checkpoint", "torch.distributed.tensor"
 _MESH, _GROUP = "torch.distributed.device_mesh", "torch.distributed:ProcessGroup."
+_NCCL = "torch.distributed:ProcessGroupNCCL."
 _FSDP_GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup."
 _FSDP_STATE, _FSDP_PARAM = f"{_FSDP}._fsdp_state:FSDPState.", f"{_FSDP}._fsdp_param:FSDPParam."
 _HF = f"{_DCP}._consolidate_hf_safetensors"
@@ -162,6 +163,8 @@ PARTS = {
         "job",
         {f"{_GROUP}get_backend": ("2.14", "2.15"), f"{_GROUP}_get_backend": ("2.11", "2.13")},
     ),
+    "start_abort": Part("job", f"{_NCCL}_group_start", instead="groups are aborted one by one"),
+    "end_abort": Part("job", f"{_NCCL}_group_end", instead="groups are aborted one by one"),
     "collectives_so_far": Part("job", f"{_GROUP}_get_sequence_number_for_group"),
     "collective_operators": Part(
         "job",
@@ -203,6 +206,9 @@ PARTS = {
     "unsaved_buffers": Part("job", "torch.nn:Module._non_persistent_buffers_set"),
     "forward_hooks": Part("job", "torch.nn:Module._forward_hooks"),
     "forward_pre_hooks": Part("job", "torch.nn:Module._forward_pre_hooks"),
+    "skips_on_device": Part(
+        "job", "torch.optim:Adam._step_supports_amp_scaling", instead="the host skips bad steps"
+    ),
     "last_lr": Part("job", "torch.optim.lr_scheduler:LRScheduler._last_lr"),
     "worker_info": Part("data workers", "torch.utils.data._utils.worker:_worker_info"),
     "rebuild_tensor": Part("plain files", "torch._utils:_rebuild_tensor_v2"),
@@ -318,7 +324,11 @@ PARTS = {
         "_cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan"
         " _cached_metadata",
     ),
-    "pending_plan": Part("checkpoint", f"{_DCP}:DefaultSavePlanner._pending_local_plan"),
+    "pending_plan": Part(
+        "checkpoint",
+        {f"{_DCP}:DefaultSavePlanner._pending_local_plan": ("2.12", "2.15")},
+        instead="not needed",
+    ),
     "plan_key": Part("checkpoint", f"{_DCP}:DefaultSavePlanner._cached_plans_key"),
     "join_files": Part("hf", f"{_HF}:_consolidate_safetensors_files"),
     "write_index": Part("hf", f"{_HF}:_write_overall_metadata_file"),
@@ -332,15 +342,17 @@ def __getattr__(name: str) -> Any:
     return get(name)
 
 
-@functools.cache
 def get(name: str) -> Any:
     """Return the part, or None if it is missing and `instead` says what happens then."""
     owner, attribute = _find(name)
     if owner is None:
         return None
     value = getattr(owner, attribute, None) if attribute else owner
-    is_field = isinstance(owner, type) and attribute and not callable(value)
-    return operator.attrgetter(attribute) if is_field else value
+    if not isinstance(owner, type):
+        return value
+    if not callable(value):
+        return operator.attrgetter(attribute)
+    return lambda x, *args, **options: getattr(x, attribute)(*args, **options)
 
 
 def place(name: str) -> tuple[Any, str]:
@@ -350,7 +362,7 @@ def place(name: str) -> tuple[Any, str]:
 
 def attribute(name: str) -> str:
     """Return the last component of a part's name, to read or set that field of an object."""
-    return next(iter(PARTS[name].spellings)).rpartition(".")[2]
+    return re.split("[.:]", next(iter(PARTS[name].spellings)))[-1]
 
 
 def field_of(owner: Any, name: str) -> Any:
@@ -366,13 +378,14 @@ def is_compiled(module: Any) -> bool:
 def reset_fsdp(model: Any) -> None:
     """Do what `FSDPModule.reset_iter_state` does, on torch 2.11 and 2.12, which lack that method."""
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
+    context = get("fsdp_state_context")(root)
     if root._device.type != "cpu":
         root._device_handle.synchronize()  # collectives run on streams of their own
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
-    for state in root._state_ctx.all_states:
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    for state in context.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
         for group in fsdp_groups_of(state):
@@ -412,9 +425,10 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, x in _FEATURES.items() if x.is_used and x.is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            _find(name)
+            _find.__wrapped__(name)  # finds what is there now
 
 
+@functools.cache
 def _find(name: str) -> tuple[Any, str]:
     """Return the module or class that holds a part, and the attribute, "" for a whole module.
 
@@ -471,21 +485,27 @@ def _shown(spelling: str, members: str) -> str:
     return f"{name} ({members})" if members else name
 
 
-def _users(name: str) -> list[str]:
-    """Return the package's files that use a part."""
+_USE = re.compile(
+    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\((?:[^()\"]*, )?\"(\w+)\""
+    r"|torch_parts\.([A-Za-z]\w*)"
+    r"|torch_parts import (\w+)"
+)
+
+
+def uses() -> dict[str, list[str]]:
+    """Return part -> the package's files that use it."""
+    found: dict[str, list[str]] = {name: [] for name in PARTS}
     package = Path(__file__).resolve().parents[1]
-    pattern = re.compile(
-        rf"torch_parts\.{name}\b|torch_parts\.\w+\(\s*\"{name}\"|torch_parts import .*\b{name}\b"
-    )
-    return [
-        path.relative_to(package).as_posix()
-        for path in sorted(package.rglob("*.py"))
-        if pattern.search(path.read_text())
-    ]
+    for path in sorted(package.rglob("*.py")):
+        names = {name for groups in _USE.findall(path.read_text()) for name in groups}
+        for name in names & PARTS.keys():
+            found[name].append(path.relative_to(package).as_posix())
+    return found
 
 
 def main() -> None:
     """Print the table of parts."""
+    users = uses()
     print(f"torch {torch.__version__}; read: {', '.join(VERSIONS)}\n")
     for name, part in PARTS.items():
         feature = _FEATURES[part.feature]
@@ -498,7 +518,7 @@ def main() -> None:
             print(f"{name:25} {' '.join(read)}  {_shown(spelling, part.members)}")
         print(
             f"    here: {'yes' if is_there else 'no'}; for {feature.title}; "
-            f"without it: {part.instead or 'an error'}; used by {', '.join(_users(name))}"
+            f"without it: {part.instead or 'an error'}; used by {', '.join(users[name])}"
         )
 
 

@@ -83,14 +83,14 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
             backends.append(torch_parts.backend_of(group, torch.accelerator.current_accelerator()))
     # Abort them as one batch, because one communicator could wait for another; torch's own
     # `_abort_process_group` (2.13) does the same.
-    together = next((x for x in backends if hasattr(x, "_group_start")), None)
+    together = next((x for x in backends if torch_parts.field_of(x, "start_abort")), None)
     if together is not None:
-        together._group_start()
+        torch_parts.field_of(together, "start_abort")()
     for backend in backends:
         if backend.name() not in ("gloo", "fake"):
             backend.abort()
     if together is not None:
-        together._group_end()
+        torch_parts.field_of(together, "end_abort")()
 
 
 def forget_meshes() -> None:
