@@ -127,7 +127,8 @@ def test_installed_torch_has_the_part_as_the_table_says(name):
     if spelling is None:
         assert part.instead and torch_parts.get(name) is None
     elif torch.distributed.is_nccl_available() or "NCCL" not in spelling:
-        torch_parts._resolve(spelling, part.members)  # raises if it is missing
+        *_, missing = torch_parts._resolve(spelling, part.members)
+        assert not missing
 
 
 FOUR_RANKS = ["--comm.mode=fake_backend", "--parallelism.data_parallel_shard_degree=4"]
@@ -184,6 +185,14 @@ def test_a_part_with_a_replacement_may_be_missing(monkeypatch):
     monkeypatch.setitem(torch_parts.PARTS, name, gone._replace(instead=""))
     with pytest.raises(RunError, match=f"needs torch.{MISSING}, which torch"):
         torch_parts.get(name)
+
+
+def test_a_missing_member_is_named(monkeypatch):
+    monkeypatch.delattr(torch.utils._pytree, "tree_map_only")
+    with pytest.raises(
+        RunError, match=r"^every job needs torch.utils._pytree.tree_map_only, which"
+    ):
+        torch_parts.check(ConfigManager().parse_args([]))
 
 
 def test_the_table_is_printed(capsys):

@@ -282,7 +282,7 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     def join_own_files() -> dict[str, Any]:
         """Join some of the files. torch's own function for all ranks hangs if one rank fails."""
         own = {
-            name: f"model-{number:05}-of-{n_files:05}.safetensors"
+            name: _file_name(number, n_files)
             for name, number in file_index.items()
             if number % n_ranks == rank
         }
@@ -293,6 +293,10 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     written = {path: data for part in on_all_ranks(join_own_files) for path, data in part.items()}
     from_rank_zero(lambda: torch_parts.write_index(folder, written))
     from_rank_zero(lambda: shutil.rmtree(sharded))
+
+
+def _file_name(number: int, n_files: int) -> str:
+    return f"model-{number:05}-of-{n_files:05}.safetensors"
 
 
 def _write_alone(
@@ -314,9 +318,7 @@ def _write_alone(
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    weight_map = {
-        name: f"model-{n:05}-of-{n_files:05}.safetensors" for name, n in file_index.items()
-    }
+    weight_map = {name: _file_name(n, n_files) for name, n in file_index.items()}
     with ExitStack() as stack:
         files = {}
         for file_name in sorted(set(weight_map.values())):

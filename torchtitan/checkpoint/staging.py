@@ -39,9 +39,8 @@ class HostCopies:
         if self._kept is not None:
             return
         self._take_memory(make_states())
-        tensors = [
-            leaf for leaf in torch_parts.pytree.tree_leaves(self._kept) if torch.is_tensor(leaf)
-        ]
+        leaves = torch_parts.pytree.tree_leaves(self._kept)
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
 
         @torch.no_grad()
         def touch() -> None:

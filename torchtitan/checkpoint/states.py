@@ -237,9 +237,8 @@ def fit_to_checkpoint(
     states = dict(states)
     for name, state in others.items():
         content = state.state_dict() if isinstance(state, Stateful) else state
-        keys = set(
-            torch_parts.flatten_states({name: content})[0]
-        )  # under which DCP stores the component
+        # The keys under which DCP stores the component.
+        keys = set(torch_parts.flatten_states({name: content})[0])
         fitted = content
         if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
             needs_all = getattr(state, "needs_all_positions", False)

@@ -81,8 +81,8 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         OPS.all_to_all_single.default,
         ops.higher_order.flex_attention,
     }
-    private = torch_parts.members("low_precision_products") + torch_parts.members("costly_operators")
-    saved |= {packet.default for packet in private}
+    products = torch_parts.members("low_precision_products")
+    saved |= {packet.default for packet in products + torch_parts.members("costly_operators")}
     if not compile_blocks:
         # Flex attention, which is compiled by itself, is such a region. A compiled block contains
         # none, and dynamo cannot trace a policy that names this operator.

@@ -105,14 +105,18 @@ _FEATURES = {
     ),
     "roles": Feature("RL on ranks with several roles", "train and generate on the same ranks"),
     "plain files": Feature("reading a pickled dataloader state"),
-    "data workers": Feature("data workers", "set training.num_workers = 0"),
+    "data workers": Feature(
+        "a data worker that reads a stream of `datasets`",
+        "set training.dataloader.num_workers = 0",
+    ),
     "cp context": Feature(
         "torch's own context_parallel", "set parallelism.context_parallel_degree instead"
     ),
-    "cpu kernels": Feature("attention to packed documents on a CPU"),
+    "documents on cpu": Feature("attention to packed documents on a CPU", "train on a GPU"),
+    "optimizer offload": Feature("optimizer states in host memory"),
+    "weights": Feature("copies of a model's weights"),
+    "generation": Feature("generation on a CPU"),
     "tinker": Feature("the Tinker client"),
-    "generation": Feature("generation on a CPU", ""),
-    "lr": Feature("learning rates after a restart"),
 }
 
 
@@ -182,13 +186,15 @@ PARTS = {
     "pytree": Part("job", "torch.utils._pytree", "tree_flatten tree_leaves tree_map_only"),
     "DispatchMode": Part("job", "torch.utils._python_dispatch:TorchDispatchMode"),
     "assert_on_device": Part("job", "torch:_assert_async"),
-    "foreach_copy": Part("job", "torch:_foreach_copy_"),
+    "foreach_copy": Part("weights", "torch:_foreach_copy_"),
     "foreach_div": Part("job", "torch:_foreach_div_"),
     "version_of": Part("job", "torch:Tensor._version"),
     "below_autograd": Part("job", "torch._C:_AutoDispatchBelowAutograd"),
-    "flash_on_cpu": Part("job", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+    "flash_on_cpu": Part(
+        "documents on cpu", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
+    ),
     "flash_on_cpu_backward": Part(
-        "job", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
+        "documents on cpu", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
     ),
     "onednn_linear": Part("job", "torch:ops.mkldnn._linear_pointwise", instead="MKL computes"),
     "onednn_pack": Part("job", "torch:ops.mkldnn._reorder_linear_weight", instead="MKL computes"),
@@ -197,15 +203,15 @@ PARTS = {
     ),
     "remove_library": Part("job", "torch.library:Library._destroy"),
     "empty_host_cache": Part(
-        "job",
+        "optimizer offload",
         {
             "torch.accelerator:empty_host_cache": ("2.12", "2.15"),
             "torch._C:_host_emptyCache": ("2.11", "2.11"),
         },
     ),
-    "unsaved_buffers": Part("job", "torch.nn:Module._non_persistent_buffers_set"),
-    "forward_hooks": Part("job", "torch.nn:Module._forward_hooks"),
-    "forward_pre_hooks": Part("job", "torch.nn:Module._forward_pre_hooks"),
+    "unsaved_buffers": Part("weights", "torch.nn:Module._non_persistent_buffers_set"),
+    "forward_hooks": Part("generation", "torch.nn:Module._forward_hooks"),
+    "forward_pre_hooks": Part("generation", "torch.nn:Module._forward_pre_hooks"),
     "skips_on_device": Part(
         "job", "torch.optim:Adam._step_supports_amp_scaling", instead="the host skips bad steps"
     ),
@@ -434,36 +440,37 @@ def _find(name: str) -> tuple[Any, str]:
 
     Raises RunError if this torch lacks the part; if it has a replacement, returns (None, "").
     """
-    part, error = PARTS[name], ""
+    part, first_missing = PARTS[name], ""
     for spelling in part.spellings:
-        try:
-            return _resolve(spelling, part.members)
-        except (ImportError, AttributeError):
-            error = error or spelling
+        owner, attribute, missing = _resolve(spelling, "" if part.instead else part.members)
+        if not missing:
+            return owner, attribute
+        first_missing = first_missing or missing
     if part.instead:
         return None, ""
     feature = _FEATURES[part.feature]
     remedy = f"install torch {VERSIONS[0]} to {VERSIONS[-1]}"
     remedy += f", or {feature.otherwise}" if feature.otherwise else ""
     raise RunError(
-        f"{feature.title} needs {_shown(error, part.members)}, which torch {torch.__version__} does "
-        f"not have; {remedy}"
+        f"{feature.title} needs {first_missing}, which torch {torch.__version__} does not have; {remedy}"
     )
 
 
-def _resolve(spelling: str, members: str) -> tuple[Any, str]:
+def _resolve(spelling: str, members: str) -> tuple[Any, str, str]:
+    """Return the module or class with the part, the attribute, and the name of what is missing."""
     module, _, path = spelling.partition(":")
-    owner: Any = importlib.import_module(module)
     *parents, attribute = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
+    try:
+        owner: Any = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+    except (ImportError, AttributeError):
+        return None, "", _shown(spelling)
     if attribute and not _has(owner, attribute):
-        raise AttributeError(attribute)
+        return None, "", _shown(spelling)
     value = getattr(owner, attribute, None) if attribute else owner
-    for member in members.split():
-        if not _has(value, member):
-            raise AttributeError(member)
-    return owner, attribute
+    missing = [f"{_shown(spelling)}.{name}" for name in members.split() if not _has(value, name)]
+    return owner, attribute, missing[0] if missing else ""
 
 
 def _has(owner: Any, attribute: str) -> bool:
@@ -479,14 +486,14 @@ def _has(owner: Any, attribute: str) -> bool:
     )
 
 
-def _shown(spelling: str, members: str) -> str:
+def _shown(spelling: str, members: str = "") -> str:
     module, _, path = spelling.partition(":")
     name = path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
     return f"{name} ({members})" if members else name
 
 
 _USE = re.compile(
-    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\((?:[^()\"]*, )?\"(\w+)\""
+    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\(\s*(?:[^()\"]*, )?\"(\w+)\""
     r"|torch_parts\.([A-Za-z]\w*)"
     r"|torch_parts import (\w+)"
 )
