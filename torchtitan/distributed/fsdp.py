@@ -340,9 +340,9 @@ def recover_model(model: nn.Module) -> None:
 
     Otherwise FSDP would continue with the weights that it had gathered. No-op without FSDP.
     """
-    # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
     if not isinstance(model, FSDPModule):
         return
+    # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
     if torch_parts.fsdp_is_root(torch_parts.fsdp_state(model)) is None:
         return
     parameters = [
