@@ -178,7 +178,8 @@ def test_a_missing_part_is_one_sentence_at_start_up_of_jobs_that_use_it(
 
 def test_a_part_with_a_replacement_may_be_missing(monkeypatch):
     name = "staging_stream"
-    gone = torch_parts.PARTS[name]._replace(name=f"torch:{MISSING}")
+    spellings = {f"torch:{MISSING}": ("2.11", "2.15")}
+    gone = torch_parts.PARTS[name]._replace(spellings=spellings)
     monkeypatch.setitem(torch_parts.PARTS, name, gone)
     monkeypatch.setattr(torch_parts, "_find", torch_parts._find.__wrapped__)
     assert torch_parts.get(name) is None
@@ -199,8 +200,8 @@ def test_the_table_is_printed(capsys):
     torch_parts.main()
     printed = capsys.readouterr().out
     assert re.search(
-        r"backend_of +-    -    -   2\.14 2\.15  torch\.distributed\.ProcessGroup\.get_backend\n"
-        r"backend_of +2\.11 2\.12 2\.13  -    -    torch\.distributed\.ProcessGroup\._get_backend\n"
+        r"backend_of +-    -    -   2\.14 2\.15  torch\.distributed\.ProcessGroup\.get_backend +\n"
+        r"backend_of +2\.11 2\.12 2\.13  -    -    torch\.distributed\.ProcessGroup\._get_backend +\n"
         r" +here: yes; for every job; without it: an error; used by distributed/collectives\.py",
         printed,
     )

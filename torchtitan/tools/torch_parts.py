@@ -24,120 +24,23 @@ VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # the versions of torch who
 
 
 class Feature(NamedTuple):
-    """What a user knows; what to do without it; whether a job (config, number of ranks) uses it.
-
-    is_used: None if no setting tells; a missing part then raises at its first use.
-    """
-
-    title: str
-    otherwise: str = ""
-    is_used: Callable[[Any, int], bool] | None = None
-
-
-_FEATURES = {
-    "job": Feature("every job", is_used=lambda c, n: True),
-    "ranks": Feature("a job of several ranks", "train on one rank", lambda c, n: n > 1),
-    "fsdp": Feature(
-        "FSDP (parallelism.data_parallel_shard_degree)",
-        "replicate the model with data_parallel_shard_degree = 1",
-        lambda c, n: n > 1 and c.parallelism.data_parallel_shard_degree != 1,
-    ),
-    "fsdp within": Feature(
-        "parallelism.fsdp_reshard_after_forward = a number of ranks",
-        "set it to 'always' or 'never'",
-        lambda c, n: n > 1 and str(c.parallelism.fsdp_reshard_after_forward).isdecimal(),
-    ),
-    "ddp": Feature(
-        "DDP (parallelism.data_parallel_replicate_degree)",
-        "shard the model with data_parallel_shard_degree",
-        lambda c, n: n > 1 and c.parallelism.data_parallel_replicate_degree > 1,
-    ),
-    "async tp": Feature(
-        "parallelism.enable_async_tensor_parallel",
-        "set it to false",
-        lambda c, n: c.parallelism.enable_async_tensor_parallel,
-    ),
-    "ac": Feature(
-        "activation_checkpoint.mode",
-        "set it to 'none'",
-        lambda c, n: c.activation_checkpoint.mode != "none",
-    ),
-    "selective ac": Feature(
-        "activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'",
-        "set mode = 'full'",
-        lambda c, n: (
-            c.activation_checkpoint.mode == "selective"
-            and c.activation_checkpoint.selective_ac_option == "op"
-        ),
-    ),
-    "memory budget": Feature(
-        "activation_checkpoint.mode = 'memory_budget'",
-        "set it to 'full'",
-        lambda c, n: c.activation_checkpoint.mode == "memory_budget",
-    ),
-    "compile": Feature("compile.enable", "set it to false", lambda c, n: c.compile.enable),
-    "checkpoint": Feature("checkpoint.enable", "set it to false", lambda c, n: c.checkpoint.enable),
-    "async save": Feature(
-        "checkpoint.async_mode = 'async'",
-        "set it to 'disabled'",
-        lambda c, n: c.checkpoint.enable and c.checkpoint.async_mode == "async",
-    ),
-    "pinned save": Feature(
-        "checkpoint.async_mode = 'async_with_pinned_mem'",
-        "set it to 'async'",
-        lambda c, n: c.checkpoint.enable and c.checkpoint.async_mode == "async_with_pinned_mem",
-    ),
-    "hf": Feature(
-        "saving Hugging Face files on several ranks",
-        "set checkpoint.last_save_in_hf = false",
-        lambda c, n: n > 1 and c.checkpoint.enable and c.checkpoint.last_save_in_hf,
-    ),
-    "memory snapshot": Feature("profiling.enable_memory_snapshot", "set it to false"),
-    "gc debug": Feature("training.gc_debug", "set it to false", lambda c, n: c.training.gc_debug),
-    "fake ranks": Feature(
-        "comm.mode = 'local_tensor'",
-        "set it to 'fake_backend'",
-        lambda c, n: c.comm.mode == "local_tensor",
-    ),
-    "seed": Feature("the seed of random numbers in DTensors on an accelerator"),
-    "guest": Feature(
-        "an engine in a program with its own process group", "let torchtitan make the group"
-    ),
-    "roles": Feature("RL on ranks with several roles", "train and generate on the same ranks"),
-    "plain files": Feature("reading a pickled dataloader state"),
-    "data workers": Feature(
-        "a data worker that reads a stream of `datasets`",
-        "set training.dataloader.num_workers = 0",
-    ),
-    "cp context": Feature(
-        "torch's own context_parallel", "set parallelism.context_parallel_degree instead"
-    ),
-    "documents on cpu": Feature("attention to packed documents on a CPU", "train on a GPU"),
-    "optimizer offload": Feature("optimizer states in host memory"),
-    "weights": Feature("copies of a model's weights"),
-    "generation": Feature("generation on a CPU"),
-    "tinker": Feature("the Tinker client"),
-}
+    title: str  # as a user knows it
+    otherwise: str  # what to do without it
 
 
 class Part(NamedTuple):
     """One private part.
 
-    name: "module:attribute.attribute", or a module; found in all of `VERSIONS`. If versions differ:
-        each name, with the first and the last version in which it was found; the first is preferred.
-    members: names in it, separated by spaces, that are used too.
+    spellings: each name, as "module:attribute.attribute" or a module, with the first and the last version
+        in which it was read; the first that is there is used.
+    members: names in it that are used too.
     instead: what happens without it, if that is no error.
     """
 
     feature: str
-    name: str | dict[str, tuple[str, str]]
-    members: str = ""
-    instead: str = ""
-
-    @property
-    def spellings(self) -> dict[str, tuple[str, str]]:
-        every = VERSIONS[0], VERSIONS[-1]
-        return {self.name: every} if isinstance(self.name, str) else self.name
+    spellings: dict[str, tuple[str, str]]
+    members: list[str]
+    instead: str
 
     def spelling_in(self, version: str) -> str | None:
         """Return the name that the part has in one of `VERSIONS`."""
@@ -148,198 +51,185 @@ class Part(NamedTuple):
         return None
 
 
-_C10D, _FSDP = "torch.distributed.distributed_c10d", "torch.distributed.fsdp._fully_shard"
-_DCP, _DTENSOR = "torch.distributed.checkpoint", "torch.distributed.tensor"
-_MESH, _GROUP = "torch.distributed.device_mesh", "torch.distributed:ProcessGroup."
-_NCCL = "torch.distributed:ProcessGroupNCCL."
-_FSDP_GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup."
-_FSDP_STATE, _FSDP_PARAM = f"{_FSDP}._fsdp_state:FSDPState.", f"{_FSDP}._fsdp_param:FSDPParam."
-_HF = f"{_DCP}._consolidate_hf_safetensors"
-_DYNAMO, _INDUCTOR = "torch._dynamo", "torch._inductor"
-_STATES, _NOT_CLEARED = "torch.distributed._state_dict_utils", "torch's cache is not cleared"
+# "feature: title; what to do without it", then its parts, "part [versions] name members | without it".
+_TABLE = """
+job: every job
+    world torch.distributed.distributed_c10d:_world pg_map
+    default_store torch.distributed.distributed_c10d:_get_default_store
+    group_of_name torch.distributed.distributed_c10d:_resolve_process_group
+    backend_of 2.14-2.15 torch.distributed:ProcessGroup.get_backend
+    backend_of 2.11-2.13 torch.distributed:ProcessGroup._get_backend
+    start_abort torch.distributed:ProcessGroupNCCL._group_start | groups are aborted one by one
+    end_abort torch.distributed:ProcessGroupNCCL._group_end | groups are aborted one by one
+    collectives_so_far torch.distributed:ProcessGroup._get_sequence_number_for_group
+    collective_operators torch.distributed._functional_collectives:torch.ops._c10d_functional all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor
+    split_mesh torch.distributed.device_mesh:DeviceMesh._unflatten
+    join_mesh torch.distributed.device_mesh:DeviceMesh._flatten
+    fake_backend torch.testing._internal.distributed.fake_pg
+    pytree torch.utils._pytree tree_flatten tree_leaves tree_map_only
+    DispatchMode torch.utils._python_dispatch:TorchDispatchMode
+    assert_on_device torch:_assert_async
+    foreach_div torch:_foreach_div_
+    version_of torch:Tensor._version
+    below_autograd torch._C:_AutoDispatchBelowAutograd
+    onednn_linear torch:ops.mkldnn._linear_pointwise | MKL computes
+    onednn_pack torch:ops.mkldnn._reorder_linear_weight | MKL computes
+    onednn_has_bf16 torch:ops.mkldnn._is_mkldnn_bf16_supported | bf16 is taken to be slow
+    remove_library torch.library:Library._destroy
+    skips_on_device torch.optim:Adam._step_supports_amp_scaling | the host skips bad steps
+    last_lr torch.optim.lr_scheduler:LRScheduler._last_lr
+guest: an engine in a program with its own process group; let torchtitan make the group
+    mesh_default_group torch.distributed.device_mesh:_get_default_group
+roles: RL on ranks with several roles; train and generate on the same ranks
+    register_backend torch.distributed:ProcessGroup._register_backend
+    set_default_backend torch.distributed:ProcessGroup._set_default_backend
+fake ranks: comm.mode = 'local_tensor'; set it to 'fake_backend'
+    LocalTensorMode torch.distributed._local_tensor:LocalTensorMode
+weights: copies of a model's weights
+    foreach_copy torch:_foreach_copy_
+    unsaved_buffers torch.nn:Module._non_persistent_buffers_set
+documents on cpu: attention to packed documents on a CPU; train on a GPU
+    flash_on_cpu torch:ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_on_cpu_backward torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+optimizer offload: optimizer states in host memory
+    empty_host_cache 2.12-2.15 torch.accelerator:empty_host_cache
+    empty_host_cache 2.11-2.11 torch._C:_host_emptyCache
+generation: generation on a CPU
+    forward_hooks torch.nn:Module._forward_hooks
+    forward_pre_hooks torch.nn:Module._forward_pre_hooks
+data workers: a data worker that reads a stream of `datasets`; set training.dataloader.num_workers = 0
+    worker_info torch.utils.data._utils.worker:_worker_info
+plain files: reading a pickled dataloader state
+    rebuild_tensor torch._utils:_rebuild_tensor_v2
+tinker: the Tinker client
+    plain_results torch._C:_disabled_torch_function_impl
+memory snapshot: profiling.enable_memory_snapshot; set it to false
+    record_memory torch.cuda.memory:_record_memory_history
+    memory_history torch.cuda.memory:_snapshot
+gc debug: training.gc_debug; set it to false
+    warn_tensor_cycles torch.utils.viz._cycles:warn_tensor_cycles
+ranks: a job of several ranks; train on one rank
+    local_shape_and_offset torch.distributed.tensor._utils:compute_local_shape_and_global_offset
+    dispatcher torch.distributed.tensor:DTensor._op_dispatcher | torch's cache is not cleared
+    clear_sharding_cache torch._C:_clear_DTensor_sharding_propagator_cache | torch's cache is not cleared
+    transforms torch.distributed.tensor._redistribute:_gen_transform_infos | torch's cache is not cleared
+seed: the seed of random numbers in DTensors on an accelerator
+    seed_dtensors torch.distributed.tensor._random:manual_seed
+    rng_tracker torch.distributed.tensor._random:_rng_tracker
+cp context: torch's own context_parallel; set parallelism.context_parallel_degree instead
+    set_rotate_method torch.distributed.tensor.experimental._attention:set_rotate_method
+ddp: DDP (parallelism.data_parallel_replicate_degree); shard the model with data_parallel_shard_degree
+    replicate torch.distributed._composable.replicate:replicate
+fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with data_parallel_shard_degree = 1
+    fsdp_state torch.distributed.fsdp:FSDPModule._get_fsdp_state
+    fsdp_is_root torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root
+    fsdp_groups 2.12-2.15 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups
+    fsdp_groups 2.11-2.11 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group
+    fsdp_forward_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info
+    fsdp_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info
+    fsdp_communication torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.comm_ctx
+    fsdp_state_context 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
+    fsdp_state_context 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
+    fsdp_training_state torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState
+    fsdp_order torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._post_forward_indices
+    fsdp_params torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params
+    fsdp_size torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size
+    fsdp_dtypes torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy
+    fsdp_shard torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param
+    fsdp_gathered torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param
+    fsdp_gradient torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad
+fsdp within: parallelism.fsdp_reshard_after_forward = a number of ranks; set it to 'always' or 'never'
+    make_forward_mesh torch.distributed.fsdp._fully_shard._fully_shard:_get_post_forward_mesh_info
+    HsdpMesh torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo
+async tp: parallelism.enable_async_tensor_parallel; set it to false
+    enable_symmetric_memory torch.distributed._symmetric_memory:enable_symm_mem_for_group
+    pipelined_products torch._inductor.config:_micro_pipeline_tp
+ac: activation_checkpoint.mode; set it to 'none'
+    checkpoint_wrapper torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper
+    reorder_compiled torch._C._dynamo.eval_frame:_set_lru_cache
+selective ac: activation_checkpoint.mode = 'selective' with selective_ac_option = 'op'; set mode = 'full'
+    RecomputeMode torch.utils.checkpoint:_CachedTorchDispatchMode
+    copy_operator torch:ops.aten._to_copy
+    low_precision_products torch:ops.aten _scaled_mm _scaled_mm_v2 | recomputed
+    costly_operators torch:ops.aten _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_flash_attention_for_cpu | recomputed
+    varlen torch.nn.attention.varlen:torch.ops.torch_attn._varlen_attn
+memory budget: activation_checkpoint.mode = 'memory_budget'; set it to 'full'
+    memory_budget torch._functorch.config activation_memory_budget memory_budget_pareto_dir visualize_memory_budget_pareto
+compile: compile.enable; set it to false
+    dynamo_config torch._dynamo.config optimize_ddp recompile_limit
+    compiled_function torch._dynamo.eval_frame:_TorchDynamoContext._torchdynamo_orig_callable
+    OptimizedModule torch._dynamo:OptimizedModule._orig_mod
+    compiled_call torch.nn:Module._compiled_call_impl
+    inductor_config torch._inductor.config emulate_precision_casts post_grad_custom_post_pass
+    inductor_options torch._inductor:list_options
+    GraphPass torch._inductor.custom_graph_pass:CustomGraphPass
+async save: checkpoint.async_mode = 'async'; set it to 'disabled'
+    copy_states torch.distributed._state_dict_utils:_copy_state_dict
+    allocate_states torch.distributed._state_dict_utils:_create_cpu_state_dict
+pinned save: checkpoint.async_mode = 'async_with_pinned_mem'; set it to 'async'
+    staging_stream torch.distributed.checkpoint.staging:DefaultStager._staging_stream | each save waits for the device
+checkpoint: checkpoint.enable; set it to false
+    StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
+    MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
+    FileView torch.distributed.checkpoint.utils:_ReaderView
+    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
+    flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
+    save_plan torch.distributed.checkpoint:SavePlanner._cached_save_plan
+    plan_caches torch.distributed.checkpoint:SavePlanner _cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan _cached_metadata
+    pending_plan 2.12-2.15 torch.distributed.checkpoint:DefaultSavePlanner._pending_local_plan | not needed
+    plan_key torch.distributed.checkpoint:DefaultSavePlanner._cached_plans_key
+hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false
+    join_files torch.distributed.checkpoint._consolidate_hf_safetensors:_consolidate_safetensors_files
+    write_index torch.distributed.checkpoint._consolidate_hf_safetensors:_write_overall_metadata_file
+    SHARDED_FILE_KEY torch.distributed.checkpoint._hf_utils:CUSTOM_METADATA_KEY
+"""
 
-PARTS = {
-    # ---- process groups and meshes ----
-    "world": Part("job", f"{_C10D}:_world", "pg_map"),
-    "default_store": Part("job", f"{_C10D}:_get_default_store"),
-    "group_of_name": Part("job", f"{_C10D}:_resolve_process_group"),
-    "backend_of": Part(
-        "job",
-        {f"{_GROUP}get_backend": ("2.14", "2.15"), f"{_GROUP}_get_backend": ("2.11", "2.13")},
+# Whether a job, with this config and number of ranks, uses a feature. For the others no setting tells: a
+# missing part raises at its first use.
+_IS_USED: dict[str, Callable[[Any, int], bool]] = {
+    "job": lambda c, n: True,
+    "ranks": lambda c, n: n > 1,
+    "fsdp": lambda c, n: n > 1 and c.parallelism.data_parallel_shard_degree != 1,
+    "fsdp within": lambda c, n: str(c.parallelism.fsdp_reshard_after_forward).isdecimal(),
+    "ddp": lambda c, n: c.parallelism.data_parallel_replicate_degree > 1,
+    "async tp": lambda c, n: c.parallelism.enable_async_tensor_parallel,
+    "ac": lambda c, n: c.activation_checkpoint.mode != "none",
+    "selective ac": lambda c, n: (
+        c.activation_checkpoint.mode == "selective"
+        and c.activation_checkpoint.selective_ac_option == "op"
     ),
-    "start_abort": Part("job", f"{_NCCL}_group_start", instead="groups are aborted one by one"),
-    "end_abort": Part("job", f"{_NCCL}_group_end", instead="groups are aborted one by one"),
-    "collectives_so_far": Part("job", f"{_GROUP}_get_sequence_number_for_group"),
-    "collective_operators": Part(
-        "job",
-        "torch.distributed._functional_collectives:torch.ops._c10d_functional",
-        "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    ),
-    "split_mesh": Part("job", f"{_MESH}:DeviceMesh._unflatten"),
-    "join_mesh": Part("job", f"{_MESH}:DeviceMesh._flatten"),
-    "fake_backend": Part("job", "torch.testing._internal.distributed.fake_pg"),
-    "mesh_default_group": Part("guest", f"{_MESH}:_get_default_group"),
-    "register_backend": Part("roles", f"{_GROUP}_register_backend"),
-    "set_default_backend": Part("roles", f"{_GROUP}_set_default_backend"),
-    "LocalTensorMode": Part("fake ranks", "torch.distributed._local_tensor:LocalTensorMode"),
-    # ---- tensors and modules ----
-    "pytree": Part("job", "torch.utils._pytree", "tree_flatten tree_leaves tree_map_only"),
-    "DispatchMode": Part("job", "torch.utils._python_dispatch:TorchDispatchMode"),
-    "assert_on_device": Part("job", "torch:_assert_async"),
-    "foreach_copy": Part("weights", "torch:_foreach_copy_"),
-    "foreach_div": Part("job", "torch:_foreach_div_"),
-    "version_of": Part("job", "torch:Tensor._version"),
-    "below_autograd": Part("job", "torch._C:_AutoDispatchBelowAutograd"),
-    "flash_on_cpu": Part(
-        "documents on cpu", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu"
-    ),
-    "flash_on_cpu_backward": Part(
-        "documents on cpu", "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
-    ),
-    "onednn_linear": Part("job", "torch:ops.mkldnn._linear_pointwise", instead="MKL computes"),
-    "onednn_pack": Part("job", "torch:ops.mkldnn._reorder_linear_weight", instead="MKL computes"),
-    "onednn_has_bf16": Part(
-        "job", "torch:ops.mkldnn._is_mkldnn_bf16_supported", instead="bf16 is taken to be slow"
-    ),
-    "remove_library": Part("job", "torch.library:Library._destroy"),
-    "empty_host_cache": Part(
-        "optimizer offload",
-        {
-            "torch.accelerator:empty_host_cache": ("2.12", "2.15"),
-            "torch._C:_host_emptyCache": ("2.11", "2.11"),
-        },
-    ),
-    "unsaved_buffers": Part("weights", "torch.nn:Module._non_persistent_buffers_set"),
-    "forward_hooks": Part("generation", "torch.nn:Module._forward_hooks"),
-    "forward_pre_hooks": Part("generation", "torch.nn:Module._forward_pre_hooks"),
-    "skips_on_device": Part(
-        "job", "torch.optim:Adam._step_supports_amp_scaling", instead="the host skips bad steps"
-    ),
-    "last_lr": Part("job", "torch.optim.lr_scheduler:LRScheduler._last_lr"),
-    "worker_info": Part("data workers", "torch.utils.data._utils.worker:_worker_info"),
-    "rebuild_tensor": Part("plain files", "torch._utils:_rebuild_tensor_v2"),
-    "plain_results": Part("tinker", "torch._C:_disabled_torch_function_impl"),
-    "record_memory": Part("memory snapshot", "torch.cuda.memory:_record_memory_history"),
-    "memory_history": Part("memory snapshot", "torch.cuda.memory:_snapshot"),
-    "warn_tensor_cycles": Part("gc debug", "torch.utils.viz._cycles:warn_tensor_cycles"),
-    # ---- DTensor ----
-    "local_shape_and_offset": Part(
-        "ranks", f"{_DTENSOR}._utils:compute_local_shape_and_global_offset"
-    ),
-    "dispatcher": Part("ranks", f"{_DTENSOR}:DTensor._op_dispatcher", instead=_NOT_CLEARED),
-    "clear_sharding_cache": Part(
-        "ranks", "torch._C:_clear_DTensor_sharding_propagator_cache", instead=_NOT_CLEARED
-    ),
-    "transforms": Part(
-        "ranks", f"{_DTENSOR}._redistribute:_gen_transform_infos", instead=_NOT_CLEARED
-    ),
-    "seed_dtensors": Part("seed", f"{_DTENSOR}._random:manual_seed"),
-    "rng_tracker": Part("seed", f"{_DTENSOR}._random:_rng_tracker"),
-    "set_rotate_method": Part(
-        "cp context", f"{_DTENSOR}.experimental._attention:set_rotate_method"
-    ),
-    # ---- data and tensor parallelism ----
-    "replicate": Part("ddp", "torch.distributed._composable.replicate:replicate"),
-    "fsdp_state": Part("fsdp", "torch.distributed.fsdp:FSDPModule._get_fsdp_state"),
-    "fsdp_is_root": Part("fsdp", f"{_FSDP_STATE}_is_root"),
-    "fsdp_groups": Part(
-        "fsdp",
-        {
-            f"{_FSDP_STATE}_fsdp_param_groups": ("2.12", "2.15"),
-            f"{_FSDP_STATE}_fsdp_param_group": ("2.11", "2.11"),
-        },
-    ),
-    "fsdp_forward_mesh": Part("fsdp", f"{_FSDP_GROUP}post_forward_mesh_info"),
-    "fsdp_mesh": Part("fsdp", f"{_FSDP_GROUP}mesh_info"),
-    "fsdp_communication": Part("fsdp", f"{_FSDP_GROUP}comm_ctx"),
-    "fsdp_state_context": Part(
-        "fsdp",
-        {
-            "torch.distributed.fsdp:FSDPModule.reset_iter_state": ("2.13", "2.15"),
-            f"{_FSDP_STATE}_state_ctx": ("2.11", "2.12"),
-        },
-    ),
-    "fsdp_training_state": Part("fsdp", f"{_FSDP}._fsdp_common:TrainingState"),
-    "fsdp_order": Part("fsdp", f"{_FSDP_GROUP}_post_forward_indices"),
-    "fsdp_params": Part("fsdp", f"{_FSDP_GROUP}fsdp_params"),
-    "fsdp_size": Part("fsdp", f"{_FSDP_PARAM}_orig_size"),
-    "fsdp_dtypes": Part("fsdp", f"{_FSDP_PARAM}mp_policy"),
-    "fsdp_shard": Part("fsdp", f"{_FSDP_PARAM}sharded_param"),
-    "fsdp_gathered": Part("fsdp", f"{_FSDP_PARAM}_unsharded_param"),
-    "fsdp_gradient": Part("fsdp", f"{_FSDP_PARAM}unsharded_accumulated_grad"),
-    "make_forward_mesh": Part("fsdp within", f"{_FSDP}._fully_shard:_get_post_forward_mesh_info"),
-    "HsdpMesh": Part("fsdp within", f"{_FSDP}._fsdp_common:HSDPMeshInfo"),
-    "enable_symmetric_memory": Part(
-        "async tp", "torch.distributed._symmetric_memory:enable_symm_mem_for_group"
-    ),
-    "pipelined_products": Part("async tp", f"{_INDUCTOR}.config:_micro_pipeline_tp"),
-    # ---- activation checkpointing, compiler ----
-    "checkpoint_wrapper": Part(
-        "ac", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper"
-    ),
-    "reorder_compiled": Part("ac", "torch._C._dynamo.eval_frame:_set_lru_cache"),
-    "RecomputeMode": Part("selective ac", "torch.utils.checkpoint:_CachedTorchDispatchMode"),
-    "copy_operator": Part("selective ac", "torch:ops.aten._to_copy"),
-    "low_precision_products": Part(
-        "selective ac", "torch:ops.aten", "_scaled_mm _scaled_mm_v2", instead="recomputed"
-    ),
-    "costly_operators": Part(
-        "selective ac",
-        "torch:ops.aten",
-        "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"
-        " _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
-        " _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math"
-        " _scaled_dot_product_fused_attention_overrideable"
-        " _scaled_dot_product_flash_attention_for_cpu",
-        instead="recomputed",
-    ),
-    "varlen": Part("selective ac", "torch.nn.attention.varlen:torch.ops.torch_attn._varlen_attn"),
-    "memory_budget": Part(
-        "memory budget",
-        "torch._functorch.config",
-        "activation_memory_budget memory_budget_pareto_dir visualize_memory_budget_pareto",
-    ),
-    "dynamo_config": Part("compile", f"{_DYNAMO}.config", "optimize_ddp recompile_limit"),
-    "compiled_function": Part(
-        "compile", f"{_DYNAMO}.eval_frame:_TorchDynamoContext._torchdynamo_orig_callable"
-    ),
-    "OptimizedModule": Part("compile", f"{_DYNAMO}:OptimizedModule._orig_mod"),
-    "compiled_call": Part("compile", "torch.nn:Module._compiled_call_impl"),
-    "inductor_config": Part(
-        "compile", f"{_INDUCTOR}.config", "emulate_precision_casts post_grad_custom_post_pass"
-    ),
-    "inductor_options": Part("compile", f"{_INDUCTOR}:list_options"),
-    "GraphPass": Part("compile", f"{_INDUCTOR}.custom_graph_pass:CustomGraphPass"),
-    # ---- checkpoints ----
-    "copy_states": Part("async save", f"{_STATES}:_copy_state_dict"),
-    "allocate_states": Part("async save", f"{_STATES}:_create_cpu_state_dict"),
-    "staging_stream": Part(
-        "pinned save",
-        f"{_DCP}.staging:DefaultStager._staging_stream",
-        instead="each save waits for the device",
-    ),
-    "StorageInfo": Part("checkpoint", f"{_DCP}.filesystem:_StorageInfo"),
-    "MemoryFormats": Part("checkpoint", f"{_DCP}.metadata:_MEM_FORMAT_ENCODING"),
-    "FileView": Part("checkpoint", f"{_DCP}.utils:_ReaderView"),
-    "read_entry": Part("checkpoint", f"{_DCP}:FileSystemReader._slice_file"),
-    "flatten_states": Part("checkpoint", f"{_DCP}._nested_dict:flatten_state_dict"),
-    "save_plan": Part("checkpoint", f"{_DCP}:SavePlanner._cached_save_plan"),
-    "plan_caches": Part(
-        "checkpoint",
-        f"{_DCP}:SavePlanner",
-        "_cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan"
-        " _cached_metadata",
-    ),
-    "pending_plan": Part(
-        "checkpoint",
-        {f"{_DCP}:DefaultSavePlanner._pending_local_plan": ("2.12", "2.15")},
-        instead="not needed",
-    ),
-    "plan_key": Part("checkpoint", f"{_DCP}:DefaultSavePlanner._cached_plans_key"),
-    "join_files": Part("hf", f"{_HF}:_consolidate_safetensors_files"),
-    "write_index": Part("hf", f"{_HF}:_write_overall_metadata_file"),
-    "SHARDED_FILE_KEY": Part("hf", f"{_DCP}._hf_utils:CUSTOM_METADATA_KEY"),
+    "memory budget": lambda c, n: c.activation_checkpoint.mode == "memory_budget",
+    "compile": lambda c, n: c.compile.enable,
+    "checkpoint": lambda c, n: c.checkpoint.enable,
+    "async save": lambda c, n: c.checkpoint.enable and c.checkpoint.async_mode == "async",
+    "pinned save": lambda c, n: c.checkpoint.async_mode == "async_with_pinned_mem",
+    "hf": lambda c, n: n > 1 and c.checkpoint.enable and c.checkpoint.last_save_in_hf,
+    "gc debug": lambda c, n: c.training.gc_debug,
+    "fake ranks": lambda c, n: c.comm.mode == "local_tensor",
 }
+
+_FEATURES: dict[str, Feature] = {}
+PARTS: dict[str, Part] = {}
+
+
+def _read_table() -> None:
+    feature = ""
+    for line in _TABLE.strip().splitlines():
+        if not line.startswith(" "):
+            feature, _, rest = line.partition(": ")
+            title, _, otherwise = rest.partition("; ")
+            _FEATURES[feature] = Feature(title, otherwise)
+            continue
+        row, _, instead = line.partition(" | ")
+        name, spelling, *members = row.split()
+        versions = VERSIONS[0], VERSIONS[-1]
+        if spelling[0].isdigit():
+            versions, spelling, members = tuple(spelling.split("-")), members[0], members[1:]
+        part = PARTS.setdefault(name, Part(feature, {}, members, instead))
+        part.spellings[spelling] = versions
+
+
+_read_table()
 
 
 def __getattr__(name: str) -> Any:
@@ -423,12 +313,12 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 def members(name: str) -> list[Any]:
     """Return the members of a part that this torch has."""
     owner = get(name)
-    return [getattr(owner, x) for x in PARTS[name].members.split() if hasattr(owner, x)]
+    return [getattr(owner, x) for x in PARTS[name].members if hasattr(owner, x)]
 
 
 def check(job_config: Any, world_size: int = 1) -> None:
     """Raise RunError if a part is missing that this job needs."""
-    used = {key for key, x in _FEATURES.items() if x.is_used and x.is_used(job_config, world_size)}
+    used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
             _find.__wrapped__(name)  # finds what is there now
@@ -442,7 +332,7 @@ def _find(name: str) -> tuple[Any, str]:
     """
     part, first_missing = PARTS[name], ""
     for spelling in part.spellings:
-        owner, attribute, missing = _resolve(spelling, "" if part.instead else part.members)
+        owner, attribute, missing = _resolve(spelling, [] if part.instead else part.members)
         if not missing:
             return owner, attribute
         first_missing = first_missing or missing
@@ -456,7 +346,7 @@ def _find(name: str) -> tuple[Any, str]:
     )
 
 
-def _resolve(spelling: str, members: str) -> tuple[Any, str, str]:
+def _resolve(spelling: str, members: list[str]) -> tuple[Any, str, str]:
     """Return the module or class with the part, the attribute, and the name of what is missing."""
     module, _, path = spelling.partition(":")
     *parents, attribute = path.split(".")
@@ -469,7 +359,7 @@ def _resolve(spelling: str, members: str) -> tuple[Any, str, str]:
     if attribute and not _has(owner, attribute):
         return None, "", _shown(spelling)
     value = getattr(owner, attribute, None) if attribute else owner
-    missing = [f"{_shown(spelling)}.{name}" for name in members.split() if not _has(value, name)]
+    missing = [f"{_shown(spelling)}.{name}" for name in members if not _has(value, name)]
     return owner, attribute, missing[0] if missing else ""
 
 
@@ -486,10 +376,9 @@ def _has(owner: Any, attribute: str) -> bool:
     )
 
 
-def _shown(spelling: str, members: str = "") -> str:
+def _shown(spelling: str) -> str:
     module, _, path = spelling.partition(":")
-    name = path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
-    return f"{name} ({members})" if members else name
+    return path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
 
 
 _USE = re.compile(
@@ -522,7 +411,7 @@ def main() -> None:
             is_there = False
         for spelling in part.spellings:
             read = [x if part.spelling_in(x) == spelling else " -  " for x in VERSIONS]
-            print(f"{name:25} {' '.join(read)}  {_shown(spelling, part.members)}")
+            print(f"{name:25} {' '.join(read)}  {_shown(spelling)} {' '.join(part.members)}")
         print(
             f"    here: {'yes' if is_there else 'no'}; for {feature.title}; "
             f"without it: {part.instead or 'an error'}; used by {', '.join(users[name])}"
