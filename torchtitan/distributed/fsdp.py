@@ -275,8 +275,9 @@ def reshard_model(model: nn.Module) -> None:
     # the last backward. Without clearing it, a forward without backward is prefetched too.
     for group in _param_groups(_units_of(model)):
         communication = torch_parts.fsdp_communication(group)
-        if hasattr(communication, "post_forward_order"):  # set by the first forward
-            communication.post_forward_order.clear()
+        forwards = torch_parts.field_of(communication, "fsdp_forwards")
+        if forwards is not None:  # set by the first forward
+            forwards.clear()
             torch_parts.fsdp_order(group).clear()
 
 
@@ -350,10 +351,7 @@ def recover_model(model: nn.Module) -> None:
     ]
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-    else:
-        torch_parts.reset_fsdp(model)
+    torch_parts.reset_fsdp(model)
     # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep even gradients
     # of gathered parameters, which the next backward would reduce with its own.
     for shard, grad in zip(shards, reduced, strict=True):

@@ -128,9 +128,10 @@ fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with da
     fsdp_forward_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info
     fsdp_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info
     fsdp_communication torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.comm_ctx
-    fsdp_state_context 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
-    fsdp_state_context 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
+    fsdp_reset 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
+    fsdp_reset 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
     fsdp_training_state torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState
+    fsdp_forwards torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.post_forward_order
     fsdp_order torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._post_forward_indices
     fsdp_params torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params
     fsdp_size torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size
@@ -272,9 +273,11 @@ def is_compiled(module: Any) -> bool:
 
 
 def reset_fsdp(model: Any) -> None:
-    """Do what `FSDPModule.reset_iter_state` does, on torch 2.11 and 2.12, which lack that method."""
+    """Call `FSDPModule.reset_iter_state`, or do the same on torch 2.11 and 2.12, which lack it."""
+    if hasattr(model, "reset_iter_state"):
+        return model.reset_iter_state()
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
-    context = get("fsdp_state_context")(root)
+    context = get("fsdp_reset")(root)
     if root._device.type != "cpu":
         root._device_handle.synchronize()  # collectives run on streams of their own
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
