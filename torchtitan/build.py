@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -47,7 +46,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.rank_layout import RankLayout
 from torchtitan.step.forward import ModelInputs, Runner, on_error
 from torchtitan.step.update import Update
-from torchtitan.tools import host, utils
+from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger, warn_once
 
@@ -179,7 +178,7 @@ def build(
             dims.tp_enabled and not config.parallelism.disable_loss_parallel
         )
         amp = dist_utils.maybe_enable_amp(dims, training.mixed_precision_param, device.type)
-        own_groups = set(c10d._world.pg_map) - set(groups_before)
+        own_groups = set(torch_parts.world.pg_map) - set(groups_before)
         watch = watch_over(dims, own_groups, device)
     if training.defer_gradient_sync and dims.pp_enabled:
         logger.warning(

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self, TypeVar, overload
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 
 from torchtitan import build, rank_layout
 from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, tensor_to
@@ -50,7 +49,7 @@ from torchtitan.step import forward as step_forward
 from torchtitan.step.forward import Head, Labels, Microbatch, ModelInputs, model_inputs, on_error
 from torchtitan.step.outputs import Reductions, StepOutput
 from torchtitan.step.update import OptimStepResult
-from torchtitan.tools import host, torch_versions
+from torchtitan.tools import host, torch_parts, torch_versions
 from torchtitan.tools.logging import logger, saying_once_per
 
 ENGINE_API_VERSION = 1
@@ -379,7 +378,6 @@ class TrainingEngine(EngineState):
         layout: RankLayout | None = None,
         forward_only: bool = False,
     ):
-        torch._C._log_api_usage_once("torchtitan.train")
         self.job_config = job_config
         logger.info("job: %s", job_config.job.description)
 
@@ -391,7 +389,7 @@ class TrainingEngine(EngineState):
         with saying_once_per(self._said), on_error(self.close):
             # torch keeps every process group in pg_map and offers no other list (read in torch 2.13);
             # the failure watch needs the groups that this engine makes.
-            groups_before = set(c10d._world.pg_map)
+            groups_before = set(torch_parts.world.pg_map)
             self.device = set_device() if layout is None else layout.device
             self.parallel_dims = self.init_distributed()
             self.layout = layout or RankLayout(

@@ -16,6 +16,7 @@ from torchtitan.config.checks.model import model_sizes
 from torchtitan.config.toml_values import with_values
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.model_converter import known_converter_names
+from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 
 
@@ -32,6 +33,7 @@ def resolve_job(
     # Before the checks, because the module may register converters.
     _import_custom_module(job_config)
     check_job_config(job_config, _world_size(job_config), known_converter_names(), builds_data)
+    torch_parts.check(job_config, _world_size(job_config))
     if train_spec is None:
         train_spec = find_train_spec(job_config)
     else:

@@ -22,6 +22,8 @@ from torchtitan.distributed.fsdp import (
     apply_fsdp,
     bytes_to_keep_gathered,
     keep_gathered,
+    recover_model,
+    reduce_later,
     reshard_model,
 )
 from torchtitan.distributed.utils import clip_grad_norm_
@@ -289,6 +291,42 @@ def test_reshard_model_returns_every_parameter_to_its_shard():
         assert before and all(afterwards)
         assert not after_forward, "torch no longer needs reshard_model: it can go"
         assert n_bytes == [n_freed, 0, n_freed]
+
+
+def gradients_after_a_failure(stops_in_backward):
+    """Return the gradients of a first microbatch, after a failed one, and after the first again."""
+    rank = dist.get_rank()
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    model = build_toy()
+    apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False)
+    backward_on_slice(model, rank, 2, 1)
+    found = [full_grads(model)]
+    reduce_later(model, True, whole=True, keeps_weights=False)
+    backward_on_slice(model, rank, 2, 1)  # not reduced when the next microbatch fails
+    hook = model.layers["0"].register_forward_hook(
+        lambda *_: stop() if not stops_in_backward else None
+    )
+    with pytest.raises(ZeroDivisionError):
+        loss = model(global_batch()[0]).sum()
+        loss.register_hook(stop)
+        loss.backward()
+    hook.remove()
+    recover_model(model)
+    found.append(full_grads(model))
+    reduce_later(model, False, whole=True, keeps_weights=False)
+    backward_on_slice(model, rank, 2, 1)
+    return [*found, full_grads(model)]
+
+
+def stop(*_):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stops_in_backward", [False, True])
+def test_a_failed_microbatch_drops_only_gradients_that_are_not_reduced(stops_in_backward):
+    for before, after, again in run_ranks(gradients_after_a_failure, 2, stops_in_backward):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        torch.testing.assert_close(again, {name: 2 * grad for name, grad in before.items()})
 
 
 def test_reshard_model_leaves_plain_model_alone():

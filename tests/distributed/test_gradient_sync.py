@@ -1,6 +1,7 @@
 """The time of gradient reductions, the number of weight gathers, and skipped steps."""
 
 import contextlib
+import inspect
 from unittest import mock
 
 import pytest
@@ -44,8 +45,12 @@ def step(engine):
 def counting(name):
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
 
-    with mock.patch(f"{GROUP}.{name}", wraps=getattr(group, name)) as function:
+    original = getattr(group, name)
+    with mock.patch(f"{GROUP}.{name}", wraps=original) as function:
+        function.arguments = []
         yield function
+    bind = inspect.signature(original).bind
+    function.arguments += [bind(*x.args, **x.kwargs).arguments for x in function.call_args_list]
 
 
 def gradients_of_both(folder, flags, family="llama3"):
@@ -110,8 +115,7 @@ def weights_of_accumulating_trainer(folder):
         trainer = make_trainer(f"{folder}/{key}", flags)
         with counting("foreach_reduce") as reduce:
             trainer.train()
-        # foreach_reduce(..., all_reduce_grads, ...) is its 12th argument.
-        all_reduced = sum(bool(call.args[11]) for call in reduce.call_args_list)
+        all_reduced = sum(call["all_reduce_grads"] for call in reduce.arguments)
         found.append((full_tensors(trainer), reduce.call_count, all_reduced))
         trainer.close()
     (expected, *counts), (ours, *deferred_counts) = found

@@ -527,7 +527,9 @@ def test_pinned_copies_are_waited_for():
 def test_pinned_copies_come_after_what_makes_the_states(tmp_path, monkeypatch, where):
     events = []
     staging = SimpleNamespace(wait_stream=lambda other: events.append("staging waits"))
-    compute = SimpleNamespace(synchronize=lambda: events.append("host waits"))
+    compute = SimpleNamespace(
+        synchronize=lambda: events.append("host waits"), is_capturing=lambda: False
+    )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: compute)
     stager = SimpleNamespace(close=lambda: None, **{where: staging})

@@ -27,17 +27,15 @@ def test_layers_are_built_where_torch_has_no_onednn(lacking, monkeypatch):
     monkeypatch.setattr(linear_module, "_cpu_multiplies_bf16", None)
     monkeypatch.setattr(linear_module.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: lacking != "library")
-    operators = SimpleNamespace() if lacking == "operator" else failing_operator()
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    operator = None if lacking == "operator" else fail
+    parts = SimpleNamespace(onednn_has_bf16=operator)
+    monkeypatch.setattr(linear_module, "torch_parts", parts)
     Linear(24, 16)
     assert not linear_module.cpu_multiplies_bf16()
 
 
-def failing_operator():
-    def fail():
-        raise RuntimeError("the library is not there")
-
-    return SimpleNamespace(_is_mkldnn_bf16_supported=fail)
+def fail():
+    raise RuntimeError("the library is not there")
 
 
 def bf16_layer_and_input():

@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.distributed.processes.own_groups import abort_groups, making_groups
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools import torch_parts
 
 
 def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():
@@ -20,8 +21,9 @@ def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():
         calls.attach_mock(backend._group_start, f"start_{number}")
         calls.attach_mock(backend.abort, f"abort_{number}")
         calls.attach_mock(backend._group_end, f"end_{number}")
-    groups = [mock.Mock(**{"_get_backend.return_value": backend}) for backend in backends]
-    destroyed, on_host = mock.Mock(), mock.Mock(**{"_get_backend.side_effect": RuntimeError})
+    _, backend_of = torch_parts.place("backend_of")
+    groups = [mock.Mock(**{f"{backend_of}.return_value": backend}) for backend in backends]
+    destroyed, on_host = mock.Mock(), mock.Mock(**{f"{backend_of}.side_effect": RuntimeError})
     with (
         mock.patch.dict(c10d._world.pg_map, dict.fromkeys([*groups, on_host])),
         mock.patch("torch.accelerator.is_available", return_value=True),
@@ -29,7 +31,7 @@ def test_nccl_groups_are_aborted_together_and_only_those_that_exist_still():
     ):
         abort_groups([*groups, on_host, destroyed])
     assert [name for name, *_ in calls.mock_calls] == ["start_0", "abort_0", "abort_1", "end_0"]
-    destroyed._get_backend.assert_not_called()
+    getattr(destroyed, backend_of).assert_not_called()
 
 
 def abort_of_a_collective_in_progress():

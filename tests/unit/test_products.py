@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan.numerics import products
-from torchtitan.tools import host
-from torchtitan.tools.compiler import load_inductor
+from torchtitan.tools import host, torch_parts
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN"
@@ -131,12 +130,14 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     for one, other in zip(compiled, step_of(layer, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert isinstance(
-        options["post_grad_custom_post_pass"], load_inductor().custom_graph_pass.CustomGraphPass
+        options["post_grad_custom_post_pass"], torch_parts.GraphPass
     )  # so that compiled code can be cached
 
 
 def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):
-    monkeypatch.setattr(load_inductor().config, "post_grad_custom_post_pass", lambda graph: None)
+    monkeypatch.setattr(
+        torch_parts.inductor_config, "post_grad_custom_post_pass", lambda graph: None
+    )
     assert products.compile_options() is None
 
 

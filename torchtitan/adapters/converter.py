@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.adapters.lora import add_adapter
 from torchtitan.adapters.names import first_fit, fits
@@ -141,7 +140,7 @@ class LoRAConverter(ModelConverter):
             # Autocast casts the operands of products only, and neither routers nor fp32 heads use it.
             is_cast = type(module) is Linear or isinstance(module, StackedExperts)
             for name, parameter in list(module.named_parameters(recurse=False)):
-                is_plain = not is_traceable_wrapper_subclass(parameter.data)
+                is_plain = not hasattr(parameter.data, "__tensor_flatten__")
                 if parameter.requires_grad or not is_plain or not (self._casts_all or is_cast):
                     continue
                 if parameter not in replaced:  # tied parameters stay one parameter

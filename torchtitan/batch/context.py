@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from torchtitan.batch.batch import Entries, TokenBatch
 from torchtitan.batch.mask import (
@@ -30,6 +29,7 @@ from torchtitan.distributed.context_parallel import (
     deal_chunks,
     needed_keys,
 )
+from torchtitan.tools import torch_parts
 from torchtitan.tools.host_copy import fetch, to_device
 
 
@@ -128,7 +128,7 @@ def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int)
             return x
         return shards.unshard(x)[:, :seq_len]
 
-    return tree_map_only(torch.Tensor, join, outputs)
+    return torch_parts.pytree.tree_map_only(torch.Tensor, join, outputs)
 
 
 def cp_shard(
@@ -186,7 +186,9 @@ def cp_shard(
         if rotate_method == "allgather":
             rank = cp_mesh.get_local_rank()
             keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window)
-            keys = tree_map_only(Tensor, lambda x: to_device(x, inputs[0].device), keys)
+            keys = torch_parts.pytree.tree_map_only(
+                Tensor, lambda x: to_device(x, inputs[0].device), keys
+            )
         sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
     parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
     return parts, sharded if is_dict else sharded[""]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtitan.config.mask_types import END_OF_TEXT, reads_positions
 from torchtitan.tools.host_copy import on_host
 from torchtitan.tools.logging import already_said, logger
+from torchtitan.tools.torch_parts import assert_on_device
 
 PADDING = -1
 IGNORE_INDEX = -100
@@ -116,7 +117,7 @@ def document_ids_from_padding_mask(mask: Tensor) -> Tensor:
         "tokens; pack documents with 'positions' or 'document_ids' instead"
     )
     if mask.device.type != "cpu":
-        torch._assert_async((runs <= 1).all(), message)
+        assert_on_device((runs <= 1).all(), message)
     elif (runs > 1).any():
         raise ValueError(message)
     return torch.where(is_token, 0, PADDING).to(torch.int32)

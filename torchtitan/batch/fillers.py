@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import local_tensor, whole_tensor
+from torchtitan.tools import torch_parts
 from torchtitan.tools.host_copy import read_later
 
 _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
@@ -48,7 +48,11 @@ def filler_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
 def zero_loss(outputs: Any) -> Tensor:
     """Return a loss of 0 that depends on every output, so that backward runs through the whole model."""
     # 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
-    zeros = [(whole_tensor(x) * 0).sum() for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+    zeros = [
+        (whole_tensor(x) * 0).sum()
+        for x in torch_parts.pytree.tree_leaves(outputs)
+        if isinstance(x, Tensor)
+    ]
     return sum(zeros[1:], zeros[0])
 
 

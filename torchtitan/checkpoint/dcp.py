@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import operator
 import os
 import pickle
 import re
@@ -23,14 +24,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
 
 from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
 from torchtitan.distributed.processes.ranks import on_all_ranks
+from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
@@ -94,7 +93,7 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
                 raise ValueError(f"{name} is saved as {saved}, but the model has {own}")
 
 
-_LAYOUTS = torch_metadata._MEM_FORMAT_ENCODING
+_LAYOUTS, _StorageInfo = torch_parts.MemoryFormats, torch_parts.StorageInfo
 _METADATA_CLASSES = (
     torch_metadata.BytesStorageMetadata,
     torch_metadata.ChunkStorageMetadata,
@@ -128,7 +127,9 @@ METADATA_NAMES: Names = (
     | {
         ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # Python 3.11.0 to 3.11.3
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+        ("torch.serialization", "_get_layout"): {
+            str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)
+        }.get,
     }
 )
 
@@ -137,7 +138,7 @@ METADATA_NAMES: Names = (
 _MAX_BYTES_OF_NUMBER, _MAX_BYTES = 2**16, 2**30
 
 
-class _EntryView(_ReaderView):
+class _EntryView(torch_parts.FileView):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         if whence == os.SEEK_END:
             # torch's version subtracts the offset, but zipfile passes a negative offset.
@@ -173,7 +174,8 @@ class SafeReader(torch_dcp.FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one entry. torch (2.13) calls this method of its reader for each entry.
+        """The bytes of one entry. torch calls this method of its reader for each entry
+        (`torch_parts.read_entry`).
 
         Raises ValueError for an entry that would take more memory than it has bytes: a zip archive
         can be compressed, and a pickle can make a bytearray of any length.
@@ -242,7 +244,8 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
                 f"the entry {name} is of type {type(content).__name__}, but "
                 f"{type(before).__name__} was expected"
             )
-        set_element(self.original_state_dict, self.mappings[name], content)
+        *parents, key = self.mappings[name]
+        functools.reduce(operator.getitem, parents, self.original_state_dict)[key] = content
 
 
 def _reason_of(error: Exception) -> str:
@@ -345,14 +348,6 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
 
 # Saving
 
-# DCP (torch 2.13) caches plans in these dicts of the class SavePlanner, by a key.
-_CACHES = (
-    "_cached_save_plan",
-    "_cached_final_save_plan",
-    "_cached_all_plans",
-    "_cached_global_plan",
-    "_cached_metadata",
-)
 _numbers = itertools.count()
 
 
@@ -375,8 +370,8 @@ class SavePlans:
         return {"planner": _RememberingPlanner(self._key)}
 
     def forget(self) -> None:
-        for name in _CACHES:
-            getattr(torch_dcp.SavePlanner, name, {}).pop(self._key, None)
+        for cache in torch_parts.members("plan_caches"):  # class-wide dicts
+            cache.pop(self._key, None)
         # DCP's default key is the same for all managers of this process.
         self._key = f"torchtitan {next(_numbers)}"
 
@@ -384,11 +379,13 @@ class SavePlans:
 class _RememberingPlanner(torch_dcp.DefaultSavePlanner):
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = key
+        setattr(self, torch_parts.attribute("plan_key"), key)
+        self._key = key
 
     def create_local_plan(self) -> torch_dcp.SavePlan:
         plan = super().create_local_plan()
         # DCP compares names and shapes, but not dtypes, which .metadata also records.
-        if not plan.usable and self.plan != self._cached_save_plan[self._cached_plans_key]:
-            plan = self._pending_local_plan = self.plan
+        if not plan.usable and self.plan != torch_parts.save_plan(self)[self._key]:
+            plan = self.plan
+            setattr(self, torch_parts.attribute("pending_plan"), plan)
         return plan

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint import _consolidate_hf_safetensors as torch_hf
-from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
@@ -40,6 +38,7 @@ from torchtitan.checkpoint.states import (
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
@@ -137,7 +136,7 @@ def check_files(folder: str) -> list[str]:
             with safe_open(path, framework="pt") as file:
                 names_inside = file.keys()
                 kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
-                is_sharded = CUSTOM_METADATA_KEY in (file.metadata() or {})
+                is_sharded = torch_parts.SHARDED_FILE_KEY in (file.metadata() or {})
         except Exception as error:  # safetensors raises many kinds of errors
             raise ValueError(
                 f"{path} is not a safetensors file, or it is cut off ({error}); fetch it again"
@@ -283,19 +282,21 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     def join_own_files() -> dict[str, Any]:
         """Join some of the files. torch's own function for all ranks hangs if one rank fails."""
         own = {
-            name: torch_hf._gen_file_name(number, n_files)
+            name: _file_name(number, n_files)
             for name, number in file_index.items()
             if number % n_ranks == rank
         }
         if not own:
             return {}
-        return torch_hf._consolidate_safetensors_files(
-            sharded, folder, own, num_threads=_CONSOLIDATION_THREADS
-        )
+        return torch_parts.join_files(sharded, folder, own, num_threads=_CONSOLIDATION_THREADS)
 
     written = {path: data for part in on_all_ranks(join_own_files) for path, data in part.items()}
-    from_rank_zero(lambda: torch_hf._write_overall_metadata_file(folder, written))
+    from_rank_zero(lambda: torch_parts.write_index(folder, written))
     from_rank_zero(lambda: shutil.rmtree(sharded))
+
+
+def _file_name(number: int, n_files: int) -> str:
+    return f"model-{number:05}-of-{n_files:05}.safetensors"
 
 
 def _write_alone(
@@ -317,7 +318,7 @@ def _write_alone(
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    weight_map = {name: torch_hf._gen_file_name(n, n_files) for name, n in file_index.items()}
+    weight_map = {name: _file_name(n, n_files) for name, n in file_index.items()}
     with ExitStack() as stack:
         files = {}
         for file_name in sorted(set(weight_map.values())):

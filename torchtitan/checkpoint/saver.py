@@ -21,6 +21,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.staging import AsyncMode, HostCopies
 from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
@@ -176,8 +177,8 @@ def order_staging_after_compute(stager: Any) -> None:
     if not torch.accelerator.is_available():
         return
     compute = torch.accelerator.current_stream()
-    # torch's stager (2.13) copies on this private stream, which waits for nothing by itself.
-    stream = getattr(stager, "_staging_stream", None)
+    # torch's stager copies on this private stream, which waits for nothing by itself.
+    stream = torch_parts.field_of(stager, "staging_stream")
     if stream is None:  # another version of torch, whose stager has no such attribute
         compute.synchronize()
     else:

@@ -6,10 +6,9 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
-from torch.utils import _pytree as pytree
 
 from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.tools import torch_parts
 
 
 class AsyncMode(StrEnum):
@@ -40,7 +39,8 @@ class HostCopies:
         if self._kept is not None:
             return
         self._take_memory(make_states())
-        tensors = [leaf for leaf in pytree.tree_leaves(self._kept) if torch.is_tensor(leaf)]
+        leaves = torch_parts.pytree.tree_leaves(self._kept)
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
 
         @torch.no_grad()
         def touch() -> None:
@@ -56,8 +56,7 @@ class HostCopies:
         self.close()
         if self._layout != _layout_of(state_dict):
             self._take_memory(state_dict)
-        # A private function of torch 2.13, which its own stagers use in this way.
-        return _copy_state_dict(state_dict, self._kept, type_check=False)
+        return torch_parts.copy_states(state_dict, self._kept, type_check=False)
 
     def close(self) -> None:
         """Wait for the thread that touches the pages."""
@@ -67,12 +66,12 @@ class HostCopies:
 
     def _take_memory(self, state_dict: dict[str, Any]) -> None:
         self._kept = None  # freed first, so that both are never held at once
-        self._kept = _create_cpu_state_dict(state_dict)
+        self._kept = torch_parts.allocate_states(state_dict)
         self._layout = _layout_of(state_dict)
 
 
 def _layout_of(state_dict: dict[str, Any]) -> Any:
-    leaves, structure = pytree.tree_flatten(state_dict)
+    leaves, structure = torch_parts.pytree.tree_flatten(state_dict)
     return structure, [
         (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
         if torch.is_tensor(leaf)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.utils._pytree import tree_map_only
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
 from torchtitan.checkpoint import dcp
@@ -30,6 +28,7 @@ from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
@@ -195,7 +194,9 @@ class UserState(Stateful):
 
 def _pickled(name: str, state: Any) -> bytes:
     """Pickle a state. Raises ValueError if a load would refuse to read it."""
-    content = tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), state.state_dict())
+    content = torch_parts.pytree.tree_map_only(
+        torch.Tensor, lambda x: x.detach().cpu(), state.state_dict()
+    )
     data = pickle.dumps(content)
     read_plain(data, f"the state {name!r}, which checkpoints are to hold,")
     return data
@@ -236,7 +237,8 @@ def fit_to_checkpoint(
     states = dict(states)
     for name, state in others.items():
         content = state.state_dict() if isinstance(state, Stateful) else state
-        keys = set(flatten_state_dict({name: content})[0])  # under which DCP stores the component
+        # The keys under which DCP stores the component.
+        keys = set(torch_parts.flatten_states({name: content})[0])
         fitted = content
         if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
             needs_all = getattr(state, "needs_all_positions", False)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from torchtitan.data.document_share import DocumentShare
 from torchtitan.data.open_document import OpenDocument, Tokens
 from torchtitan.data.order import Order
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
 # A shuffled stream permutes this many documents at a time.
@@ -292,9 +292,5 @@ def _without_worker_info() -> Iterator[None]:
 
     `datasets` (read in 5.2) asks `torch.utils.data.get_worker_info`, which returns this variable.
     """
-    worker = torch.utils.data._utils.worker
-    info, worker._worker_info = worker._worker_info, None
-    try:
+    with torch_parts.replaced("worker_info", None):
         yield
-    finally:
-        worker._worker_info = info

@@ -8,22 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch.nn.attention.varlen  # noqa: F401  registers torch.ops.torch_attn._varlen_attn
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    _CachedTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
 
 import torchtitan.numerics.low_rank  # noqa: F401  registers linear_with_low_rank
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.device_reads import reading_contexts
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
 # (in_features, out_features) of the linear layers whose products are always recomputed.
@@ -33,11 +28,8 @@ _Shapes = frozenset[tuple[int, int]]
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
-    torch.ops.aten._scaled_mm.default: 1,
-    torch.ops.aten._scaled_mm_v2.default: 1,
     torch.ops.torchtitan.linear_with_low_rank.default: 1,
-}
-_COPY = torch.ops.aten._to_copy.default
+} | {packet.default: 1 for packet in torch_parts.members("low_precision_products")}
 
 
 def apply_ac(
@@ -64,7 +56,7 @@ def apply_ac(
     """
     # Source of torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
     # its list, so forward and recomputation could pick different variants. This fixes the order.
-    host.change(False, torch._C._dynamo.eval_frame._set_lru_cache, before=True)
+    host.change(False, torch_parts.reorder_compiled, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option
     if mode == "memory_budget":
@@ -85,7 +77,7 @@ def apply_ac(
     saved_ops = frozenset(
         op if overload is None else getattr(op, overload)
         for op in op_sac_save_list or ()
-        for overload in (op.overloads() if isinstance(op, OpOverloadPacket) else [None])
+        for overload in (op.overloads() if hasattr(op, "overloads") else [None])
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
@@ -101,7 +93,7 @@ def apply_ac(
             if reads_device:
                 context_fn = partial(reading_contexts, context_fn)
             options = {"context_fn": context_fn}
-        wrapped = checkpoint_wrapper(
+        wrapped = torch_parts.checkpoint_wrapper(
             block,
             preserve_rng_state=ac_config.preserve_rng_state,
             determinism_check=ac_config.determinism_check,
@@ -124,10 +116,10 @@ def _set_memory_budget(
     if ac_config.visualize_memory_budget_pareto:
         folder = os.path.join(base_folder, "memory_budget_pareto")
         os.makedirs(folder, exist_ok=True)
-        host.change_attribute(torch._functorch.config, "memory_budget_pareto_dir", folder)
-        host.change_attribute(torch._functorch.config, "visualize_memory_budget_pareto", True)
+        host.change_attribute(torch_parts.memory_budget, "memory_budget_pareto_dir", folder)
+        host.change_attribute(torch_parts.memory_budget, "visualize_memory_budget_pareto", True)
     host.change_attribute(
-        torch._functorch.config, "activation_memory_budget", ac_config.memory_budget
+        torch_parts.memory_budget, "activation_memory_budget", ac_config.memory_budget
     )
     logger.info("activation memory budget: %s", ac_config.memory_budget)
 
@@ -158,13 +150,15 @@ def _context_fn(
     for every new object.
     """
 
+    copy = torch_parts.copy_operator.default
+
     def make_contexts() -> tuple[Any, Any]:
         num_products: Counter[bool] = Counter()  # key: is this the recomputation?
 
         def policy(
-            ctx: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any
+            ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
         ) -> CheckpointPolicy:
-            if op is _COPY and args[0].device.type != "cpu" and kwargs.get("device") is not None:
+            if op is copy and args[0].device.type != "cpu" and kwargs.get("device") is not None:
                 if torch.device(kwargs["device"]).type == "cpu":
                     return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device
             if op not in saved_ops:
@@ -178,27 +172,31 @@ def _context_fn(
             return CheckpointPolicy.MUST_SAVE
 
         forward, _ = create_selective_checkpoint_contexts(policy)
-        recompute = _RecomputeMode(policy, forward.storage, False)
-        recompute.maybe_saved_ops = saved_ops | {_COPY}
+        recompute = _recompute_mode()(policy, forward.storage, False)
+        recompute.maybe_saved_ops = saved_ops | {copy}
         return forward, recompute
 
     return make_contexts
 
 
-class _RecomputeMode(_CachedTorchDispatchMode):
-    """A recomputation mode that also runs ops that the forward pass did not run.
+@functools.cache
+def _recompute_mode() -> type:
+    """Return a recomputation mode that also runs ops that the forward pass did not run.
 
-    Source of torch 2.13: `_CachedTorchDispatchMode` raises on such ops. We override its dispatch
-    because hooks that exist only in backward (a FLOP counter's, say) run additional views.
+    Source of torch 2.13: torch's own mode raises on such ops. We override its dispatch because hooks
+    that exist only in backward (a FLOP counter's, say) run additional views.
     """
 
-    # Torch registers flex attention and compiled regions for the exact type of its own mode.
-    supports_higher_order_operators = True
-    maybe_saved_ops: frozenset[Any]
+    class RecomputeMode(torch_parts.RecomputeMode):
+        # Torch registers flex attention and compiled regions for the exact type of its own mode.
+        supports_higher_order_operators = True
+        maybe_saved_ops: frozenset[Any]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in self.maybe_saved_ops:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in self.maybe_saved_ops:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    return RecomputeMode

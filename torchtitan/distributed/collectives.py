@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor, library
 
+from torchtitan.tools import torch_parts
+
 # Selective checkpointing and the compiler recognise collectives by these operators.
-OPS = torch.ops._c10d_functional
+OPS = torch_parts.collective_operators
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("all_gather(Tensor x, int size, str group) -> Tensor")
@@ -49,7 +50,7 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 @library.impl(_library, "all_gather", "CPU")
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    process_group = dist.distributed_c10d._resolve_process_group(group)
+    process_group = torch_parts.group_of_name(group)
     if not is_gloo(process_group):
         return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), size, group))
     gathered = x.new_empty((size, *x.shape))
@@ -62,13 +63,13 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """A single operator, so that selective checkpointing keeps the sum, not its `size` summands."""
     out = x.new_empty((len(x) // size, *x.shape[1:]))
-    sum_over_ranks(x.contiguous(), dist.distributed_c10d._resolve_process_group(group), out)
+    sum_over_ranks(x.contiguous(), torch_parts.group_of_name(group), out)
     return out
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Return True if the group uses gloo for CPU tensors."""
-    return group._get_backend(torch.device("cpu")).name() == "gloo"
+    return torch_parts.backend_of(group, torch.device("cpu")).name() == "gloo"
 
 
 def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:

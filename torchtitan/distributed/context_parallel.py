@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 from torchtitan.distributed.collectives import (
@@ -34,6 +33,7 @@ from torchtitan.distributed.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from torchtitan.tools import torch_parts
 from torchtitan.tools.host_copy import pinned, to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -260,7 +260,7 @@ def _needed_keys_of_whole_rows(
 ) -> NeededKeys:
     starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
     needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
-    return tree_map_only(Tensor, pinned, needed)
+    return torch_parts.pytree.tree_map_only(Tensor, pinned, needed)
 
 
 def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:

@@ -7,9 +7,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Debug
-from torchtitan.distributed.dtensor import load_dtensor
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.compiler import compiled_on_first_call, load_flex_attention
 from torchtitan.tools.logging import logger
 
@@ -47,17 +46,17 @@ def set_determinism(
     # For child processes only: this interpreter fixed its hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
     # DTensor has a generator of its own, except on the CPU. A job whose only parallelism is the
-    # pipeline makes no DTensors. Source of torch 2.13: seeding replaces the private `_rng_tracker`,
+    # pipeline makes no DTensors. Source of torch 2.13: seeding replaces the private tracker,
     # which we restore with the last engine, because nothing else resets it.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
-            _random = load_dtensor()._random
-            before = _random._rng_tracker
-            _random.manual_seed(seed, world_mesh)
+            module, tracker = torch_parts.place("rng_tracker")
+            before = getattr(module, tracker)
+            torch_parts.seed_dtensors(seed, world_mesh)
             host.change(
-                _random._rng_tracker,
-                write=lambda tracker: setattr(_random, "_rng_tracker", tracker),
+                getattr(module, tracker),
+                lambda value: setattr(module, tracker, value),
                 before=before,
             )
     return base_seed

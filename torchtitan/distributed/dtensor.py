@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.tools import torch_parts
+
 
 def is_dtensor(x: Any) -> bool:
     """Return True if `x` is a DTensor.
@@ -32,8 +34,7 @@ def local_shape_and_offsets(
     shape: torch.Size, mesh: Any, placements: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a DTensor, and where the part begins in the whole."""
-    utils = load_dtensor()._utils
-    return utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    return torch_parts.local_shape_and_offset(shape, mesh, placements)
 
 
 def whole_tensor(x: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def forget_scales(weights: Iterable[Tensor]) -> None:
     for weight in weights:
         # FSDP reads the tensor that a DTensor holds; `to_local` returns a new object each time if the
         # weight needs a gradient.
-        stored = weight._local_tensor if is_dtensor(weight) else weight
+        stored = torch_parts.held_tensor(weight) if is_dtensor(weight) else weight
         if getattr(stored, "_precomputed_scale", None) is not None:
             stored._precomputed_scale = None
 
@@ -98,5 +99,5 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ops = torch.ops._c10d_functional
+        ops = torch_parts.collective_operators
         return ops.wait_tensor(ops.all_reduce(grad.contiguous(), "sum", ctx.group)), None

@@ -99,7 +99,7 @@ def to_float8(
 # never meets a float8 tensor's subclass; a later stage of torch.compile traces their operations.
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _TensorwiseLinear(torch.autograd.Function):
     """Multiply x [..., K] by this rank's part [N, K] of a weight, transposed.
 
@@ -173,7 +173,7 @@ def _gather_in_float8(
     return Float8TrainingTensor(data, shard._scale, shard._orig_dtype, configs[0], role)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Float8Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, seq_len: int, ranks: tuple, *configs: Any) -> Tensor:
@@ -186,7 +186,7 @@ class _Float8Gather(torch.autograd.Function):
         return grad_shard, None, None, None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Float8Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sum: Tensor, ranks: tuple, *configs: Any) -> Tensor:

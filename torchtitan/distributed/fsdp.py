@@ -10,14 +10,13 @@ and `output` or `score`. On a pipeline stage all but `layers` may be None.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,25 +24,23 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_leaves
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.own_groups import making_groups
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
 _BUCKET_BYTES = 100 * 2**20
 
 
-class CpuAllGather(DefaultAllGather):
+class _Communication:
+    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
+        return torch.empty(*size, **options)
+
+
+class CpuAllGather(_Communication):
     """Gathers FSDP's parameters on the CPU. The input tensor is a part of the output tensor."""
 
     def __call__(
@@ -54,12 +51,13 @@ class CpuAllGather(DefaultAllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         if not is_gloo(group):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            parts = list(output_tensor.chunk(group.size()))
+            return dist.all_gather(parts, input_tensor, group, async_op)
         broadcast_all(output_tensor.view(group.size(), -1), group)
         return None
 
 
-class CpuReduceScatter(DefaultReduceScatter):
+class CpuReduceScatter(_Communication):
     """Sums FSDP's gradients on the CPU, in rank order."""
 
     def __call__(
@@ -71,7 +69,8 @@ class CpuReduceScatter(DefaultReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         if op != dist.ReduceOp.SUM or not is_gloo(group):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            parts = list(input_tensor.chunk(group.size()))
+            return dist.reduce_scatter(output_tensor, parts, op, group, async_op)
         sum_over_ranks(input_tensor, group, output_tensor)
         return None
 
@@ -235,25 +234,21 @@ def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) 
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
     """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
 
-    Source of torch 2.13: `_get_post_forward_mesh_info` makes a mesh with new process groups for each
-    unit, on this rank's dp_mesh only. We replace it because process groups have to be made by all
-    ranks of the world together.
+    For a number, torch makes a mesh with new process groups for each unit, on this rank's dp_mesh only.
+    We replace its function because process groups have to be made by all ranks of the world together.
     """
     axis = dp_mesh.ndim - 1
     names = "fsdp_between", "fsdp_within"
     sizes = dp_mesh.size(axis) // num_ranks, num_ranks
     # No rank communicates on the outer axis.
     with making_groups():
-        mesh = dp_mesh._unflatten(axis, sizes, names, backend_override={names[0]: "fake"})[names]
-    mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        unused = {names[0]: "fake"}
+        mesh = torch_parts.split_mesh(dp_mesh, axis, sizes, names, backend_override=unused)[names]
+    mesh_info = torch_parts.HsdpMesh(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def shard_unit(module: nn.Module, **options: Any) -> None:
-        make_mesh = torch_fsdp._get_post_forward_mesh_info
-        torch_fsdp._get_post_forward_mesh_info = lambda *_: mesh_info
-        try:
+        with torch_parts.replaced("make_forward_mesh", lambda *_: mesh_info):
             fully_shard(module, **options)
-        finally:
-            torch_fsdp._get_post_forward_mesh_info = make_mesh
 
     return shard_unit
 
@@ -262,7 +257,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
-        if any(group.mesh_info.mesh.size() > 1 for group in _param_groups([unit])):
+        if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
             unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective applies the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
@@ -279,20 +274,23 @@ def reshard_model(model: nn.Module) -> None:
     # Source of torch 2.13: backward prefetches parameters in the recorded order of the forwards since
     # the last backward. Without clearing it, a forward without backward is prefetched too.
     for group in _param_groups(_units_of(model)):
-        if hasattr(group.comm_ctx, "post_forward_order"):  # set by the first forward
-            group.comm_ctx.post_forward_order.clear()
-            group._post_forward_indices.clear()
+        communication = torch_parts.fsdp_communication(group)
+        forwards = torch_parts.field_of(communication, "fsdp_forwards")
+        if forwards is not None:  # set by the first forward
+            forwards.clear()
+            torch_parts.fsdp_order(group).clear()
 
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
     total = 0
     for group in _param_groups(_units_of(model)):
-        if group.post_forward_mesh_info is None:  # forward keeps the parameters already
+        if torch_parts.fsdp_forward_mesh(group) is None:  # forward keeps the parameters already
             continue
-        for parameter in group.fsdp_params:
-            dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
-            total += math.prod(parameter._orig_size) * dtype.itemsize
+        for parameter in torch_parts.fsdp_params(group):
+            gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
+            dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+            total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 
 
@@ -300,30 +298,25 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end.
 
-    Source of torch 2.13: `reshard_after_forward` is fixed when a unit is made, and FSDP keeps a unit
-    gathered if `post_forward_mesh_info` is None. We set it because only some forwards keep weights.
+    FSDP keeps a unit gathered if its mesh after forward is None (read in torch 2.11 to 2.15). We set
+    it, because the public `set_reshard_after_forward` forgets a mesh of fewer ranks.
     """
-    before = [(group, group.post_forward_mesh_info) for group in _param_groups(_units_of(model))]
-    for group, _ in before:
-        group.post_forward_mesh_info = None
+    groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
+    before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
+    for group in groups:
+        setattr(group, field, None)
     try:
         yield
     finally:
         reshard_model(model)
-        for group, mesh_info in before:
-            group.post_forward_mesh_info = mesh_info
+        for group, mesh in zip(groups, before, strict=True):
+            setattr(group, field, mesh)
 
 
 def _param_groups(units: list[FSDPModule]) -> list[Any]:
-    """Return the private parameter groups of these units (torch 2.13); there is no public access."""
-    groups: list[Any] = []
-    for unit in units:
-        state = unit._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            groups += state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:  # torch 2.11
-            groups.append(state._fsdp_param_group)
-    return groups
+    """Return the private parameter groups of these units; there is no public access."""
+    states = map(torch_parts.fsdp_state, units)
+    return [group for state in states for group in torch_parts.fsdp_groups_of(state)]
 
 
 def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
@@ -373,7 +366,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
     model.set_is_last_backward(True)
     for group in _param_groups(_units_of(model)):
         group.post_backward()
-    model._get_fsdp_state()._root_post_backward_final_callback()
+    torch_parts.fsdp_end_backward(torch_parts.fsdp_state(model))
 
 
 def recover_model(model: nn.Module) -> None:
@@ -381,40 +374,28 @@ def recover_model(model: nn.Module) -> None:
 
     Otherwise FSDP would continue with the weights that it had gathered. No-op without FSDP.
     """
-    # `_is_root` is None until the first forward (torch 2.13), before which nothing is gathered.
-    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+    if not isinstance(model, FSDPModule):
         return
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-    else:
-        _reset_iter_state(model)
-    # Drop gradients of gathered parameters, which the next backward would reduce with its own.
-    # `reset_iter_state` of torch 2.13 leaves them, and they are in private fields only.
-    for fsdp_param in (p for group in _param_groups(_units_of(model)) for p in group.fsdp_params):
-        fsdp_param.unsharded_accumulated_grad = None
-        parameter = getattr(fsdp_param, "_unsharded_param", None)
-        if parameter is not None:
-            parameter.grad = None
-
-
-def _reset_iter_state(model: FSDPModule) -> None:
-    """Do what `FSDPModule.reset_iter_state` does, on torch 2.11, which lacks that method."""
-    root = model._get_fsdp_state()
-    if root._device.type != "cpu":
-        root._device_handle.synchronize()  # collectives run on streams of their own
-    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
-    root._comm_ctx.post_forward_order.clear()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = TrainingState.IDLE
-    for group in _param_groups(_units_of(model)):
-        group._all_gather_result = group._all_reduce_state = None
-        group._post_reduce_event = group._partial_reduce_output = None
-        group._post_forward_indices.clear()
-        group._training_state = TrainingState.IDLE
-        group.reshard()
+    # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
+    if torch_parts.fsdp_is_root(torch_parts.fsdp_state(model)) is None:
+        return
+    parameters = [
+        p for group in _param_groups(_units_of(model)) for p in torch_parts.fsdp_params(group)
+    ]
+    shards = [torch_parts.fsdp_shard(p) for p in parameters]
+    reduced = [shard.grad for shard in shards]
+    torch_parts.reset_fsdp(model)
+    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep even gradients
+    # of gathered parameters, which the next backward would reduce with its own.
+    for shard, grad in zip(shards, reduced, strict=True):
+        shard.grad = grad
+    field = torch_parts.attribute("fsdp_gradient")
+    for parameter in parameters:
+        if not isinstance(getattr(type(parameter), field, None), property):  # torch 2.15's is empty
+            setattr(parameter, field, None)
+        gathered = torch_parts.field_of(parameter, "fsdp_gathered")
+        if gathered is not None:
+            gathered.grad = None
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
@@ -424,9 +405,10 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     let the compiler split graphs where DDP's buckets end.
     """
     if enable_compile:
-        host.change_attribute(torch._dynamo.config, "optimize_ddp", "ddp_optimizer")
+        host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast: each rank counts its experts' tokens in one, summed over ranks later.
-    replicate(model, process_group=dp_mesh.get_group(), bucket_cap_mb=100, broadcast_buffers=False)
+    group = dp_mesh.get_group()
+    torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
     # DDP averages. Its communication hook cannot undo that, because it also gets the gradients of
     # earlier microbatches, reduced before. So scale gradients where backward begins.
     scale_gradients(model, float(dp_mesh.size()))
@@ -440,7 +422,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     """
 
     def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
+        for leaf in torch_parts.pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda gradient: gradient * factor)
 
@@ -453,12 +435,18 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     For pipeline stages, where DDP does not work because forwards and backwards of several
     microbatches alternate.
     """
-    grads = []
+    buckets: list[list[Tensor]] = []  # of one dtype each
+    open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grads.append(local_tensor(parameter.grad))
-    for bucket in torch._utils._take_tensors(grads, _BUCKET_BYTES):  # one dtype per bucket
+        grad = local_tensor(parameter.grad)
+        bucket = open_buckets.get(grad.dtype)
+        if bucket is None or sum(x.nbytes for x in bucket) + grad.nbytes > _BUCKET_BYTES:
+            bucket = open_buckets[grad.dtype] = []
+            buckets.append(bucket)
+        bucket.append(grad)
+    for bucket in buckets:
         flat = torch.cat([grad.flatten() for grad in bucket])
         torch.distributed.all_reduce(flat, group=mesh.get_group())
         for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

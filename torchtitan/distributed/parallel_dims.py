@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.distributed.processes.own_groups import making_meshes
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -87,7 +88,7 @@ class ParallelDims:
         number of ranks that share dense parameters.
         """
         # Registers the fake backend of unused axes. Torch has it among its testing helpers only.
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+        torch_parts.get("fake_backend")
 
         fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
         experts = self.ep * self.etp
@@ -118,10 +119,14 @@ class ParallelDims:
             for cut, axes in _AXES_OF_CUT.items():
                 # An axis without communication gets torch's fake backend, hence no communicator.
                 unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
-                cuts[cut] = world_mesh._unflatten(
-                    0, tuple(sizes[name] for name in axes), axes, backend_override=unused
+                cuts[cut] = torch_parts.split_mesh(
+                    world_mesh,
+                    0,
+                    tuple(sizes[name] for name in axes),
+                    axes,
+                    backend_override=unused,
                 )
-            loss_mesh = cuts["dataloading"]["batch", "cp"]._flatten("loss_mesh")
+            loss_mesh = torch_parts.join_mesh(cuts["dataloading"]["batch", "cp"], "loss_mesh")
 
         self._world_mesh = world_mesh
         self._global_meshes = cuts | {"loss": loss_mesh}

@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
 
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fsdp import reshard_model, sum_gradients
@@ -40,6 +39,7 @@ from torchtitan.distributed.pipeline_order import (
     with_resharding,
 )
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, PipelineStage
+from torchtitan.tools import torch_parts
 
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
@@ -156,7 +156,7 @@ class PipelineSchedule:
         tree: a tree of tensors and other objects that can be pickled; ignored on the other ranks.
         Tensors are returned on this rank's device, detached.
         """
-        device = self.stages[0].device
+        device, tree_map_only = self.stages[0].device, torch_parts.pytree.tree_map_only
         box = [None]
         if self.has_last_stage:
             tree = tree_map_only(Tensor, lambda x: x.detach().to(device).contiguous(), tree)

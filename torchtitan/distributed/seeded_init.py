@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.distributed.dtensor import is_dtensor, local_shape_and_offsets, local_tensor
 from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
 # What activation checkpointing and compile add to names.
@@ -47,7 +47,7 @@ def name_without_wrappers(name: str) -> str:
     return name
 
 
-class seeded_init(TorchDispatchMode):
+class seeded_init(torch_parts.DispatchMode):
     """Context in which the model's `init_weights()` sets the same weights on every layout.
 
     Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
@@ -202,7 +202,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
         shape, offsets = local_shape_and_offsets(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-        assert tuple(shape) == tuple(local.shape), f"{shape} != {local.shape} for {tensor._spec}"
+        assert tuple(shape) == tuple(local.shape), f"{shape} != {local.shape}"
     if local.numel() == 0:
         return
     device, whole = local.device, tensor.shape
@@ -224,7 +224,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
 
 def _memory_of(tensor: Any) -> tuple | None:
     """Return the tensor's memory location, by which `parameter.data` is recognised too."""
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    local = local_tensor(tensor)
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
         return None
     return local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride()

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -45,8 +44,7 @@ from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.numerics.linear import Linear, project
 from torchtitan.numerics.norm import RMSNorm, rms_norm
-from torchtitan.tools import host
-from torchtitan.tools.compiler import load_inductor
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
 Row = Mapping[str, int | None]
@@ -313,7 +311,7 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         return
     for problem in async_tensor_parallel(job_config):
         raise RuntimeError(problem)
-    host.change_attribute(load_inductor().config, "_micro_pipeline_tp", True)
+    host.change_attribute(*torch_parts.place("pipelined_products"), True)
     if tp_mesh.device_type != "cuda":
         logger.warning(
             "parallelism.enable_async_tensor_parallel has no effect on %r: its operators need CUDA",
@@ -324,5 +322,5 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         with warnings.catch_warnings():
             # This function warns that it is deprecated, yet the pass skips groups without it (2.13).
             warnings.simplefilter("ignore", FutureWarning)
-            _symmetric_memory.enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+            torch_parts.enable_symmetric_memory(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

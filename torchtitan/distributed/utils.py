@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +25,7 @@ from torchtitan.distributed.processes.process_group import (  # noqa: F401
 )
 from torchtitan.distributed.tied_copies import second_copies
 from torchtitan.numerics.linear import cpu_multiplies_bf16
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
 
@@ -83,9 +83,8 @@ def create_context_parallel_ctx(
 ) -> Generator[None, None, None]:
     """Return torch's own context-parallel context, which shards `cp_buffers` on `cp_seq_dims`."""
     # Imported here, because torch may rename these experimental functions.
-    experimental = load_dtensor(".experimental")
-    experimental._attention.set_rotate_method(cp_rotate_method)
-    return experimental.context_parallel(
+    torch_parts.set_rotate_method(cp_rotate_method)
+    return load_dtensor(".experimental").context_parallel(
         cp_mesh,
         buffers=cp_buffers,
         buffer_seq_dims=cp_seq_dims,
@@ -96,17 +95,24 @@ def create_context_parallel_ctx(
 # ---- reductions of one number ----
 
 
+def _reduced(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """Return x, reduced over the ranks of a group with "sum", "max" or "avg"."""
+    x = x.clone()
+    dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group)
+    return x
+
+
 def _dist_reduce(
     op: str, x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
 ) -> float:
     """Reduce `x` (one element) over the ranks of `mesh`, after `extra_pg`; an int for integer `x`."""
     x = whole_tensor(x)
     if extra_pg is not None:
-        x = funcol.all_reduce(x, reduceOp=op, group=extra_pg)
+        x = _reduced(x, op, extra_pg)
     if mesh is None:
         return x.item()
     assert x.numel() == 1, f"expected one element, got shape {tuple(x.shape)}"
-    return funcol.all_reduce(x, reduceOp=op, group=mesh).item()
+    return _reduced(x, op, mesh.get_group()).item()
 
 
 dist_max = functools.partial(_dist_reduce, "max")
@@ -217,7 +223,7 @@ def _norm_over(
     norm: Tensor, norm_type: float, ranks: DeviceMesh | tuple[DeviceMesh, int]
 ) -> Tensor:
     """Combine the norms of the parts on these ranks into the norm of the whole."""
+    mesh, axis = ranks if isinstance(ranks, tuple) else (ranks, 0)
     if math.isinf(norm_type):
-        return funcol.wait_tensor(funcol.all_reduce(norm, "max", ranks))
-    powers = funcol.wait_tensor(funcol.all_reduce(norm**norm_type, "sum", ranks))
-    return powers ** (1.0 / norm_type)
+        return _reduced(norm, "max", mesh.get_group(axis))
+    return _reduced(norm**norm_type, "sum", mesh.get_group(axis)) ** (1.0 / norm_type)

@@ -27,6 +27,7 @@ from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import Linear, is_slow_product, linear
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.numerics.products import packed_linear
+from torchtitan.tools import torch_parts
 from torchtitan.tools.utils import free_memory
 
 Product = Callable[[Tensor], Tensor]
@@ -51,7 +52,7 @@ def is_plain(parts: Sequence[nn.Module]) -> bool:
     if parts[0].tok_embeddings.weight.device.type != "cpu":
         return False
     for module in parts[0].modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if torch_parts.forward_hooks(module) or torch_parts.forward_pre_hooks(module):
             return False
         if isinstance(module, nn.Linear):
             is_known = type(module).forward in (Linear.forward, OutputProjection.forward)

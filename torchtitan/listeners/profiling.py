@@ -13,6 +13,7 @@ import torch
 from torchtitan.config import Profiling
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import profiling_cycle
+from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
@@ -84,7 +85,8 @@ def maybe_enable_memory_snapshot(
         return
     device_type, device_module = get_device_info()
     memory = getattr(device_module, "memory", None)
-    if not (hasattr(memory, "_record_memory_history") and hasattr(memory, "_snapshot")):
+    record = torch_parts.field_of(memory, "record_memory")
+    if record is None:
         warn_once(
             logger,
             "profiling.enable_memory_snapshot is ignored: "
@@ -96,7 +98,7 @@ def maybe_enable_memory_snapshot(
     folder = os.path.join(base_folder, profiling_config.save_memory_snapshot_folder)
     freq = profiling_config.profile_freq
     snapshot = MemorySnapshot(memory, folder, leaf_folder, freq, global_step)
-    memory._record_memory_history(max_entries=MEMORY_SNAPSHOT_MAX_ENTRIES)
+    record(max_entries=MEMORY_SNAPSHOT_MAX_ENTRIES)
     logger.info("Memory history is recorded, snapshots go to %s", folder)
     try:
         yield snapshot
@@ -104,7 +106,7 @@ def maybe_enable_memory_snapshot(
         snapshot.step(exit_ctx=True)
         raise
     finally:
-        memory._record_memory_history(enabled=None)
+        record(enabled=None)
 
 
 @dataclass
@@ -130,7 +132,7 @@ class MemorySnapshot:
         folder = _iteration_folder(self.folder, label, self.leaf_folder)
         path = os.path.join(folder, f"rank{_rank()}_memory_snapshot.pickle")
         with open_file(path, "wb") as file:
-            pickle.dump(self.memory._snapshot(), file)
+            pickle.dump(torch_parts.field_of(self.memory, "memory_history")(), file)
         logger.info("Wrote memory snapshot %s", path)
 
 

@@ -14,6 +14,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.loss.logprobs import SummedCrossEntropy
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
 
@@ -65,9 +66,7 @@ def default_head(
     chunk_tokens = job_config.training.loss_chunk
     last = model_parts[-1]
     output = getattr(last, "output", None)
-    # Private (torch 2.13): torch.compile stores the function here, which tells a compiled
-    # `cross_entropy_loss` from a client's loss.
-    loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
+    loss_fn = torch_parts.field_of(loss_fn, "compiled_function") or loss_fn
     if loss_fn is not cross_entropy_loss or output is None or chunk_tokens == 0:
         return None
     if not all("head" in keywords_of(module.forward)[0] for module in (last, output)):

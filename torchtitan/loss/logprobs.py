@@ -23,17 +23,16 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.distributed.collectives import OPS
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.numerics.exact import exact_linear
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank, add_products, gradients_of_products
-
-_OPS = torch.ops._c10d_functional
+from torchtitan.tools.torch_parts import assert_on_device
 
 
 class TokenOutputs(NamedTuple):
@@ -334,7 +333,7 @@ def _check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
     is_label = ((labels >= 0) & (labels < n_entries)) | (labels == IGNORE_INDEX)
     rule = f"labels must be in [0, {n_entries}) or {IGNORE_INDEX}, which is left out"
     if labels.device.type != "cpu":
-        torch._assert_async(is_label.all(), rule)  # does not wait for the device
+        assert_on_device(is_label.all(), rule)  # does not wait for the device
     elif not is_label.all():
         raise ValueError(f"{rule}, got {labels[~is_label].unique().tolist()[:8]}")
 
@@ -576,8 +575,8 @@ def _of_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return numbers[None]
     n_ranks = dist.get_world_size(group)
-    gathered = _OPS.all_gather_into_tensor(numbers, n_ranks, group.group_name)
-    return _OPS.wait_tensor(gathered).view(n_ranks, *numbers.shape)
+    gathered = OPS.all_gather_into_tensor(numbers, n_ranks, group.group_name)
+    return OPS.wait_tensor(gathered).view(n_ranks, *numbers.shape)
 
 
 def _over_ranks(

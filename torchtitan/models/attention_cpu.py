@@ -20,13 +20,10 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn import functional as F
 
+from torchtitan.tools import torch_parts
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-# Private operators, read in torch 2.13. `F.scaled_dot_product_attention` calls them on a CPU but does
-# not return the log-sum-exp, without which results over parts of the keys cannot be combined.
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _library = Library("torchtitan", "DEF")
 _library.define(
@@ -181,7 +178,9 @@ def _forward(
     qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     seen, seen_lse = out, lse
     for queries, keys, is_causal, mask, adds, _ in _calls(*ends, window, dtype):
-        part, part_lse = _flash_forward(
+        # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
+        # log-sum-exp, without which results over parts of the keys cannot be combined.
+        part, part_lse = torch_parts.flash_on_cpu(
             qs[:, :, queries].to(dtype),
             ks[:, :, keys].to(dtype),
             vs[:, :, keys].to(dtype),
@@ -254,7 +253,7 @@ def _backward(
             q_part, k_part, o_part = (F.pad(x, (0, 1)) for x in (q_part, k_part, o_part))
             v_part = F.pad(v_part, (0, 1), value=1.0)
             g_part = torch.cat((g_part, grad_lses[:, :, queries]), dim=-1)
-        parts = _flash_backward(
+        parts = torch_parts.flash_on_cpu_backward(
             g_part,
             q_part,
             k_part,
@@ -300,8 +299,8 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def _kernel_of_device(*arguments):
-    # Private (torch 2.13): skips the "Autograd" kernel, which calls this function.
-    with torch._C._AutoDispatchBelowAutograd():
+    # Skips the "Autograd" kernel, which calls this function.
+    with torch_parts.below_autograd():
         return torch.ops.torchtitan.document_attention(*arguments)
 
 

@@ -13,8 +13,6 @@ All of this happens on the meta device, before any parameter has memory.
 from typing import Any
 
 import torch
-import torch._higher_order_ops
-import torch.distributed._functional_collectives  # noqa: F401 (registers operators)
 from torch import nn
 
 import torchtitan.distributed.collectives
@@ -26,10 +24,10 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.collectives import OPS
 from torchtitan.models.attention import choose_kernel_options
 from torchtitan.numerics.products import compile_options
-from torchtitan.tools import host
-from torchtitan.tools.compiler import load_varlen
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -75,32 +73,22 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.aten.mm.default,
         ops.aten.addmm.default,  # of a Linear with a bias
         ops.torchtitan.linear_with_low_rank.default,  # of a Linear with an adapter
-        ops.aten._scaled_mm.default,  # of a Linear in 8 bits
-        ops.aten._scaled_mm_v2.default,
-        ops.aten._grouped_mm.default,
-        ops.aten._scaled_grouped_mm.default,
-        ops.aten._scaled_grouped_mm_v2.default,
         ops.torchtitan.grouped_mm.default,
         ops.aten.max.default,  # scaling factors of low-precision matmuls
-        ops.aten._scaled_dot_product_efficient_attention.default,
-        ops.aten._scaled_dot_product_flash_attention.default,
-        ops.aten._scaled_dot_product_cudnn_attention.default,
-        ops.aten._scaled_dot_product_attention_math.default,
-        ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-        ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         ops.torchtitan.document_attention.default,
-        ops._c10d_functional.reduce_scatter_tensor.default,
+        OPS.reduce_scatter_tensor.default,
         ops.torchtitan.reduce_scatter.default,  # the same on the CPU
-        ops._c10d_functional.all_to_all_single.default,
-        torch._higher_order_ops.flex_attention,
+        OPS.all_to_all_single.default,
+        ops.higher_order.flex_attention,
     }
+    products = torch_parts.members("low_precision_products")
+    saved |= {packet.default for packet in products + torch_parts.members("costly_operators")}
     if not compile_blocks:
         # Flex attention, which is compiled by itself, is such a region. A compiled block contains
         # none, and dynamo cannot trace a policy that names this operator.
-        saved.add(torch._higher_order_ops.inductor_compiled_code)
+        saved.add(ops.higher_order.inductor_compiled_code)
     if get_device_type() != "cpu":
-        load_varlen()
-        saved.add(ops.torch_attn._varlen_attn.default)
+        saved.add(torch_parts.varlen.default)
     return saved
 
 
@@ -122,14 +110,14 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
     """
     # All blocks share one limit of compiled variants: kinds of layers, static and dynamic shapes,
     # with and without gradients, context parallelism. With fullgraph, exceeding it is an error.
-    dynamo = torch._dynamo.config
+    dynamo = torch_parts.dynamo_config
     host.change_attribute(dynamo, "recompile_limit", max(dynamo.recompile_limit, 64))
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
     if get_device_type() == "cpu" and compile_config.backend == "inductor":
         options["options"] = compile_options()
     choose_kernel_options(model)
     for name, block in model.layers.named_children():
-        if isinstance(block, torch._dynamo.OptimizedModule):
+        if torch_parts.is_compiled(block):
             continue
         moe = block.moe if getattr(block, "moe_enabled", False) else None
         if moe is None or (moe.experts.use_grouped_mm and not ep_enabled):
@@ -139,7 +127,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
         for piece in (block.attention, moe.router, moe.shared_experts):
             # Private: `Module.compile` stores the compiled call here (torch 2.13), and a second
             # `compile` would compile again.
-            if piece is not None and piece._compiled_call_impl is None:
+            if piece is not None and torch_parts.compiled_call(piece) is None:
                 piece.compile(**options)
         if moe.experts.use_grouped_mm:
             moe.experts.compile_products(**options)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.tools.torch_parts import assert_on_device
+
 
 @dataclass
 class RoPEScalingArgs:
@@ -136,7 +138,7 @@ def select_positions(table: Tensor, positions: Tensor | None, seq_len: int) -> T
         if not torch.compiler.is_compiling() and positions.numel() and positions.max() >= length:
             raise ValueError(_beyond_table(int(positions.max()) + 1, length))
     else:
-        torch._assert_async((positions < length).all(), _beyond_table("more", length))
+        assert_on_device((positions < length).all(), _beyond_table("more", length))
     return table[positions.clamp(min=0)]
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.tools import torch_parts
+
 if TYPE_CHECKING:
     from torchtitan.numerics.low_rank import LowRank
 
@@ -24,12 +26,12 @@ def cpu_multiplies_bf16() -> bool:
     """Return True if this CPU has instructions for products of bf16 matrices."""
     global _cpu_multiplies_bf16
     if _cpu_multiplies_bf16 is None:
-        # torch has no public query (2.13), so these are private.
         if platform.machine().lower() in ("x86_64", "amd64"):
-            answer = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+            cpu = torch.cpu.get_capabilities()
+            answer = cpu["avx512_bf16"] or cpu["amx_tile"]
         else:
             # Builds of torch without oneDNN, as for macOS, lack this operator and bf16 products.
-            operator = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+            operator = torch_parts.onednn_has_bf16
             answer = torch.backends.mkldnn.is_available() and operator is not None and operator()
         _cpu_multiplies_bf16 = answer
     return _cpu_multiplies_bf16

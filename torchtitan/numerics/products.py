@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-from torchtitan.tools import host
-from torchtitan.tools.compiler import load_inductor
+from torchtitan.tools import host, torch_parts
 
 # For smaller products the call costs more than oneDNN gains.
 _LEAST_MULTIPLICATIONS = 2**24
@@ -38,7 +37,7 @@ def onednn_is_faster() -> bool:
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkl.is_available()
         and torch.backends.mkldnn.enabled
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch_parts.onednn_linear)
     )
 
 
@@ -68,8 +67,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
     """
     is_float = weight.dtype in (torch.float32, torch.bfloat16)
     if is_float and weight.numel() >= _LEAST_PACKED and onednn_is_faster():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_ROWS)
-        product = torch.ops.mkldnn._linear_pointwise.default
+        packed = torch_parts.onednn_pack(weight.contiguous(), _PACKED_ROWS)
+        product = torch_parts.onednn_linear.default
         return lambda x: product(x, packed, bias, "none", [], "")
     transposed = weight.t()
     if bias is None:
@@ -82,7 +81,7 @@ def compile_options() -> dict[str, Any] | None:
 
     Also None if inductor's setting for a custom pass is in use.
     """
-    if not onednn_is_faster() or load_inductor().config.post_grad_custom_post_pass is not None:
+    if not onednn_is_faster() or torch_parts.inductor_config.post_grad_custom_post_pass is not None:
         return None
     return {"post_grad_custom_post_pass": _own_mm_pass()}
 
@@ -91,7 +90,7 @@ def compile_options() -> dict[str, Any] | None:
 def _own_mm_pass() -> Any:
     """Return the pass, one for all engines, because torch.compile shares code for equal options."""
 
-    class UseOwnMm(load_inductor().custom_graph_pass.CustomGraphPass):
+    class UseOwnMm(torch_parts.GraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
                 if node.meta["val"].device.type == "cpu":
@@ -115,7 +114,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         # Other layouts have overlapping rows, which oneDNN refuses, or are rare.
         and (b.is_contiguous() or b.t().is_contiguous())
     ):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+        return torch_parts.onednn_linear.default(a, b.t(), None, "none", [], "")
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
 
 
@@ -128,7 +127,7 @@ _replacement: library.Library | None = None
 def _replace_mm(replaced: bool) -> None:
     global _replacement
     if _replacement is not None and not replaced:
-        _replacement._destroy()
+        torch_parts.remove_library(_replacement)
         _replacement = None
     elif _replacement is None and replaced:
         _replacement = library.Library("aten", "IMPL")

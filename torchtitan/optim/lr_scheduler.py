@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.config import LRScheduler as LRSchedulerConfig
 from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 
 # Factor on the peak, falling from 1 to 0 while the progress of the decay goes from 0 to 1.
@@ -53,7 +54,7 @@ class LRSchedulersContainer:
             factors = [factor(n) for factor in scheduler.lr_lambdas]
             lrs = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
             set_lrs(scheduler.optimizer, lrs)
-            scheduler._last_lr = lrs
+            setattr(scheduler, torch_parts.attribute("last_lr"), lrs)
 
     def state_dict(self) -> dict[str, Any]:
         first, *_ = self.schedulers

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtitan.config import JobConfig
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.optim.optimizer import OptimizersContainer
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
 HOST = torch.device("cpu")
@@ -168,8 +168,7 @@ class Offloader:
 
 def release_pinned_memory() -> None:
     """Return unused pinned host memory, which torch keeps, to the system."""
-    empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
-    (empty or torch._C._host_emptyCache)()
+    torch_parts.empty_host_cache()
 
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:

@@ -19,6 +19,7 @@ from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.optim.adam import RoundedAdam
 from torchtitan.optim.groups import ParameterGroups
 from torchtitan.optim.muon import Muon
+from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 
 T = TypeVar("T", bound=Optimizer)
@@ -282,7 +283,7 @@ for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
     """True if `skipped_where` works for all optimizers, as for torch's "fused" implementations."""
-    return all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+    return all(torch_parts.field_of(o, "skips_on_device") for o in optimizers)
 
 
 @contextmanager
@@ -357,7 +358,7 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
         # the compiler removes the second count.
         implementation = getattr(block, "checkpoint_impl", None)  # torch's CheckpointImpl
         recomputes = implementation is not None and implementation.name == "NO_REENTRANT"
-        rows.append(tokens // 2 if recomputes and not hasattr(block, "_orig_mod") else tokens)
+        rows.append(tokens // 2 if recomputes and not torch_parts.is_compiled(block) else tokens)
     counts = torch.stack(rows)
     if is_dtensor(counts):
         counts = counts.full_tensor()

@@ -17,8 +17,7 @@ from torchtitan.quantization.utils import (
     keep_state_dicts_plain,
     module_filter_fn,
 )
-from torchtitan.tools import host
-from torchtitan.tools.compiler import load_inductor
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
@@ -60,7 +59,7 @@ class Float8LinearConverter(QuantizationConverter):
             self.config = replace(recipe, emulate=options.emulate)
         if options.recipe_name == "rowwise":
             # Makes compiled scaling kernels round as in eager mode.
-            host.change_attribute(load_inductor().config, "emulate_precision_casts", True)
+            host.change_attribute(torch_parts.inductor_config, "emulate_precision_casts", True)
         self.precompute_scale = (
             self.config.enable_fsdp_float8_all_gather
             and options.precompute_float8_dynamic_scale_for_fsdp

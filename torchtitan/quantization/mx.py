@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import _dispatch
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -89,7 +88,7 @@ def _from_recipe(torchao_config: Any, name: str) -> Any:
 
     Raises ValueError on torch 2.11, where torchao's own assertion asks for a nightly build.
     """
-    if not hasattr(_dispatch, "is_pinned_handler"):
+    if torch.__version__ < "2.12":
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "
             "use the float8 converters"

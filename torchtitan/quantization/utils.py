@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.distributed.dtensor import (
     forget_scales,
@@ -50,7 +49,7 @@ def keep_state_dicts_plain(model: nn.Module) -> None:
     the same converter.
     """
     for module in model.modules():
-        if any(is_traceable_wrapper_subclass(p) for p in module.parameters(recurse=False)):
+        if any(hasattr(p, "__tensor_flatten__") for p in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(_unwrap_weights)
             module.register_load_state_dict_post_hook(
                 lambda module, _: forget_scales(module.parameters(recurse=False))
@@ -60,10 +59,12 @@ def keep_state_dicts_plain(model: nn.Module) -> None:
 def _unwrap_weights(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name in (prefix + name for name in module._parameters if prefix + name in state_dict):
+    for own_name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        if (name := prefix + own_name) not in state_dict:
+            continue
         weight = state_dict[name]
         local = local_tensor(weight)
-        if not is_traceable_wrapper_subclass(local):
+        if not hasattr(local, "__tensor_flatten__"):
             continue
         plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
         if is_dtensor(weight):

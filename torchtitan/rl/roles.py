@@ -43,7 +43,7 @@ from torchtitan.rl.weight_sync import (
     hand_over,
     send_weights,
 )
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import SIGNALS
@@ -169,14 +169,14 @@ def errors_of_gloo() -> Iterator[None]:
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group of ranks that have no default group in common.
 
-    `dist.new_group` makes only groups within the default group, so torch's (2.13) private
-    `_register_backend` is the way to build one.
+    `dist.new_group` makes only groups within the default group, so torch's private
+    way to register a backend is needed to build one.
     """
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._register_backend(_CPU, kind, backend)
-    group._set_default_backend(kind)
+    torch_parts.register_backend(group, _CPU, kind, backend)
+    torch_parts.set_default_backend(group, kind)
     return group
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor
 from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
+from torchtitan.tools import torch_parts
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
@@ -24,7 +25,7 @@ def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
             yield name_without_wrappers(name), parameter
         for prefix, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                is_saved = name not in module._non_persistent_buffers_set
+                is_saved = name not in torch_parts.unsaved_buffers(module)
                 if is_saved and buffer.is_floating_point():
                     yield name_without_wrappers(f"{prefix}.{name}"), buffer
 
@@ -47,8 +48,8 @@ def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None
     pairs = [(local_tensor(weight), local_tensor(weights[name])) for name, weight in live]
     own, others = [own for own, _ in pairs], [other for _, other in pairs]
     kept = [x.clone() for x in own]
-    torch._foreach_copy_(own, others)
-    torch._foreach_copy_(others, kept)
+    torch_parts.foreach_copy(own, others)
+    torch_parts.foreach_copy(others, kept)
     forget_scales(weight for _, weight in live)
 
 

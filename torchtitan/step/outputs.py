@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from torchtitan.tools import torch_parts
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
@@ -75,7 +76,7 @@ class StepMetrics:
                     f"{list(value.shape)}; reduce it"
                 )
             self._values[name].append(value.detach().float().reshape(()))
-        output = tree_map_only(Tensor, Tensor.detach, output)
+        output = torch_parts.pytree.tree_map_only(Tensor, Tensor.detach, output)
         self._outputs.append((join, output))
         return loss
 

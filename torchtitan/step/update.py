@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer, skipped_where, skips_on_device
-from torchtitan.tools import host_copy
+from torchtitan.tools import host_copy, torch_parts
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger, warn_once
 
@@ -334,11 +334,11 @@ class Update:
             if not 0 <= divisor < math.inf:
                 raise ValueError(_refused_denominator(divisor))
             if grads and divisor > 0:
-                torch._foreach_div_(grads, divisor)
+                torch_parts.foreach_div(grads, divisor)
             return None
         if grads:
             divisor = total + (total == 0)  # 1 for 0; torch.where would copy the number over
-            torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+            torch_parts.foreach_div(grads, divisor.to(grads[0].dtype))
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.tools import torch_parts
+
 
 def load_flex_attention() -> ModuleType:
     """Return the module `torch.nn.attention.flex_attention`."""
@@ -22,13 +24,6 @@ def load_varlen() -> ModuleType:
     import torch.nn.attention.varlen
 
     return torch.nn.attention.varlen
-
-
-def load_inductor() -> ModuleType:
-    """Return the module `torch._inductor`, with its `config`."""
-    import torch._inductor.config
-
-    return torch._inductor
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
@@ -51,7 +46,7 @@ def compiled_on_first_call(
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        known = set(load_inductor().list_options()) if options else set()
+        known = set(torch_parts.inductor_options()) if options else set()
         chosen = {key: value for key, value in (options or {}).items() if key in known}
         return torch.compile(getattr(load(), name), mode=mode, options=chosen or None)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.tools.torch_parts import version_of
 from torchtitan.tools.utils import get_device_type
 
 
@@ -34,17 +35,17 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
     # `on_host` compares the tensors' version counters, which inference tensors lack.
     has_versions = not (copy.is_inference() or source.is_inference())
     if source.device.type == "cpu" and copy.device.type != "cpu" and has_versions:
-        copy._host_source = source, source._version, copy._version
+        copy.host_source = source, version_of(source), version_of(copy)
     return copy
 
 
 def on_host(x: Tensor) -> Tensor:
     """Return the host tensor that x was copied from; x if unknown, or if either has changed since."""
-    known = getattr(x, "_host_source", None)
+    known = getattr(x, "host_source", None)
     if known is None:
         return x
     source, *versions = known
-    return source if versions == [source._version, x._version] else x
+    return source if versions == [version_of(source), version_of(x)] else x
 
 
 def fetch(x: Tensor) -> Tensor:

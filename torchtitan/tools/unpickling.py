@@ -11,6 +11,8 @@ from typing import IO, Any
 
 import torch
 
+from torchtitan.tools import torch_parts
+
 # (module, name) -> the function or class to use for it.
 Names = dict[tuple[str, str], Any]
 
@@ -71,7 +73,7 @@ _PLAIN: Names = {
     ("collections", "defaultdict"): defaultdict,
     ("collections", "deque"): deque,
     ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: torch_parts.rebuild_tensor(*parts),
     # A pickled tensor names this function. Torch's own version executes code that it reads.
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(
         io.BytesIO(data), weights_only=True

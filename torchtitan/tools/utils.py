@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
 # A test or a client can set a device type here. None looks for a device on each use, not on import,
@@ -117,9 +117,7 @@ class GarbageCollection:
         self.collect("first collection, automatic collection is off from here on")
         self._stop_watching_cycles: Callable[[], None] | None = None
         if debug and _rank() == 0 and torch.cuda.is_available():
-            from torch.utils.viz._cycles import warn_tensor_cycles  # for debugging only
-
-            self._stop_watching_cycles = warn_tensor_cycles()
+            self._stop_watching_cycles = torch_parts.warn_tensor_cycles()
 
     def run(self, step_count: int) -> None:
         """Collect if this step is due; every step, and all generations, in debug mode."""
@@ -136,7 +134,7 @@ class GarbageCollection:
             gc.enable()
         if self._stop_watching_cycles is not None:
             self._stop_watching_cycles()
-            torch.cuda.memory._record_memory_history(enabled=None)  # warn_tensor_cycles enabled it
+            torch_parts.record_memory(enabled=None)  # warn_tensor_cycles enabled it
             self._stop_watching_cycles = None
 
     @staticmethod

@@ -23,10 +23,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.processes.own_groups import abort_groups, forget_meshes, making_groups
+from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.logging import logger
 
@@ -81,7 +81,7 @@ class FailureWatch(Watch):
     def __init__(self, groups: Collection[dist.ProcessGroup], host_group: dist.ProcessGroup):
         self._groups, self._host_group = groups, host_group
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        name, store = f"torchtitan/failures/{next(_watches)}", c10d._get_default_store()
+        name, store = f"torchtitan/failures/{next(_watches)}", torch_parts.default_store()
         self._store = dist.PrefixStore(name, store)
         self._call = 0  # number of the current or last call, the same on every rank
         # (call, rank, text): failure of a function on another rank, not yet raised here. That rank
@@ -177,7 +177,7 @@ class FailureWatch(Watch):
             for group in self._groups:
                 number = "none"
                 with contextlib.suppress(RuntimeError):  # of simulated ranks
-                    number = str(group._get_sequence_number_for_group())
+                    number = str(torch_parts.collectives_so_far(group))
                 if meeting.compare_set(group.group_name, "", number).decode() != number:
                     meeting.set("differ", "")
             if not self.counts_collectives:

@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.distributed.device_mesh as torch_meshes
-import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.distributed.dtensor import load_dtensor
+from torchtitan.tools import torch_parts
 
 _our_default: "weakref.ref[dist.ProcessGroup] | None" = None
 
@@ -43,10 +42,10 @@ def claim_default_group() -> None:
 @contextlib.contextmanager
 def making_groups() -> Iterator[None]:
     """Record the groups made inside, so that `abort_groups` can abort them."""
-    groups, addresses = set(c10d._world.pg_map), _listening_addresses()
+    groups, addresses = set(torch_parts.world.pg_map), _listening_addresses()
     yield
     made = _listening_addresses() - addresses
-    for group in set(c10d._world.pg_map) - groups:
+    for group in set(torch_parts.world.pg_map) - groups:
         _addresses[group] = made
 
 
@@ -55,7 +54,7 @@ def making_meshes() -> Iterator[None]:
     """`making_groups` for meshes: an axis of all ranks gets a new group, not the host's default.
 
     Source of torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
-    `_get_default_group` meanwhile, so that all such axes share one new group.
+    function meanwhile, so that all such axes share one new group.
     """
     default = dist.group.WORLD
     is_hosts = default is not None and not group_is_ours()
@@ -64,11 +63,8 @@ def making_meshes() -> Iterator[None]:
             yield
             return
         own = dist.new_group(group_desc="torchtitan")
-        get_default, torch_meshes._get_default_group = torch_meshes._get_default_group, lambda: own
-        try:
+        with torch_parts.replaced("mesh_default_group", lambda: own):
             yield
-        finally:
-            torch_meshes._get_default_group = get_default
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -76,7 +72,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
     groups: made inside `making_groups`. May be called from any thread.
     """
-    groups = [group for group in groups if group in c10d._world.pg_map]
+    groups = [group for group in groups if group in torch_parts.world.pg_map]
     # gloo has no abort, but fails when the connections between ranks are shut down. Each connection
     # was accepted by one of its two ranks, which finds it by the address that it listened on.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
@@ -89,17 +85,17 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     backends = []
     for group in groups:
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
-            backends.append(group._get_backend(torch.accelerator.current_accelerator()))
+            backends.append(torch_parts.backend_of(group, torch.accelerator.current_accelerator()))
     # Abort them as one batch, because one communicator could wait for another; torch's own
     # `_abort_process_group` (2.13) does the same.
-    together = next((x for x in backends if hasattr(x, "_group_start")), None)
+    together = next((x for x in backends if torch_parts.field_of(x, "start_abort")), None)
     if together is not None:
-        together._group_start()
+        torch_parts.field_of(together, "start_abort")()
     for backend in backends:
         if backend.name() not in ("gloo", "fake"):
             backend.abort()
     if together is not None:
-        together._group_end()
+        torch_parts.field_of(together, "end_abort")()
 
 
 def forget_meshes() -> None:
@@ -111,11 +107,11 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    with contextlib.suppress(ImportError, AttributeError):  # a torch with other caches
-        dispatcher = load_dtensor().DTensor._op_dispatcher
+    with contextlib.suppress(AttributeError, TypeError):  # a torch with other caches
+        dispatcher = torch_parts.dispatcher(load_dtensor().DTensor)
         dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        load_dtensor("._redistribute")._gen_transform_infos.cache_clear()
+        torch_parts.clear_sharding_cache()
+        torch_parts.transforms.cache_clear()
 
 
 # ---- this process's connections ----

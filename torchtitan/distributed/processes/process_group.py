@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -23,7 +22,7 @@ from torchtitan.distributed.processes.own_groups import (
     group_is_ours,
     making_groups,
 )
-from torchtitan.tools import host
+from torchtitan.tools import host, torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info
@@ -299,10 +298,8 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     if comm_mode == "local_tensor":
-        from torch.distributed._local_tensor import LocalTensorMode  # loads DTensor
-
         # Never exited: simulated ranks stay for the rest of the process.
-        LocalTensorMode(world_size).__enter__()
+        torch_parts.LocalTensorMode(world_size).__enter__()
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
@@ -320,9 +317,9 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
         dist.barrier(device_ids=[device_module.current_device()])
         device_module.synchronize()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
-    groups = [mesh.get_group() for mesh in meshes] + [c10d._get_default_group()]
+    groups = [mesh.get_group() for mesh in meshes] + [dist.group.WORLD]
     for group in groups:
         if group is dist.group.WORLD and not group_is_ours():
             continue
         if dist.get_backend(group) != "fake":
-            c10d._set_pg_timeout(timeout, group)
+            group.set_timeout(timeout)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.rl.types import SamplingConfig
+from torchtitan.tools import torch_parts
 
 _T = TypeVar("_T")
 
@@ -64,7 +65,7 @@ class AsyncNames:
 class TensorData(Tensor):
     """A tensor with the methods of Tinker's TensorData; its other methods return plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_parts.plain_results
 
     @classmethod
     def from_torch(cls, tensor: Tensor) -> "TensorData":

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function_unary
 
 from torchtitan.numerics.linear import is_slow_product
+from torchtitan.tools import torch_parts
 
 _library = Library("torchtitan", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weights, Tensor offsets) -> Tensor")
@@ -32,7 +33,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     if not is_overridden and weights.dtype != torch.bfloat16:
         # While compiling, torch's own operator accepts only bf16.
         return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
-    return _DenseGradient.apply(torch._grouped_mm(x, weights, offs=offsets))
+    return _DenseGradient.apply(F.grouped_mm(x, weights, offs=offsets))
 
 
 def grouped_linear(
@@ -69,9 +70,9 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, offsets)
-        # Private (torch 2.13): skips the "Autograd" kernel, which is this function, so that the
-        # call reaches the kernel of the device.
-        with torch._C._AutoDispatchBelowAutograd():
+        # Skips the "Autograd" kernel, which is this function, so that the call reaches the kernel
+        # of the device.
+        with torch_parts.below_autograd():
             return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
 
     @staticmethod
@@ -87,9 +88,9 @@ class _GroupedMM(torch.autograd.Function):
 
 # x [N, K], w [E, K, M] -> [N, M]; x [N, K], g [N, M] -> [E, K, M], x^T g of each group.
 for _device in ("CPU", "CUDA"):
-    _library.impl("grouped_mm", lambda x, w, ends: torch._grouped_mm(x, w, offs=ends), _device)
+    _library.impl("grouped_mm", lambda x, w, ends: F.grouped_mm(x, w, offs=ends), _device)
     _library.impl(
-        "grouped_mm_weight_grad", lambda x, g, ends: torch._grouped_mm(x.t(), g, offs=ends), _device
+        "grouped_mm_weight_grad", lambda x, g, ends: F.grouped_mm(x.t(), g, offs=ends), _device
     )
 _library.impl("grouped_mm", lambda x, w, ends: x.new_empty(x.shape[0], w.shape[-1]), "Meta")
 _library.impl(
