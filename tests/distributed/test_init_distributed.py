@@ -448,7 +448,6 @@ def test_replicas_of_split_matrices_are_cast_by_fsdp_without_a_warning(caplog):
 
 def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplog, monkeypatch):
     monkeypatch.setattr(dist_utils, "cpu_multiplies_bf16", lambda: False)
-    monkeypatch.setattr("torchtitan.tools.logging._logged", set())
     with caplog.at_level(logging.WARNING, logger="torchtitan"):
         for _ in range(2):
             dist_utils.maybe_enable_amp(dims(dp_shard=2, world_size=2), "bfloat16", "cpu")

@@ -210,7 +210,7 @@ def test_actor_and_reference_share_nothing(tmp_path):
     reference.close()
 
 
-def test_engines_that_save_in_one_folder_are_warned_of_once(tmp_path, caplog):
+def test_each_engine_that_saves_in_the_folder_of_another_is_warned_of(tmp_path, caplog):
     def build(name, *flags):
         return TrainingEngine(config_of(ALONE, tmp_path / name, *flags))
 
@@ -223,7 +223,8 @@ def test_engines_that_save_in_one_folder_are_warned_of_once(tmp_path, caplog):
     ]
     assert "two engines" not in caplog.text
     together = [build("a"), build("a")]
-    (warning,) = [message for message in caplog.messages if "two engines" in message]
+    warning, again = [message for message in caplog.messages if "two engines" in message]
+    assert warning == again
     assert str(tmp_path / "a" / "checkpoint") in warning
     assert "job.dump_folder" in warning and "checkpoint.folder" in warning
     for engine in apart + together:

@@ -39,9 +39,6 @@ def abort_of_a_collective_in_progress():
     with making_groups():
         group = dist.new_group()
     dist.barrier(group)
-    if dist.get_rank() == 1:
-        dist.barrier()  # until rank 0 has finished
-        return None
     failed = threading.Event()
 
     def wait_for_rank_1() -> None:
@@ -49,12 +46,16 @@ def abort_of_a_collective_in_progress():
             dist.all_reduce(torch.ones(1), group=group)
         failed.set()
 
-    threading.Thread(target=wait_for_rank_1, daemon=True).start()
-    time.sleep(0.1)
-    group._get_backend(torch.device("cpu")).abort()
-    by_gloo = failed.wait(1)
-    abort_groups([group])
-    by_us = failed.wait(5)
+    by_gloo = by_us = None
+    if dist.get_rank() == 0:
+        threading.Thread(target=wait_for_rank_1, daemon=True).start()
+        time.sleep(0.1)
+        group._get_backend(torch.device("cpu")).abort()
+        by_gloo = failed.wait(1)
+    dist.barrier()
+    abort_groups([group])  # on both ranks, as the watch does: one of them accepted the connection
+    if dist.get_rank() == 0:
+        by_us = failed.wait(5)
     dist.barrier()
     return by_gloo, by_us
 

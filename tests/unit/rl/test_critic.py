@@ -152,10 +152,10 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(
 
 def test_advantages_do_not_depend_on_what_is_in_one_batch_or_microbatch(critic):
     whole, metrics = graded(critic)
-    batcher = critic._batcher
-    critic._batcher = dataclasses.replace(batcher, rows=1)
+    batcher = critic.batcher
+    critic.batcher = dataclasses.replace(batcher, rows=1)
     single, again = graded(critic)
-    critic._batcher = batcher
+    critic.batcher = batcher
     for name in ("advantages", "old_values", "returns"):
         ours, theirs = (torch.cat([getattr(s, name) for s in found]) for found in (whole, single))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
