@@ -515,10 +515,12 @@ class Validation:
     dataset: str | None = None
     # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
-    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
+    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass, or fewer
     seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
     freq: int = 10  # Validate every this many steps
-    steps: int = -1  # Batches per validation on each rank; -1 takes all the data
+    # Batches per validation, each of training.global_batch_size sequences or, if that is not set, of
+    # local_batch_size on each data-parallel rank; -1 takes all the data
+    steps: int = -1
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
     def __post_init__(self) -> None:
