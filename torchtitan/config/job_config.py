@@ -318,8 +318,8 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: int = 500  # Save every this many steps
-    # Checkpoint (the step folder itself) to start from. Ignored if this job has checkpoints
-    # of its own
+    # Checkpoint (the step folder itself) to start from, whether or not `enable` is set. Ignored if this
+    # job has checkpoints of its own
     initial_load_path: str | None = None
     # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True

@@ -118,8 +118,6 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
             f"checkpoint would be deleted while the next is still being written, got {keep}; "
             f"use 2 to keep as few as possible"
         )
-    if not checkpoint.enable:
-        return
     modes = get_args(get_type_hints(Checkpoint)["async_mode"])
     if checkpoint.async_mode.lower() not in modes:
         yield (
@@ -145,7 +143,8 @@ def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
     model: its name in the message.
     """
     for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if checkpoint.enable and getattr(checkpoint, key):
+        is_used = checkpoint.enable or key.startswith("initial")
+        if is_used and getattr(checkpoint, key):
             yield (
                 f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
                 f"format, got {model}, which cannot; turn it off"
