@@ -16,6 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.device import batch_memory
+from torchtitan.config.checks.unused import warn_of_settings_without_effect
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
@@ -49,6 +50,7 @@ class Trainer(TrainingEngine):
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
         with on_error(self.close):
+            warn_of_settings_without_effect(job_config)
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
