@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import _rank
 
 _SECONDS_BETWEEN_REPORTS = 10
-_TEXTS_AT_ONCE = 1024
+_TEXTS_AT_ONCE = 64  # 1,024 take a fifth more CPU time
 
 
 def count_tokens(source: Source) -> NDArray[np.int64]:
