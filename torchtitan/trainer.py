@@ -16,6 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.device import batch_memory
+from torchtitan.config.checks.unused import warn_of_settings_without_effect
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
@@ -49,6 +50,7 @@ class Trainer(TrainingEngine):
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
         with on_error(self.close):
+            warn_of_settings_without_effect(job_config)
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
@@ -102,7 +104,12 @@ class Trainer(TrainingEngine):
         dataset = getattr(self.dataloader, "dataset", None)
         if isinstance(dataset, PackedDataset):
             if training.epochs is not None:
-                training.steps = dataset.steps_of(training.epochs)
+                training.steps = dataset.num_steps_left
+                logger.info(
+                    f"training.epochs = {training.epochs:g}: {dataset.num_documents:,} documents fill "
+                    f"{dataset.num_planned_rows:,} rows of {training.seq_len}, so training.steps = "
+                    f"{training.steps}"
+                )
             dataset.log_chats()
             # A client's own loss is left alone.
             if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
@@ -325,6 +332,10 @@ class Trainer(TrainingEngine):
         config = self.job_config
         if not load_newest_checkpoint(self):
             return
+        dataset = getattr(self.dataloader, "dataset", None)
+        if config.training.epochs is not None and isinstance(dataset, PackedDataset):
+            if dataset.is_resumed:  # perhaps after steps of another global batch
+                config.training.steps = self.step + dataset.num_steps_left
         self.metrics_processor.start(self.step)
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug
@@ -431,7 +442,9 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     checkpointer.claim_folder()
     newest = checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
     continues = newest > 0
-    if continues and newest >= config.training.steps:
+    # The steps of epochs that are left are known once the position is loaded.
+    is_over = config.training.epochs is None or checkpointer.holds_weights_only(newest)
+    if continues and newest >= config.training.steps and is_over:
         logger.info(
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
             f"{config.training.steps}"

@@ -37,6 +37,11 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
             "--lr_scheduler.warmup_steps=4",
             "--debug.seed=7",
             "--metrics.log_freq=1",
+            "--validation.enable",
+            "--validation.dataset=python_docs_validation",
+            "--validation.freq=2",
+            "--validation.steps=2",
+            "--validation.local_batch_size=4",
             *(f"--parallelism.{name}_degree={n}" for name, n in ranks.items()),
             *overrides,
         ]
@@ -61,16 +66,26 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
         losses.append((loss, *(v for k, v in extra_metrics.items() if k.startswith("sources/"))))
 
     trainer.next_step, trainer.metrics_processor.log = next_step, note
+    validation_losses = []
+    trainer.metrics_processor.log_validation = lambda loss, step: validation_losses.append(loss)
     dp_rank = trainer.dp_rank
     trainer.train()
+    config.validation.steps, config.training.packing = -1, "fit"
+    trainer._build_validator()
+    trainer.validator.validate(trainer.model_parts, trainer.step)
     trainer.close()
-    return {"losses": losses, "dp_rank": dp_rank, "steps": steps}
+    return {
+        "losses": losses,
+        "validation_losses": validation_losses,
+        "dp_rank": dp_rank,
+        "steps": steps,
+    }
 
 
 def run(
     folder, ranks: dict[str, int], local_batch_size: int, workers: int, n_steps: int, *more: str
 ):
-    """Return the losses and metrics of each step, and a hash of all global batches."""
+    """Return the losses and metrics of each step, a hash of all global batches, validation losses."""
     world_size = 1
     for degree in ranks.values():
         world_size *= degree
@@ -94,7 +109,8 @@ def run(
     by_step = zip(*(rows[rank] for rank in sorted(rows)), strict=True)
     in_order = [row for step in by_step for part in step for row in part]
     assert len(in_order) == GLOBAL_BATCH_SIZE * n_steps
-    return records[0]["losses"], hashlib.sha256(b"".join(in_order)).hexdigest()
+    row_hash = hashlib.sha256(b"".join(in_order)).hexdigest()
+    return records[0]["losses"], row_hash, records[0]["validation_losses"]
 
 
 FSDP, DDP = "data_parallel_shard", "data_parallel_replicate"
@@ -129,9 +145,15 @@ def one_process(tmp_path_factory, n_steps):
     "layout",
     [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in LAYOUTS],
 )
-def test_every_layout_trains_on_the_rows_of_one_process(layout, one_process, n_steps, tmp_path):
+def test_every_layout_trains_and_validates_on_the_rows_of_one_process(
+    layout, one_process, n_steps, tmp_path
+):
     ranks, local_batch_size, workers, *more = LAYOUTS[layout]
-    losses, rows = run(tmp_path, ranks, local_batch_size, workers, n_steps, *more)
+    losses, rows, validation_losses = run(
+        tmp_path, ranks, local_batch_size, workers, n_steps, *more
+    )
     assert rows == one_process[1]
+    assert len(validation_losses) == n_steps // 2 + 2
+    assert validation_losses == pytest.approx(one_process[2], rel=1e-6)
     for ours, theirs in zip(losses, one_process[0], strict=True):
         assert max_relative_difference(ours, theirs) <= 1e-5

@@ -1051,6 +1051,20 @@ def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
     assert_same_weights(again, all_of_it)
 
 
+@pytest.mark.parametrize("model_only", [True, False])
+def test_initial_weights_load_whether_or_not_the_run_saves(tmp_path, model_only):
+    source = Run(tmp_path / "source")
+    source.train_and_save(1)
+    source.train_and_save(2)
+    path = str(tmp_path / "source" / "checkpoint" / "step-1")
+    initial = dict(initial_load_path=path, initial_load_model_only=model_only)
+    saving = Run(tmp_path / "saving", seed=1, **initial)
+    # Its own folder has a step, which a run that does not save ignores.
+    other = Run(tmp_path / "source", seed=1, enable=False, **initial)
+    assert saving.manager.load() and other.manager.load()
+    assert_same(other.everything(), saving.everything())
+
+
 def test_initial_path_that_is_no_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="initial_load_path must be a folder.*'nowhere'"):
         Run(tmp_path, initial_load_path="nowhere").manager.load()

@@ -264,7 +264,6 @@ def test_message_has_key_value_and_remedy(name):
         {"activation_checkpoint__selective_ac_option": "op"},
         {"activation_checkpoint__mode": "memory_budget", "compile__enable": True},
         {"checkpoint__load_step": 7, "checkpoint__enable": False},
-        {"checkpoint__initial_load_path": "nowhere", "checkpoint__enable": False},
         {"optimizer__early_step_in_backward": True},
     ],
 )

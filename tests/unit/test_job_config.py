@@ -22,7 +22,7 @@ from tyro.extras import get_parser
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.config.checks.common import is_path, value_of
-from torchtitan.config.checks.values import _settings
+from torchtitan.config.checks.values import settings_of
 from torchtitan.config.job_config import Parallelism, Validation
 from torchtitan.config.manager import custom_registry, exit_on_config_error, parse_args_or_exit
 from torchtitan.job import model_of_file
@@ -351,7 +351,7 @@ rl.critic.initial_load_path rl.serve.api_key_file lora.adapter_path training.cha
 
 
 def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypatch):
-    assert {key for key, *_ in _settings(RLJobConfig()) if is_path(key)} == set(PATHS)
+    assert {key for key, *_ in settings_of(RLJobConfig()) if is_path(key)} == set(PATHS)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").touch()
     config = ConfigManager(RLJobConfig).parse_args([f"--{key}=~/x" for key in PATHS])

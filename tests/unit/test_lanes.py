@@ -192,40 +192,31 @@ def test_length_of_a_long_text_is_estimated_by_its_first_piece(streamed, monkeyp
     assert document.estimated_length() > document.available
 
 
-# ---- epochs ----
-
-
-@pytest.mark.parametrize("method", ["concat", "fit", "none"])
-def test_steps_of_epochs_read_the_data_that_often(method, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lengths = np.random.default_rng(2).integers(1, 90, 300)
-    dataset = PackedDataset([source(lengths)], Packing(method, 32), infinite=True, rows=4)
-    finite = rows_of(PackedDataset([source(lengths, limit=3)], Packing(method, 32), rows=4))
-    assert dataset.steps_of(3) == pytest.approx(len(finite) / 4, abs=2)
+# ---- counts ----
 
 
 def test_lengths_are_counted_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = [{"text": "1 2 3"}, {"text": "4"}] * 10
 
-    def dataset():
-        numbers = Source("texts", texts, lambda sample: sample["text"], TOKENIZER)
-        return PackedDataset([numbers], Packing("none", 2), infinite=True, rows=2)
+    def steps_of(epochs):
+        numbers = Source("texts", texts, lambda sample: sample["text"], TOKENIZER, limit=epochs)
+        return PackedDataset([numbers], Packing("none", 2), rows=2, planned=True).num_steps_left
 
-    assert dataset().steps_of(1.5) == 1.5 * (20 + 10) / 2 // 1 + 1
+    assert steps_of(1.5) == 1.5 * (20 + 10) / 2 // 1 + 1
     monkeypatch.setattr(counts, "_count", None)
-    assert dataset().steps_of(1) == 15
+    assert steps_of(1) == 15
 
 
 def test_bad_document_is_named_by_its_index_though_the_order_is_shuffled(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     samples = [{"text": "1 2"}] * 20 + [{"text": "half a pair \ud800"}]
 
-    def dataset():
-        texts = Source("texts", samples, lambda sample: sample["text"], TOKENIZER, seed=5)
-        return PackedDataset([texts], Packing("none", 4), infinite=True, rows=2)
+    def dataset(planned):
+        texts = Source("texts", samples, lambda sample: sample["text"], TOKENIZER, limit=3, seed=5)
+        return PackedDataset([texts], Packing("none", 4), rows=2, planned=planned)
 
-    for read in (lambda: dataset().steps_of(1), lambda: rows_of(dataset(), 40)):
+    for read in (lambda: dataset(True), lambda: rows_of(dataset(False), 40)):
         with pytest.raises(ValueError, match="'texts', document 20 .*half of a surrogate pair"):
             read()
 

@@ -74,7 +74,8 @@ class CheckpointManager:
         trains, and the name and digest of the base.
 
     Without a dataloader every `save` is due, because the caller drives the run.
-    With `enable = false` only folders that the caller names by `path` are written and read.
+    With `enable = false` only the initial checkpoint is read, and folders that the caller names by
+    `path` are read and written.
     """
 
     # The reference's names of attributes of the saver and the retention.
@@ -103,10 +104,9 @@ class CheckpointManager:
         config = checkpoint_config
         self.sd_adapter = sd_adapter
         self.model_description = " + ".join(type(part).__name__ for part in model_parts)
-        if config.enable:
-            refuse(checkpoint_settings(config))
-            if sd_adapter is None:
-                refuse(hf_conversion(config, "one without state_dict_adapter"))
+        refuse(checkpoint_settings(config))
+        if sd_adapter is None:
+            refuse(hf_conversion(config, "one without state_dict_adapter"))
         self.async_mode = AsyncMode(config.async_mode.lower())
         if ft_manager is not None and ft_manager.enabled:
             raise NotImplementedError(
@@ -299,7 +299,7 @@ class CheckpointManager:
         """Load a checkpoint; return False if there is none. Collective.
 
         step: the step to load from this run's own folder. -1 loads the newest whole step, or the
-            configured initial checkpoint if there is none.
+            configured initial checkpoint if there is none, or if `checkpoint.enable` is not set.
         path: the step folder to load, DCP or Hugging Face files. This run's folder and the initial
             checkpoint are then ignored.
         model_only: leave optimizer, schedule, step and data position as they are.
@@ -309,15 +309,14 @@ class CheckpointManager:
         """
         if path is not None and step != -1:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
-        if path is None and not self.enable:
-            self.adapters.load_first(self.require_adapter)
-            return False
         wanted = without_excluded(self.states, self.exclude_from_loading)
         self._saver.wait(self.folder)
         verify, quantized = self.verify_on_load, self.initial_load_in_hf_quantized
         model_only_at_first, from_hf = self.initial_load_model_only, self.initial_load_in_hf
         initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
-        if path is None:
+        if path is None and not self.enable:
+            source = initial_source(initial, self.require_adapter, verify)
+        elif path is None:
             source = self._selection.for_run(
                 self.folder, step, verify, initial, self.require_adapter, self.has_adapters
             )
@@ -325,7 +324,8 @@ class CheckpointManager:
             self._retention.leave_alone(path)
             source = at_path(os.fspath(path), verify, model_only, quantized)
         if source is None:
-            logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
+            if self.enable:
+                logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             self.adapters.load_first(self.require_adapter)
             return False
         weights_only = source.model_only or model_only

@@ -318,8 +318,8 @@ class Checkpoint:
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: int = 500  # Save every this many steps
-    # Checkpoint (the step folder itself) to start from. Ignored if this job has checkpoints
-    # of its own
+    # Checkpoint (the step folder itself) to start from, whether or not `enable` is set. Ignored if this
+    # job has checkpoints of its own
     initial_load_path: str | None = None
     # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True
@@ -515,10 +515,12 @@ class Validation:
     dataset: str | None = None
     # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
-    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass
+    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass, or fewer
     seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
     freq: int = 10  # Validate every this many steps
-    steps: int = -1  # Batches per validation on each rank; -1 takes all the data
+    # Batches per validation, each of training.global_batch_size sequences or, if that is not set, of
+    # local_batch_size on each data-parallel rank; -1 takes all the data
+    steps: int = -1
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
     def __post_init__(self) -> None:

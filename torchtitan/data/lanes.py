@@ -55,37 +55,34 @@ class Packing:
     def row(self, documents: list[OpenDocument], parts: list[Tokens]) -> Row:
         """Lay parts of documents into a row.
 
-        parts: T + 1 tokens in all for "concat". Otherwise each part is followed by the document's next
-            token if the document goes on in another row.
+        parts: T + 1 tokens in all for "concat", or fewer at the end of a planned pass. Otherwise each
+            part is followed by the document's next token if the document goes on in another row. None:
+            a row of padding.
         """
-        lengths = [len(part.ids) for part in parts]  # T + 1 in all if the last document goes on
+        # T + 1 in all if the last document goes on
+        lengths = np.array([len(part.ids) for part in parts], np.int64)
         if self.method == "concat":
-            tokens = join(parts)
-            labels = tokens.ids[1:].astype(np.int64)
-            if tokens.trained is not None:
-                labels[~tokens.trained[1:]] = IGNORE_INDEX
-            entries = {"input": tokens.ids[:-1].astype(np.int64)}
-        else:
-            inputs = self._filled([part.ids for part in parts], self.padding_id)
-            labels = self._filled([_labels_of(part) for part in parts], IGNORE_INDEX)
-            entries = {"input": inputs}
+            parts = [join(parts)]
+        labels = self._filled([_labels_of(part) for part in parts], IGNORE_INDEX)
+        entries = {"input": self._filled([part.ids for part in parts], self.padding_id)}
         if self.positions:
             entries["positions"] = self._filled([np.arange(n) for n in lengths], PADDING)
         if self.document_ids:
-            numbers = np.arange(len(parts), dtype=np.int32)
+            numbers = np.arange(len(lengths), dtype=np.int32)
             entries["document_ids"] = self._filled([np.repeat(numbers, lengths)], PADDING)
         if self.sources:
-            sources = np.array([document.source for document in documents])
+            sources = np.array([document.source for document in documents], np.int64)
             entries["sources"] = self._filled([np.repeat(sources, lengths)], 0)
         row = {key: torch.from_numpy(x) for key, x in entries.items()}
         # From numpy, which is several times as fast as torch.tensor.
-        row[SAMPLE_IDS] = torch.from_numpy(np.array([documents[0].index, documents[-1].index]))
+        ends = [documents[0].index, documents[-1].index] if documents else [-1, -1]
+        row[SAMPLE_IDS] = torch.from_numpy(np.array(ends))
         return row, torch.from_numpy(labels)
 
     def _filled(self, parts: list[NDArray[Any]], padding: int) -> NDArray[np.int64]:
         """Return the parts one after the other, cut or filled up to T."""
         filled = np.full(self.seq_len, padding, np.int64)
-        numbers = np.concatenate(parts)[: self.seq_len]
+        numbers = np.concatenate([np.empty(0, np.int64), *parts])[: self.seq_len]
         filled[: len(numbers)] = numbers
         return filled
 
@@ -119,12 +116,8 @@ class Lane:
 
     def next_row(self) -> Row | None:
         """Return the next row; None if the documents have ended."""
-        pieces = self.next_pieces()
+        pieces = self._end_to_end() if self._packing.method == "concat" else self._best_fit()
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
-
-    def next_pieces(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Return the parts of documents that make the next row; none if the documents have ended."""
-        return self._end_to_end() if self._packing.method == "concat" else self._best_fit()
 
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint, as plain data.

@@ -3,6 +3,10 @@
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 _ROUNDS = 8
 _WORD = 2**64 - 1
@@ -25,16 +29,30 @@ class Order:
         pass_number, index = divmod(number, self.num_documents)
         if self.seed is None:
             return index
+        keys = _round_keys(self.seed, pass_number)
+        while (index := self._permuted(index, keys)) >= self.num_documents:
+            pass
+        return index
+
+    def of_pass(self, pass_number: int) -> NDArray[np.int64]:
+        """Return the indices of all documents in the order of a pass."""
+        indices = np.arange(self.num_documents, dtype=np.uint64)
+        if self.seed is not None:
+            keys = _round_keys(self.seed, pass_number)
+            beyond = np.ones(len(indices), bool)
+            while beyond.any():
+                indices[beyond] = self._permuted(indices[beyond], keys)
+                beyond = indices >= self.num_documents
+        return indices.astype(np.int64)
+
+    def _permuted(self, index: Any, keys: list[int]) -> Any:
+        """Map a number, or an array of uint64, below the power of four."""
         half_bits = max(3, -(-(self.num_documents - 1).bit_length() // 2))
         mask = (1 << half_bits) - 1
-        keys = _round_keys(self.seed, pass_number)
-        while True:
-            left, right = index >> half_bits, index & mask
-            for key in keys:
-                left, right = right, left ^ (_mixed(right ^ key) & mask)
-            index = left << half_bits | right
-            if index < self.num_documents:
-                return index
+        left, right = index >> half_bits, index & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return left << half_bits | right
 
 
 @lru_cache(64)  # lanes may be in different passes
@@ -43,7 +61,7 @@ def _round_keys(seed: str, pass_number: int) -> list[int]:
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
 
 
-def _mixed(x: int) -> int:
+def _mixed(x: Any) -> Any:
     """Return 64 bits that all depend on all bits of x: the finalizer of SplitMix64 (Steele et al., 2014)."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _WORD

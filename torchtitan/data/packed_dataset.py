@@ -8,10 +8,11 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
-from torchtitan.data.counts import count_tokens, steps_of
+from torchtitan.data.counts import count_tokens
 from torchtitan.data.document_share import DocumentShare, deal_again
 from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Lane, Packing, Row
+from torchtitan.data.row_plan import Plan, PlannedLane
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
@@ -32,6 +33,8 @@ class PackedDataset(IterableDataset):
         None: the rank has one lane, whatever the size of its batches.
     infinite: begin again at the end of the data. Otherwise the rows end with the data, and another
         iteration begins from the start.
+    planned: plan the rows for the sources' limits, so that every document is read that often; the rest of
+        the last step is padding. Then making the dataset is collective, because the documents are counted.
 
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
     ranks cannot share a stream.
@@ -45,6 +48,7 @@ class PackedDataset(IterableDataset):
         dp_world_size: int = 1,
         infinite: bool = False,
         rows: int | None = None,
+        planned: bool = False,
     ) -> None:
         self._packing, self._infinite = packing, infinite
         self._sources = [
@@ -70,10 +74,13 @@ class PackedDataset(IterableDataset):
                 f"the divisor {self._num_lanes} in common; train on {ranks}, or copy the data to this "
                 "machine"
             )
-        self._lanes: dict[int, Lane] = {}  # the lanes that this process reads, by number
+        self._plan = Plan(self._sources, packing) if planned else None
+        self._lanes: dict[
+            int, Lane | PlannedLane
+        ] = {}  # the lanes that this process reads, by number
         self._row = 0  # the next row, of those of this rank in a step
         self._saved: dict[int, Any] = {}  # the states of this rank's lanes, until they are made
-        self._is_resumed = self._ran_out = False
+        self.is_resumed = self._ran_out = False
 
     @property
     def num_documents(self) -> int | None:
@@ -87,10 +94,17 @@ class PackedDataset(IterableDataset):
         names = [source.name for source in self._sources]
         return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
 
-    def steps_of(self, epochs: float) -> int:
-        """Return the number of steps that `epochs` passes over the data take; see `counts.steps_of`."""
-        num_rows = self._rows * self._dp_world_size
-        return steps_of(epochs, self._sources, self._packing, num_rows)
+    @property
+    def num_planned_rows(self) -> int:
+        return self._plan.num_rows if self._plan is not None else 0
+
+    @property
+    def num_steps_left(self) -> int:
+        """The number of steps from the position that was loaded to the end of a plan."""
+        first = self._lanes_of_rank()[0]
+        lane = self._lanes.get(first) or self._lane(first)
+        assert isinstance(lane, PlannedLane)
+        return lane.num_steps_left()
 
     @property
     def has_chats(self) -> bool:
@@ -118,9 +132,9 @@ class PackedDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Row | None]:
         if self._ran_out:
-            self._lanes, self._row, self._is_resumed, self._ran_out = {}, 0, False, False
+            self._lanes, self._row, self.is_resumed, self._ran_out = {}, 0, False, False
         self._start()
-        has_row = self._is_resumed
+        has_row = self.is_resumed
         ended: set[int] = set()
         while len(ended) < len(self._lanes):
             number = (self._dp_rank * self._rows + self._row) // self._rows_per_lane
@@ -135,7 +149,7 @@ class PackedDataset(IterableDataset):
                 yield row
         if self._lanes and not has_row:
             raise ValueError(self._too_small())
-        if self._infinite:  # otherwise one pass is what was asked for
+        if self._infinite and self._plan is None:  # otherwise the end is what was asked for
             logger.warning(f"Dataset {' and '.join(self.source_names)} has run out of data")
         self._ran_out = True
         while get_worker_info() is not None:  # another worker may have rows left
@@ -157,11 +171,18 @@ class PackedDataset(IterableDataset):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for number in self._lanes_of_rank()[worker_id::num_workers]:
-            lane = Lane(self._sources, self._packing, number, self._num_lanes)
-            if self._saved:
-                lane.load(self._saved[number])
-            self._lanes[number] = lane
+            self._lanes[number] = self._lane(number)
         self._saved = {}
+
+    def _lane(self, number: int) -> Lane | PlannedLane:
+        lane: Lane | PlannedLane
+        if self._plan is not None:
+            lane = PlannedLane(self._plan, self._packing, number, self._num_lanes)
+        else:
+            lane = Lane(self._sources, self._packing, number, self._num_lanes)
+        if self._saved:
+            lane.load(self._saved[number])
+        return lane
 
     def _lanes_of_rank(self) -> range:
         per_rank = self._num_lanes // self._dp_world_size
@@ -179,6 +200,7 @@ class PackedDataset(IterableDataset):
             "num_lanes": self._num_lanes,
             "row": self._row,
             "sources": [source.identity() for source in self._sources],
+            "plan": None if self._plan is None else self._plan.identity(),
             "numbers": list(self._lanes),
             "lanes": [lane.state() for lane in self._lanes.values()],
         }
@@ -207,12 +229,13 @@ class PackedDataset(IterableDataset):
         lanes: dict[int, Any] = {}
         for state in states:
             lanes |= zip(state["numbers"], state["lanes"], strict=True)
+        lanes = self._in_this_plan(states[0].get("plan"), lanes, num_saved)
         rows = {state["row"] for state in states}
         self._row = rows.pop() % self._rows if len(rows) == 1 else 0
         if num_saved != self._num_lanes or not lanes.keys() >= set(self._lanes_of_rank()):
             lanes, self._row = self._dealt_again(lanes, num_saved), 0
         self._saved = {number: lanes[number] for number in self._lanes_of_rank()}
-        self._lanes, self._is_resumed, self._ran_out = {}, True, False
+        self._lanes, self.is_resumed, self._ran_out = {}, True, False
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> None:
         own = [source.identity() for source in self._sources]
@@ -234,6 +257,22 @@ class PackedDataset(IterableDataset):
                     f"{_order_of(mine['seed'])}: resume with the same order, or {_BEGIN_AGAIN}"
                 )
 
+    def _in_this_plan(self, saved: Any, lanes: dict[int, Any], num_saved: int) -> dict[int, Any]:
+        """Return the lanes' states; those of fewer passes that have ended go on with the next pass."""
+        own = self._plan and self._plan.identity()
+        if (saved and saved[0]) != (own and own[0]) or any(
+            a != b for a, b in zip(*(plan[1] for plan in (saved, own) if plan), strict=False)
+        ):
+            raise ValueError(
+                "the checkpoint's data position is for rows of another training.epochs, packing or "
+                f"seq_len, or of other documents: resume with the same, or {_BEGIN_AGAIN}"
+            )
+        end = sum(saved[1]) if saved else 0
+        if saved and all(base + n * num_saved >= end for _, [(base, n, _)], _ in lanes.values()):
+            # The rest of the last step was padding.
+            return {number: ([], [(end, 0, [])], []) for number in lanes}
+        return lanes
+
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
         """Divide what the saved lanes had left among this dataset's number of lanes."""
         if len(saved) != num_saved:
@@ -252,7 +291,7 @@ class PackedDataset(IterableDataset):
         logger.info(f"Dealt the data position of {len(lanes)} rows out to {n}")
         places = [place for open_places, *_ in lanes for place in open_places]
         feeds: list[list[Any]] = [[] for _ in range(n)]
-        for source in range(len(self._sources)):
+        for source in range(len(lanes[0][1])):
             shares = [
                 DocumentShare(number, len(lanes)).resumed(states[source])
                 for number, (_, states, *_) in enumerate(lanes)

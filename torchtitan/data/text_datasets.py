@@ -21,6 +21,7 @@ from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
 
@@ -229,7 +230,9 @@ def _build(
     """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
     training = job_config.training
     is_training = section is training
-    parts = [MixtureSource(section.dataset, section.dataset_path)]
+    # Validation with steps = -1 reads its data once.
+    epochs = training.epochs if is_training else None if infinite else 1.0
+    parts = [MixtureSource(section.dataset, section.dataset_path, epochs=epochs)]
     if training.mixture and is_training:
         parts = training.mixture
     sources = [
@@ -244,6 +247,11 @@ def _build(
         )
         for part in parts
     ]
+    if is_training and epochs is not None and not sources[0].is_indexed:
+        raise ConfigError(
+            f"training.epochs = {epochs} needs documents that can be counted, and dataset "
+            f"{sources[0].name!r} is a stream; set training.steps"
+        )
     mask_type = job_config.model.attn_mask_type
     packing = Packing(
         training.packing,
@@ -254,16 +262,18 @@ def _build(
         document_ids=training.packing != "concat" or not all(s.is_text for s in sources),
         sources=len(sources) > 1,
     )
-    rows = None
-    if is_training:
-        rows = section.local_batch_size
-        if training.global_batch_size > 0:
-            rows = training.global_batch_size // dp_world_size
-        elif dp_world_size > 1 and dp_rank == 0:
-            logger.info(
-                "training.global_batch_size is not set, so the rows of a step follow the number of ranks; "
-                "set it to train on the same rows on any number of ranks"
-            )
-    dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows)
-    loader_options = {**asdict(section.dataloader), "batch_size": section.local_batch_size}
+    planned = all(source.is_indexed and source.limit is not None for source in sources)
+    rows = batch_size = section.local_batch_size
+    if training.global_batch_size > 0 and infinite:
+        rows = training.global_batch_size // dp_world_size
+        batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
+    elif is_training and dp_world_size > 1 and dp_rank == 0:
+        logger.info(
+            "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set it "
+            "to train, and to validate, on the same rows on any number of ranks"
+        )
+    if not (infinite or planned):  # each rank reads a part of a stream to its end
+        rows = None
+    dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)
+    loader_options = {**asdict(section.dataloader), "batch_size": batch_size}
     return ParallelAwareDataloader(dataset, dp_rank, dp_world_size, **loader_options)

@@ -71,6 +71,7 @@ class Validator(BaseValidator):
             raise ValueError("build_validator needs a metrics_processor to report the loss to")
         super().__init__(job_config)
         self.tokenizer = tokenizer
+        self._dp_world_size = dp_world_size
         self.parallel_dims = parallel_dims
         self.loss_fn = loss_fn
         self.validation_context = validation_context
@@ -111,7 +112,7 @@ class Validator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Log the mean loss over `validation.steps` batches per rank, or over all data if -1.
+        """Log the mean loss over `validation.steps` global batches, or over all data if -1.
 
         Ranks may have unequal numbers of batches. Afterwards modules have their old training flags.
         """
@@ -165,7 +166,10 @@ class Validator(BaseValidator):
         # The filler of a rank whose share of the data has no batch.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
-        max_batches = config.steps
+        max_batches, global_batch_size = config.steps, self.job_config.training.global_batch_size
+        if max_batches != -1 and global_batch_size > 0:
+            batch_size = getattr(self.validation_dataloader, "batch_size", None)
+            max_batches *= global_batch_size // self._dp_world_size // (batch_size or 1)
         num_batches = 0
         if max_batches:
             batch = next(batches, None)

@@ -14,9 +14,8 @@ from torchtitan.tools.files import find_shipped
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable:
-        return
-    folder, found = _checkpoint_folder(job_config), _own_steps(job_config)
+    folder = _checkpoint_folder(job_config)
+    found = _own_steps(job_config) if checkpoint.enable else []
     path = checkpoint.initial_load_path
     if path and not found and not os.path.isdir(path):
         yield (
@@ -24,7 +23,7 @@ def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
             f"give the step folder itself, such as .../checkpoint/step-1000"
         )
     starts_elsewhere = not found and (path or checkpoint.initial_load_in_hf)
-    if checkpoint.load_step == -1 or starts_elsewhere:
+    if checkpoint.load_step == -1 or starts_elsewhere or not checkpoint.enable:
         return
     if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
         yield (
@@ -166,7 +165,7 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folder with the tokenizer, and with the initial weights, must exist."""
     path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
-    starts_from_it = checkpoint.enable and loads_from_it and not _own_steps(job_config)
+    starts_from_it = loads_from_it and not (checkpoint.enable and _own_steps(job_config))
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
             f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "

@@ -15,7 +15,7 @@ from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
 def choices(job_config: JobConfig) -> Iterator[str]:
     """Values are among the choices; a config built in Python has not been through a parser."""
-    for key, value, annotation in _settings(job_config):
+    for key, value, annotation in settings_of(job_config):
         # Literal[...], or Literal[...] | None
         members = (annotation, *get_args(annotation))
         literal = next((member for member in members if get_origin(member) is Literal), None)
@@ -86,7 +86,7 @@ def texts(job_config: JobConfig) -> Iterator[str]:
 
     Python turns a bad byte on the command line into half of a surrogate pair, which is not UTF-8.
     """
-    for key, value, _ in _settings(job_config):
+    for key, value, _ in settings_of(job_config):
         for text in value if isinstance(value, list) else [value]:
             try:
                 fits = not isinstance(text, str) or b"\0" not in text.encode()
@@ -101,7 +101,7 @@ def texts(job_config: JobConfig) -> Iterator[str]:
 
 def home_folders(job_config: JobConfig) -> Iterator[str]:
     """Paths do not begin with `~`. In flags and TOML it is expanded already, for known users."""
-    for key, value, _ in _settings(job_config):
+    for key, value, _ in settings_of(job_config):
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             yield (
                 f"{key} must not begin with '~', which was not replaced by a home folder, got "
@@ -117,8 +117,6 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
             f"checkpoint would be deleted while the next is still being written, got {keep}; "
             f"use 2 to keep as few as possible"
         )
-    if not checkpoint.enable:
-        return
     modes = get_args(get_type_hints(Checkpoint)["async_mode"])
     if checkpoint.async_mode.lower() not in modes:
         yield (
@@ -144,7 +142,8 @@ def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
     model: its name in the message.
     """
     for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if checkpoint.enable and getattr(checkpoint, key):
+        is_used = checkpoint.enable or key.startswith("initial")
+        if is_used and getattr(checkpoint, key):
             yield (
                 f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
                 f"format, got {model}, which cannot; turn it off"
@@ -275,12 +274,12 @@ def validation(job_config: JobConfig) -> Iterator[str]:
 _type_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
-def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def settings_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value, annotation) of a config section and the sections inside it."""
     hints = _type_hints(type(section))
     for field in dataclasses.fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _settings(value, f"{key}.")
+            yield from settings_of(value, f"{key}.")
         else:
             yield key, value, hints[field.name]

@@ -1,0 +1,130 @@
+"""A setting that nothing reads under the rest of the config is named once."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import get_args, get_origin
+
+import pytest
+
+import torchtitan
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks import check_job_config
+from torchtitan.config.checks.common import problem_in
+from torchtitan.config.checks.unused import warn_of_settings_without_effect, without_effect
+from torchtitan.config.checks.values import settings_of
+from torchtitan.tools import logging as titan_logging
+from torchtitan.train import Trainer
+
+PACKAGE = str(Path(torchtitan.__file__).parent)
+# Unread in the run below, and not without effect.
+READ_ELSEWHERE = {
+    "job.config_file": "by the parser",
+    "job.print_config": "by the command line",
+    "job.save_config_file": "by the command line",
+    "job.custom_config_module": "by the parser",
+    "model.tokenizer_path": "by the parser, for which it is an old name",
+    "experimental.custom_args_module": "by the parser, for which it is an old name",
+    "memory_estimation.enable": "by the command line",
+    "training.mixed_precision_reduce": "has one value only",
+    "training.dataloader.num_workers": "as a part of its section",
+    "training.dataloader.pin_memory": "as a part of its section",
+    "parallelism.fsdp_register_buffers": "of FSDP, on more than one rank",
+    "comm.save_traces_folder": "with NCCL",
+    "comm.save_traces_file_prefix": "with NCCL",
+    "debug.moe_force_load_balance": "by models with experts",
+}
+ANOTHER = {int: 23, float: 0.3, str: "other", list: ["other"], dict: {"other": 1}}
+
+
+def another(value, annotation):
+    """Return a value of a setting that is not the default, though perhaps one that is refused."""
+    if isinstance(value, bool):
+        return not value
+    kinds = [get_origin(kind) or kind for kind in get_args(annotation) or [annotation]]
+    kind = next((kind for kind in kinds if kind in ANOTHER), str)
+    return ANOTHER[kind if value is None else type(value)]
+
+
+def set_value(config, key, value):
+    *sections, name = key.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    setattr(config, name, value)
+
+
+def sections_in(section):
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(value := getattr(section, field.name)):
+            yield type(value)
+            yield from sections_in(value)
+
+
+def tiny_job(folder):
+    return ConfigManager().parse_args(
+        [
+            f"--job.dump_folder={folder}",
+            "--model.flavor=debugmodel",
+            "--model.args=dim=32, n_layers=1, n_heads=2",
+            "--training.seq_len=16",
+            "--training.local_batch_size=1",
+            "--training.steps=2",
+            "--training.mixed_precision_param=float32",
+            "--activation_checkpoint.mode=none",
+        ]
+    )
+
+
+def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path, monkeypatch):
+    read = set()
+
+    def noting(self, name):
+        caller = sys._getframe(1).f_code.co_filename
+        if caller.startswith(PACKAGE) and not caller.startswith(f"{PACKAGE}/config"):
+            read.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    for kind in set(sections_in(JobConfig())):
+        monkeypatch.setattr(kind, "__getattribute__", noting)
+    trainer = Trainer(tiny_job(tmp_path))
+    trainer.train()
+    trainer.close()
+    monkeypatch.undo()
+
+    silent = []
+    for key, value, annotation in settings_of(JobConfig()):
+        config = tiny_job(tmp_path)
+        section = config
+        for name in key.split(".")[:-1]:
+            section = getattr(section, name)
+        if (type(section), key.split(".")[-1]) in read or key in READ_ELSEWHERE:
+            continue
+        set_value(config, key, another(value, annotation))
+        is_refused = problem_in(check_job_config, config, 1)
+        if key not in without_effect(config) and not is_refused:
+            silent.append(key)
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed", "switch"),
+    [
+        ("checkpoint.interval", 7, "checkpoint.enable", True),
+        ("training.data_seed", 7, "training.shuffle", True),
+        ("validation.dataloader.num_workers", 1, "validation.enable", True),
+        ("quantize.linear.mx.recipe_name", "x", "model.converters", ["quantize.linear.mx"]),
+        ("checkpoint.verify_on_load", False, "checkpoint.initial_load_path", "somewhere"),
+    ],
+)
+def test_warning_names_key_and_need_once(key, value, needed, switch, monkeypatch, caplog):
+    monkeypatch.setattr(titan_logging, "_logged", set())
+    config = JobConfig()
+    warn_of_settings_without_effect(config)
+    assert not caplog.records
+    set_value(config, key, value)
+    for _ in range(2):
+        warn_of_settings_without_effect(config)
+    (record,) = caplog.records
+    assert key in record.getMessage() and needed.split(".")[-1] in record.getMessage()
+    set_value(config, needed, switch)
+    assert not without_effect(config)

@@ -1,0 +1,214 @@
+"""The rows of a run that reads its documents a given number of times, planned before it starts.
+
+A plan follows from the lengths of all documents and the config. Row r of the plan is row r % G of step
+r // G, G being the rows of the global batch, so its rows are the same on every layout, and a position
+is the number of rows that were read. The documents of a pass are used up before the next pass begins.
+
+P: pieces of documents. A pass has its rows to itself; the rest of its last row is padding.
+"""
+
+import hashlib
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.counts import count_tokens, kept
+from torchtitan.data.document_share import DocumentShare
+from torchtitan.data.document_sources import Source
+from torchtitan.data.lanes import Packing, Row
+from torchtitan.data.open_document import OpenDocument, Tokens
+
+# "fit" chooses among the documents of about this many full rows.
+ROWS_OF_A_BLOCK = 1024
+
+
+class Plan:
+    """The rows of sources that all have a limit, their number of passes.
+
+    One source is read pass by pass. The documents of several sources are merged into one pass, in which
+    the shares of tokens follow the weights until a source ends.
+    Building it counts the documents; collective over all ranks.
+
+    num_rows: of all passes. Raises ValueError if no document has a token.
+    """
+
+    def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
+        self._sources, self._packing = sources, packing
+        self._limits = [source.limit or 0 for source in sources]
+        lengths = [count_tokens(source)[:, 0] for source in sources]
+        self.lengths = np.concatenate(lengths)  # the documents of all sources, one after the other
+        self._ends = np.cumsum([len(n) for n in lengths])  # of the sources among them
+        if not self.lengths.any():
+            raise ValueError(
+                f"dataset {sources[0].name!r}: no document gives a token; give it documents that are not "
+                "empty, or raise training.seq_len if its chats are too long"
+            )
+        self._number, self._pass = -1, np.empty((4, 0), np.int64)
+        self._last: tuple[int, int, OpenDocument] | None = None
+        orders = [(len(s.data), s.seed, s.limit, s.weight) for s in sources]
+        content = hashlib.sha256(self.lengths.tobytes()).hexdigest()
+        key = [packing.method, packing.seq_len, ROWS_OF_A_BLOCK, content, sources[0].seed]
+        self._passes = kept(["passes", key, orders], self._count_rows)
+        if len(sources) > 1:  # one source may have another number of passes on resuming
+            key.append(orders)
+        self._digest = hashlib.sha256(repr(key).encode()).hexdigest()
+        self.num_rows = int(self._passes.sum())
+
+    def identity(self) -> tuple[str, list[int]]:
+        """Return what a saved position depends on: a digest, and the number of rows of each pass."""
+        return self._digest, self._passes.tolist()
+
+    def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
+        """Return the documents of a row and their tokens, as `Packing.row` takes them."""
+        if row >= self.num_rows:
+            return [], []  # padding behind the last row
+        ends = np.cumsum(self._passes)
+        number = int(np.searchsorted(ends, row, side="right"))
+        row -= int(ends[number] - self._passes[number])
+        pieces = self._go_to(number)
+        first, last = np.searchsorted(pieces[0], [row, row + 1])
+        read = [self._read(*piece) for piece in pieces[1:, first:last].T.tolist()]
+        documents, tokens = zip(*read, strict=True)
+        return list(documents), list(tokens)
+
+    def _read(self, number: int, start: int, length: int) -> tuple[OpenDocument, Tokens]:
+        """Return a document, and its tokens from `start` on."""
+        end = bisect_right(self._ends, number)
+        source = self._sources[end]
+        index = number - int(self._ends[end]) + len(source.data)
+        last, at, document = self._last or (-1, 0, None)  # a long document goes on
+        if document is None or last != number or at > start:
+            at, document = 0, source.open(source.data[index], index)
+        document.take(start - at)
+        goes_on = start + length < self.lengths[number]
+        if document.num_ahead(length + 1) != length + goes_on:
+            raise ValueError(
+                f"{source.where(index)}: has another number of tokens than the {self.lengths[number]} that "
+                "were counted; do not change data while a job reads them"
+            )
+        self._last = number, start + length, document
+        tokens = document.ahead(length + 1)  # with the label of its last token
+        document.take(length)
+        return document, tokens if self._packing.method != "concat" else tokens.part(0, length)
+
+    # ---- planning ----
+
+    def _count_rows(self) -> NDArray[np.int64]:
+        """Return the number of rows of each pass."""
+        num_passes = math.ceil(self._limits[0]) if len(self._sources) == 1 else 1
+        differ = self._packing.method == "fit" and self._sources[0].seed is not None
+        passes = np.zeros(num_passes, np.int64)
+        for number in range(num_passes) if differ else (0, num_passes - 1):
+            pieces = self._go_to(number)
+            passes[number:] = pieces[0, -1] + 1 if pieces.size else 0
+        return passes
+
+    def _go_to(self, number: int) -> NDArray[np.int64]:
+        """Return (row in the pass, document, first token, tokens) of each piece of a pass, [4, P]."""
+        if number != self._number:
+            self._number, self._pass = number, self._planned(self._documents_of(number))
+        return self._pass
+
+    def _documents_of(self, number: int) -> NDArray[np.int64]:
+        """Return the documents of a pass in their order."""
+        documents, due = [], []
+        for source, limit, end in zip(self._sources, self._limits, self._ends, strict=True):
+            n, order = len(source.data), source.order
+            assert order is not None  # as the source is indexed
+            passes = [number] if len(self._sources) == 1 else range(math.ceil(limit))
+            own = np.concatenate([order.of_pass(p) for p in passes])
+            own = own[: math.ceil(limit * n) - passes[0] * n] + end - n
+            lengths = self.lengths[own]
+            documents.append(own)
+            due.append((np.cumsum(lengths) - lengths / 2) / source.weight)
+        return np.concatenate(documents)[np.argsort(np.concatenate(due), kind="stable")]
+
+    def _planned(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        lengths, seq_len = self.lengths[documents], self._packing.seq_len
+        ends = np.cumsum(lengths)
+        if self._packing.method == "concat":
+            # Cut where documents end and where rows end.
+            row_starts = np.arange(0, ends[-1], seq_len + 1)
+            cuts = np.sort(np.concatenate([[0], row_starts, ends]), kind="stable")
+            begins, sizes = cuts[:-1], np.diff(cuts)
+            begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+            place = np.searchsorted(ends, begins, side="right")
+            starts = begins - (ends - lengths)[place]
+            return np.stack([begins // (seq_len + 1), documents[place], starts, sizes])
+        num_pieces = -(-lengths // seq_len)
+        place = np.repeat(np.arange(len(documents)), num_pieces)
+        starts = np.arange(len(place)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        starts *= seq_len
+        sizes = np.minimum(lengths[place] - starts, seq_len)
+        rows = np.arange(len(place))
+        if self._packing.method == "fit":
+            content = hashlib.sha256(sizes.tobytes()).hexdigest()
+            rows = kept(["fit", seq_len, ROWS_OF_A_BLOCK, content], lambda: fitted(sizes, seq_len))
+        pieces = np.stack([rows, documents[place], starts, sizes])
+        return pieces[:, np.argsort(rows, kind="stable")]
+
+
+def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    """Return the row of each piece, by best fit in decreasing order.
+
+    Pieces are fitted block by block, so that their order changes within a block only. The rows of a
+    block are in the order of their longest pieces, so that rows of short ones are spread over it.
+    sizes: [P], at most seq_len each.
+    """
+    rows = np.empty(len(sizes), np.int64)
+    blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
+    first_row = 0
+    for block in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(blocks)) + 1):
+        longest_first = block[np.argsort(-sizes[block], kind="stable")]
+        spaces: list[int] = []  # ascending: the space left in a row << 32 | the row
+        longest: list[int] = []  # by row
+        row_of = []
+        for piece, size in zip(longest_first.tolist(), sizes[longest_first].tolist(), strict=True):
+            place = bisect_left(spaces, size << 32)
+            if place < len(spaces):
+                left = spaces.pop(place)
+                row, left = left & 0xFFFFFFFF, (left >> 32) - size
+            else:
+                row, left = len(longest), seq_len - size
+                longest.append(piece)
+            row_of.append(row)
+            if left:
+                insort(spaces, left << 32 | row)
+        in_order = np.argsort(np.argsort(np.array(longest, np.int64)))
+        rows[longest_first] = first_row + in_order[row_of]
+        first_row += len(longest)
+    return rows
+
+
+class PlannedLane:
+    """Row g of each step, from a plan; to a dataset the same as a `lanes.Lane`."""
+
+    num_left_over = 0
+
+    def __init__(self, plan: Plan, packing: Packing, number: int, num_lanes: int) -> None:
+        self._plan, self._packing = plan, packing
+        self._share = DocumentShare(number, num_lanes)
+
+    def next_row(self) -> Row | None:
+        """Return the next row, which is padding in the rest of the last step; None behind that."""
+        if self.num_steps_left() == 0:
+            return None
+        row = self._share.peek()
+        self._share.advance()
+        return self._packing.row(*self._plan.pieces(row))
+
+    def num_steps_left(self) -> int:
+        share = self._share
+        first = share.next_in_stride - share.reader  # the first row of the step
+        steps = -(-(self._plan.num_rows - first) // share.num_readers)
+        return len(share.pending) + max(0, steps)
+
+    def state(self) -> tuple[Any, ...]:
+        return [], [self._share.state()], []
+
+    def load(self, state: tuple[Any, ...]) -> None:
+        self._share = self._share.resumed(state[1][0])
