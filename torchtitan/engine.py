@@ -291,7 +291,6 @@ class EngineState:
         target = self.offloader.check_target(device)
         if self.offloader.can_move(self.job_config):
             self.checkpointer.maybe_wait_for_staging()
-            self.checkpointer.release_model()
             self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
 
     def iter_hf_weights(

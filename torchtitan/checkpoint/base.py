@@ -65,7 +65,6 @@ class AdapterFiles:
             writes all.
         """
         model, options = self._model, self._require_options("save_peft")
-        model.refresh()
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
         peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head, rank)
@@ -75,7 +74,6 @@ class AdapterFiles:
     def load(self, path: str, adapter: BaseStateDictAdapter) -> None:
         """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
         model, _ = self._model, self._require_options("load_peft")
-        model.refresh()
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
     def load_first(

@@ -115,15 +115,29 @@ class Results:
             return None
 
     def submit(
-        self, request_id: str, command: "Command", write: Callable[[Any], Answer], **extra: Any
+        self,
+        request_id: str,
+        command: "Command",
+        write: Callable[[Any], Answer],
+        undo: Callable[[], None] = lambda: None,
+        **extra: Any,
     ) -> Answer:
-        """Queue a command; `write` encodes its result for the client."""
+        """Queue a command; `write` encodes its result for the client. undo: called if it fails."""
         pending = Pending(request_id, extra=extra)
-        if (answer := self.accept(pending)) is not None:
+        try:
+            answer = self.accept(pending)
+        except Refused:
+            undo()
+            raise
+        if answer is not None:
             return answer
 
         def finish(result: Any) -> None:
-            self.finish(pending, result if isinstance(result, Exception) else write(result))
+            if isinstance(result, Exception):
+                undo()
+                self.finish(pending, result)
+            else:
+                self.finish(pending, write(result))
 
         self._put(dataclasses.replace(command, answer=finish))
         return pending.accepted()

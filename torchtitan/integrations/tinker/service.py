@@ -174,6 +174,7 @@ class Service:
             )
         with self._lock:
             self._sessions.check(session_id)
+            before = self._models.copy()
             self._make_room(model_id)
             self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
@@ -182,8 +183,15 @@ class Service:
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
         command = self._command(name, model_id, **arguments)
+
+        def undo() -> None:
+            with self._lock:
+                self._models.pop(model_id, None)
+                if self._lora is None and not self._models:  # the policy is still the one before
+                    self._models.update(before)
+
         return self._results.submit(
-            request_id, command, lambda _: Answer(result), model_id=model_id
+            request_id, command, lambda _: Answer(result), undo, model_id=model_id
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
@@ -315,9 +323,7 @@ class Service:
         is_new = self._results.known(seq_id) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        save = "save_external" if kind == EXTERNAL else "save_state"
-        rank = None if self._lora is None else self._models[model_id][0]
-        command = self._command("call", model_id, method=save, name=folder, rank=rank)
+        command = self._command("save", model_id, name=folder, external=kind == EXTERNAL)
         return self._results.submit(
             seq_id, command, lambda _: Answer({"type": response, "path": path})
         )
@@ -331,19 +337,23 @@ class Service:
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        method = "load_state_with_optimizer" if optimizer else "load_state"
-        arguments = {"method": method, "path": self.files.loadable(path)}
+        arguments = {"path": self.files.loadable(path), "optimizer": optimizer}
         result = {"type": "load_weights", "path": path}
         rank = self.files.lora_rank(path) or self._config.lora.rank
+        arguments["rank"] = None if self._lora is None else rank
         if values.get("session_id") is not None:
-            arguments |= {"is_new": True} if self._lora is not None else {}
-            return self._start_model(values, "call", arguments, result, rank)
+            return self._start_model(values, "load", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
-        with self._lock:
-            self._models[model_id] = rank, self._models[model_id][1]
-        command = self._command("call", model_id, **arguments)
+        command = self._command("load", model_id, **arguments)
         result |= {"model_id": model_id}
-        return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
+
+        def write(_: Any) -> Answer:
+            with self._lock:
+                if model_id in self._models:  # its session has not ended meanwhile
+                    self._models[model_id] = rank, self._models[model_id][1]
+            return Answer(result)
+
+        return self._results.submit(seq_id, command, write, model_id=model_id)
 
     # ---- sampling ----
 
