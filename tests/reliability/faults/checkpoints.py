@@ -114,9 +114,12 @@ def keep_weights_only(folder: Path) -> None:
 _locks: dict[Path, FolderLock] = {}
 
 
-def start_in_folder_of_other_job(folder: Path) -> list[str]:
-    _locks[folder] = FolderLock(str(folder / "outputs/checkpoint"))
-    return SAVING
+def start_in_folder_of_other_job(name: str):
+    def arrange(folder: Path) -> list[str]:
+        _locks[folder] = FolderLock(str(folder / name))
+        return SAVING
+
+    return arrange
 
 
 def release(folder: Path) -> None:
@@ -424,11 +427,22 @@ FAULTS = [
     Fault(
         name="two jobs in one checkpoint folder",
         message="error: …outputs/checkpoint is in use by process … on … since …, and two jobs would "
-        "overwrite and remove each other's checkpoints. Wait for that job or stop it, or give this "
-        "job a job.dump_folder or a checkpoint.folder of its own",
-        cause="The same job was started twice, or two jobs have one dump folder.",
+        "overwrite and remove each other's files. Wait for that job or stop it, or give this job a "
+        "folder of its own (job.dump_folder, and checkpoint.folder if it is a path)",
+        cause="Two jobs with dump folders of their own have one checkpoint.folder.",
+        remedy="Stop the other job, or set checkpoint.folder. A job that has died holds nothing.",
+        arrange=start_in_folder_of_other_job("outputs/checkpoint"),
+        exit_code=1,
+        check=release,
+    ),
+    Fault(
+        name="two jobs in one dump folder",
+        message="error: …outputs is in use by process … on … since …, and two jobs would overwrite "
+        "and remove each other's files. Wait for that job or stop it, or give this job a folder of "
+        "its own (job.dump_folder, and checkpoint.folder if it is a path)",
+        cause="The same job or server was started twice, or two jobs have one dump folder.",
         remedy="Stop the other job, or set job.dump_folder. A job that has died holds nothing.",
-        arrange=start_in_folder_of_other_job,
+        arrange=start_in_folder_of_other_job("outputs"),
         exit_code=1,
         check=release,
     ),
