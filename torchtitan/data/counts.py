@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Lane, Packing
-from torchtitan.data.local_files import sizes_of
+from torchtitan.data.local_files import record_of
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
@@ -126,7 +126,7 @@ def _count(source: Source) -> NDArray[np.int64]:
 def _cache_file(source: Source) -> Path:
     """Return a file whose name depends on the data, the tokenizer and the encoder."""
     made_with = tokenizer_hash(source.tokenizer) or repr(source.tokenizer)
-    content = [source.name, source.path, len(source.data), sizes_of(source.path), made_with]
+    content = [source.name, source.path, len(source.data), record_of(source.path), made_with]
     content.append(getattr(source.encode, "key", None))
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:24]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
