@@ -7,7 +7,7 @@ import pytest
 from tests.unit.rl.neighbours import changes, files_of_at_most, train_on_full_disk
 from tests.unit.rl.test_serve import DATA, server_config
 from tests.unit.rl.test_serve_lora import LORA, Client
-from tests.unit.rl.tinker_server import serving
+from tests.unit.rl.tinker_server import forward_backward_message, serving
 from tests.unit.rl.together import largest_difference, train
 
 
@@ -79,3 +79,24 @@ def test_failed_save_leaves_the_saved_state_before_it_and_no_other(run):
     assert saved_names(run) == ["weights/first"]
     run.train("load_weights", path=path)
     assert run.forward_backward(DATA)["metrics"]["loss:sum"] == expected
+
+
+def test_other_request_under_the_number_of_an_earlier_one_is_refused(run, url):
+    """As from two programs that train one model, and each count their requests from 1."""
+    other = Client(url)
+    other.session, other.model, other.n_sent = run.session, run.model, run.n_sent
+    losses = [run.forward_backward(DATA)["metrics"]["loss:sum"] for _ in range(2)]
+    assert other.forward_backward(DATA)["metrics"]["loss:sum"] == losses[0], "sent again"
+    body = forward_backward_message(run.model, run.n_sent, DATA[:1])
+    status, answer = other.send("POST", "/api/v1/forward_backward", body)
+    assert status == 400 and b"was accepted before with other content" in answer
+    run.optim_step(lr=1e-2)
+    request = {"model_id": run.model, "seq_id": run.n_sent}
+    status, answer = other.post("optim_step", adam_params={"learning_rate": 1e-3}, **request)
+    assert status == 400 and "make a client for each program" in answer["detail"]
+    sampler = run.sampler()
+    run.sample(sampler, [1, 2, 3], 1)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}
+    request = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt}
+    status, answer = other.post("asample", sampling_params={"max_tokens": 4}, **request)
+    assert status == 400 and "was accepted before with other content" in answer["detail"]

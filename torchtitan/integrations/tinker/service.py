@@ -17,7 +17,7 @@ from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
-from torchtitan.integrations.tinker.results import Answer, Results, write_output
+from torchtitan.integrations.tinker.results import Answer, Results, digest_of, write_output
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.integrations.tinker.sessions import Sessions
@@ -161,7 +161,9 @@ class Service:
         """
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (answer := self._results.known(request_id)) is not None:  # a repeated request
+        if (
+            answer := self._results.known(request_id, digest_of(values))
+        ) is not None:  # a repeated request
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -191,7 +193,7 @@ class Service:
                     self._models.update(before)
 
         return self._results.submit(
-            request_id, command, lambda _: Answer(result), undo, model_id=model_id
+            request_id, values, command, lambda _: Answer(result), undo, model_id=model_id
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
@@ -303,14 +305,14 @@ class Service:
             size=len(request.data),
         )
         return self._results.submit(
-            f"{request.model_id}:{request.seq_id}", command, lambda x: write_output(x[0])
+            f"{request.model_id}:{request.seq_id}", body, command, lambda x: write_output(x[0])
         )
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
         params = adam_params(values)
         command = self._joint_command("optim_step", self._model(values), params, joins="optim_step")
         return self._results.submit(
-            self._seq_id(values), command, lambda found: Answer({"metrics": found[0]})
+            self._seq_id(values), values, command, lambda found: Answer({"metrics": found[0]})
         )
 
     def _seq_id(self, values: dict[str, Any]) -> str:
@@ -320,12 +322,12 @@ class Service:
         model_id = self._model(values)
         path = f"tinker://{model_id}/{kind}/{take(values, 'path', str)}"
         folder, seq_id = folder_of(path), self._seq_id(values)
-        is_new = self._results.known(seq_id) is None
+        is_new = self._results.known(seq_id, digest_of(values)) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
         command = self._command("save", model_id, name=folder, external=kind == EXTERNAL)
         return self._results.submit(
-            seq_id, command, lambda _: Answer({"type": response, "path": path})
+            seq_id, values, command, lambda _: Answer({"type": response, "path": path})
         )
 
     def _save_external(self, values: dict[str, Any]) -> Answer:
@@ -353,7 +355,7 @@ class Service:
                     self._models[model_id] = rank, self._models[model_id][1]
             return Answer(result)
 
-        return self._results.submit(seq_id, command, write, model_id=model_id)
+        return self._results.submit(seq_id, values, command, write, model_id=model_id)
 
     # ---- sampling ----
 
@@ -366,7 +368,7 @@ class Service:
         self._sampling.add(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         command = self._command("snapshot", model_id, sampler=sampler)
-        return self._results.submit(seq_id, command, lambda _: Answer(result))
+        return self._results.submit(seq_id, values, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
