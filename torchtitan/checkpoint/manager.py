@@ -131,6 +131,7 @@ class CheckpointManager:
         self.last_save_in_hf = config.last_save_in_hf
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
         self.exclude_from_loading = config.exclude_from_loading
+        self.allow_changed = config.allow_changed
         self.verify_on_load = config.verify_on_load
         self.initial_load_path = config.initial_load_path
         self.initial_load_model_only = config.initial_load_model_only
@@ -355,7 +356,7 @@ class CheckpointManager:
                 states, self.states, entries.keys(), source.path, self.model_description
             )
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
-            compare_with_saved(source.path, self.run_record, states)
+            compare_with_saved(source.path, self.run_record, states, self.allow_changed)
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")

@@ -326,10 +326,11 @@ def _files_in(root: Path) -> list[Path]:
     ]
 
 
-def record_of(path: str) -> dict[str, Any]:
+def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     """Return what shows that files were changed, renamed or replaced; {} if there are none.
 
-    Names, sizes, times and samples of the content of all files are in the digest.
+    Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
+    out times, so that copies have the same digest, and take samples of at most 128 files.
     """
     root = Path(path)
     if not path or not root.exists():
@@ -337,10 +338,12 @@ def record_of(path: str) -> dict[str, Any]:
     files = sorted(_files_in(root))
     stats = [file.stat() for file in files]
     digest = hashlib.sha256()
-    for file, stat in zip(files, stats, strict=True):
-        name = os.fsencode(file.relative_to(root))
-        digest.update(repr((name, stat.st_size, stat.st_mtime_ns)).encode())
-        digest.update(_samples_of(file, stat.st_size))
+    every = -(-len(files) // 128) if is_movable else 1
+    for number, (file, stat) in enumerate(zip(files, stats, strict=True)):
+        time = None if is_movable else stat.st_mtime_ns
+        digest.update(repr((os.fsencode(file.relative_to(root)), stat.st_size, time)).encode())
+        if number % every == 0:
+            digest.update(_samples_of(file, stat.st_size))
     return {
         "files": len(stats),
         "bytes": sum(stat.st_size for stat in stats),

@@ -365,15 +365,26 @@ FAULTS = [
         after_run=True,
     ),
     Fault(
+        name="resume of another function",
+        message="error: The run cannot continue from …step-4: model.args.norm_eps was '1e-05' when it was "
+        "saved and is '0.001' now. The model would compute or read something else than it was trained "
+        "on; set it back, or allow it with checkpoint.allow_changed = ['model.args.norm_eps']",
+        cause="A setting was changed that changes what the model computes.",
+        remedy="Set it back, or allow it if it was meant.",
+        arrange=resume("--model.args", "norm_eps=1e-3", "--training.steps=5"),
+        exit_code=1,
+        after_run=True,
+    ),
+    Fault(
         name="resume with other data",
-        message="Continuing from …, but training.dataset was 'local' when it was saved and is 'python_docs' now: "
-        "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
-        "['dataloader'] starts from its beginning…training.dataset_path was …data.json' when it was saved and is None "
-        "now…error: the checkpoint's data position is for …documents, but dataset 'python_docs' holds "
-        "…: resume with the same data, or begin with this data from its start: "
-        "checkpoint.exclude_from_loading = ['dataloader']",
+        message="error: The run cannot continue from …step-4: content of training.dataset_path was …"
+        "when it was saved and is …now; training.dataset was 'local' when it was saved and is "
+        "'python_docs' now. The model would compute or read something else than it was trained on; set "
+        "it back, or allow it with checkpoint.allow_changed = ['training.dataset', "
+        "'training.dataset_path']",
         cause="training.dataset or dataset_path was changed, or the files there have.",
-        remedy="Leave the data position out with checkpoint.exclude_from_loading.",
+        remedy="Set it back, or leave the data position out with checkpoint.exclude_from_loading = "
+        "['dataloader'] to read the new data from their beginning.",
         arrange=resume(
             "--training.dataset=python_docs",
             "--training.dataset_path=None",
