@@ -159,9 +159,15 @@ def build(
         with_head = " with a value head" if value_head else ""
         checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
         checkpointer.tokenizer = tokenizer
-        num_documents = getattr(getattr(dataloader, "dataset", None), "num_documents", None)
+        dataset = getattr(dataloader, "dataset", None)
         checkpointer.run_record = record_of(
-            config, global_batch_size, tokenizer, num_documents, seed
+            config,
+            global_batch_size,
+            tokenizer,
+            getattr(dataset, "num_documents", None),
+            seed,
+            model_args,
+            getattr(dataset, "_sources", ()),
         )
         warn_of_shared_folder(checkpointer)
         update = Update(

@@ -232,12 +232,13 @@ class EngineState:
     def load_peft(self, path: str | os.PathLike[str]) -> None:
         """Read the adapters, and nothing else, from a folder in PEFT's format. Collective.
 
+        Gradients are zeroed, because they belong to the weights before.
         Raises ValueError for a model without adapters, and if layers, ranks, scales or sizes differ.
         """
         self.update.settle()
         self.checkpointer.load_peft(os.fspath(path))
         self.weights_version += 1
-        self.optimizers.zero_grad()
+        self._forget_gradients()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model computes without its adapters, as a KL reference does.
@@ -268,9 +269,13 @@ class EngineState:
             step, version = self._loaded
             self._loaded = _Loaded(step, version + 1)
         if found:
-            self.optimizers.zero_grad()
-            self.update.forget_microbatches()
+            self._forget_gradients()
         return found
+
+    def _forget_gradients(self) -> None:
+        """Begin the step again: its gradients belong to weights that are replaced."""
+        self.optimizers.zero_grad()
+        self.update.forget_microbatches()
 
     def to(
         self,
@@ -291,7 +296,6 @@ class EngineState:
         target = self.offloader.check_target(device)
         if self.offloader.can_move(self.job_config):
             self.checkpointer.maybe_wait_for_staging()
-            self.checkpointer.release_model()
             self.offloader.move(target, model=model, optimizer=optimizer, grad=grad)
 
     def iter_hf_weights(

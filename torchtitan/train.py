@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from torchtitan.tools.errors import (
     allow_open_files,
     as_run_error,
 )
+from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.host import has_peers, keep_freed_memory, signal_at_parents_death
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import init_logger, logger
@@ -119,7 +120,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         else:
             signals.at_start.tell_by(lambda _: None)
         allow_open_files()
-        with events.recording(config):
+        with _locked_folder(config), events.recording(config):
             if trainer_class is None:
                 from torchtitan.trainer import Trainer  # here, because it loads everything heavy
 
@@ -149,6 +150,19 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         sys.exit(exit_code)
     if peers is not None:
         peers.leave()
+
+
+@contextlib.contextmanager
+def _locked_folder(config: JobConfig) -> Iterator[None]:
+    """Lock the dump folder, before anything in it changes. Raises RunError if a job uses it."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    lock = FolderLock(config.job.dump_folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:

@@ -1,6 +1,7 @@
 """Checkpoints of adapters: small, without their base, and for every number of ranks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from tests.distributed.layout_matrix import (
     run_step,
     whole,
 )
+from tests.reliability.jobs import TINY_JOB
+from torchtitan.config import ConfigManager
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.trainer import Trainer
 
 FLAGS = [
     "--model.converters=lora",
@@ -161,3 +165,38 @@ def test_continued_run_reads_its_base_again_and_refuses_another(tmp_path, caplog
     base[1] = f"--checkpoint.initial_load_path={tmp_path}/other"
     with pytest.raises(ValueError, match="trained on another base model, .*/base .*, got .*/other"):
         train(ONE_PROCESS, str(tmp_path), 2, 3, *base)
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def run_job(folder, last, *flags):
+    """A job of the trainer, with a checkpoint at every second step, of which the newest two stay."""
+    checkpoints = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"]
+    checkpoints += ["--checkpoint.no_last_save_model_only"]
+    steps = (f"--training.steps={last}", f"--job.dump_folder={folder}")
+    config = ConfigManager().parse_args([*TINY_JOB, *checkpoints, *steps, *flags])
+    with Trainer(config) as trainer:
+        trainer.train()
+
+
+def test_base_of_adapters_is_not_removed_with_old_steps(tmp_path):
+    """Neither by the run of the adapters nor by a later one of the base's folder."""
+    lora = ("--model.converters=lora", "--lora.rank=4")
+    not_loaded = ("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler")
+    run_job(tmp_path, 6)
+    run_job(tmp_path, 10, *lora, *not_loaded)
+    folder = tmp_path / "checkpoint"
+    assert steps_in(folder) == [6, 8, 10]
+    base = f"--checkpoint.initial_load_path={folder}/step-6"
+    run_job(tmp_path, 12, *lora, base)
+    assert steps_in(folder) == [6, 10, 12]
+
+    shutil.copytree(folder / "step-6", folder / "step-5")
+    (folder / "step-5/.keep").unlink()
+    with pytest.raises(ValueError, match="would replace .*step-6, the base model of adapters"):
+        run_job(tmp_path, 8, "--checkpoint.load_step=5")
+    shutil.rmtree(folder / "step-6")
+    with pytest.raises(ValueError, match="step-6, which does not exist any more"):
+        run_job(tmp_path, 14, *lora)

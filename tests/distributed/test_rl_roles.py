@@ -200,6 +200,46 @@ def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left,
     assert resumed["digest"] == unbroken["digest"]
 
 
+def die_after_draws(dump_folder, flags, n_draws):
+    """`run_part`, with the generating rank killed when it begins its draw number `n_draws`."""
+    part = build_part(toy_config(dump_folder, *flags))
+    if not isinstance(part, Controller):
+        begin, n_begun = part._draws.begin_share, 0
+
+        def begin_or_die(*arguments):
+            nonlocal n_begun
+            n_begun += 1
+            if n_begun == n_draws:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return begin(*arguments)
+
+        part._draws.begin_share = begin_or_die
+        part.train()
+        return None
+    with pytest.raises(LostGeneratorError):
+        part.train()
+    part.close()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("ahead", "n_draws"),
+    [(2, 8), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 10), (0, 8)))],
+)
+def test_run_whose_generating_rank_was_killed_goes_on_bit_for_bit(ahead, n_draws, tmp_path):
+    """Also if that was right after a checkpoint, which has the episodes that were drawn ahead."""
+    flags = [*SAVED, f"--rl.async_steps={ahead}"]
+    unbroken = run_roles(tmp_path / "unbroken", 2, *flags)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        folder = tmp_path / "killed"
+        run_ranks(die_after_draws, 2, folder, flags, n_draws, init_process_group=False)
+    resumed = run_roles(tmp_path / "killed", 2, *flags)[0]
+    n_left = len(resumed["steps"])
+    assert 0 < n_left <= 7, "it has not begun again"
+    assert numbers(resumed) == numbers(unbroken)[-n_left:]
+    assert resumed["digest"] == unbroken["digest"]
+
+
 def test_failing_reward_on_a_generating_rank_ends_the_step_on_all(tmp_path):
     """The message names the rank and the cause."""
     first, second, generator = run_ranks(fail_at_grading, 3, tmp_path, init_process_group=False)

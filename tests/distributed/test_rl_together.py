@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.rl.neighbours import changes, train_on_full_disk
 from tests.unit.rl.together import EXPERTS, largest_difference, sample, train
 from torchtitan.testing.gloo import run_ranks
 
@@ -73,3 +74,20 @@ def test_samples_of_several_models_are_those_of_one_process(layout, tmp_path):
     for found in run_ranks(sample, world_size, str(tmp_path / "several"), 3, flags):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         assert largest_difference(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "layout", ["DDP", *(pytest.param(x, marks=pytest.mark.slow) for x in ("FSDP", "TP"))]
+)
+def test_no_command_changes_the_model_of_another_client(layout, tmp_path):
+    world_size, flags = LAYOUTS[layout]
+    found = run_ranks(changes, world_size, str(tmp_path), flags, timeout_seconds=240)
+    assert found == [[]] * world_size
+
+
+def test_full_disk_of_one_rank_changes_no_number(alone, tmp_path):
+    """Four models' states are 0.6 MiB each on one rank of DDP, and 1 MiB of memory is allowed."""
+    world_size, flags = LAYOUTS["DDP"]
+    arguments = str(tmp_path), N_MODELS, N_STEPS, flags
+    for found in run_ranks(train_on_full_disk, world_size, *arguments, timeout_seconds=240):
+        assert largest_difference(found, alone) <= 1e-6

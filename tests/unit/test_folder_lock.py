@@ -1,5 +1,6 @@
 """One job at a time uses a checkpoint folder."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reliability.jobs import TINY_JOB
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.folder_lock import LOCK_FILE, FolderLock
 
@@ -41,6 +43,36 @@ def test_killed_owner_gives_the_folder_up_while_its_forked_child_lives(tmp_path)
         owner.wait()
         os.kill(child, 0)  # is still there
         FolderLock(str(tmp_path)).release()
+    finally:
+        owner.kill()
+        os.kill(child, signal.SIGKILL)
+        owner.wait()
+
+
+@pytest.mark.parametrize(
+    "program", ["torchtitan.train", "torchtitan.rl.train", "torchtitan.rl.serve"]
+)
+def test_second_job_in_a_dump_folder_is_refused_before_it_touches_anything(
+    program, tmp_path, monkeypatch, capsys
+):
+    """A server's idle clients wait in files there, which a server removes at its start."""
+    waiting = tmp_path / "waiting_models/rank-0/model.safetensors"
+    waiting.parent.mkdir(parents=True)
+    waiting.write_text("a client's adapters")
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE)
+    child = int(owner.stdout.readline())
+    before = sorted(tmp_path.rglob("*"))
+    module = importlib.import_module(program)
+    flags = ["--model.name=rl_toy", f"--job.dump_folder={tmp_path}", "--rl.task.name=copy"]
+    if program == "torchtitan.train":
+        flags = TINY_JOB + flags[1:2]
+    monkeypatch.setattr(sys, "argv", [program, *flags])
+    try:
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        assert end.value.code == 1
+        assert f"{tmp_path} is in use by process {owner.pid}" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
     finally:
         owner.kill()
         os.kill(child, signal.SIGKILL)

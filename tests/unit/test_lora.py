@@ -186,6 +186,13 @@ def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
     with engine.adapters_off():
         assert torch.equal(logits(engine), logits(plain))
     assert torch.equal(logits(engine), on)
+    first, second = engine.adapters_off(), engine.adapters_off()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(logits(engine), logits(plain)), "the second one is open"
+    second.__exit__(None, None, None)
+    assert torch.equal(logits(engine), on)
     for name, arguments in {"adapters_off": (), "save_peft": ("x",), "load_peft": ("x",)}.items():
         with pytest.raises(ValueError, match=f"^{name} needs a model with.*model.converters"):
             getattr(plain, name)(*arguments)
@@ -455,3 +462,9 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
     engine.load_peft(tmp_path / "adapters")
     assert torch.equal(logits(engine), before)
     assert engine.weights_version == version + 1
+    batch, labels = global_batch(0, False)
+    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+    engine.load_peft(tmp_path / "adapters")
+    with pytest.raises(ValueError, match="optim_step found no gradient on any rank"):
+        engine.optim_step()
+    assert torch.equal(logits(engine), before)

@@ -1,16 +1,20 @@
 """The warnings of a resume about settings that differ from the saved run's."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.checkpoint.run_record import (
+    check_same_meaning,
     check_same_optimizer,
     differences,
     read_record,
     record_of,
 )
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import MixtureSource
 
 
 def config_with(**changes) -> JobConfig:
@@ -55,16 +59,114 @@ def test_learning_rate_comes_with_the_schedule():
 def test_each_difference_is_told():
     texts = told(
         lr_scheduler__warmup_steps=7,
-        training__dataset="c4",
         training__steps=5,
         training__dtype="bfloat16",
     )
     assert [text.split()[0] for text in texts] == [
         "lr_scheduler.warmup_steps",
         "training.steps",
-        "training.dataset",
         "training.dtype",
     ]
+
+
+def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **changes):
+    """Compare a run with `changes` with a saved one, a copy of it with `saved` changes."""
+    lora = {"model__converters": ["lora"], "validation__enable": True}
+    before, now = (
+        record_of(config_with(**lora, **values), 8, None) for values in (saved or {}, changes)
+    )
+    check_same_meaning(json.loads(json.dumps(before)), now, "step-4", loaded, allowed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lora.alpha", 32.0),
+        ("lora.use_rslora", True),
+        ("lora.alpha_pattern", {"q_proj": 4}),
+        ("lora.dropout", 0.1),
+        ("training.restart_positions", False),
+        ("training.mask_boundary_loss", True),
+        ("training.dataset", "local"),
+        ("training.packing", "fit"),
+        ("training.shuffle", True),
+        ("training.data_seed", 3),
+        ("training.too_long", "cut"),
+        ("training.eos_token", "x"),
+        ("validation.dataset", "local"),
+    ],
+)
+def test_other_meaning_is_refused_with_the_setting_that_allows_it(key, value, caplog):
+    changes = {key.replace(".", "__"): value}
+    with pytest.raises(ValueError) as error:
+        resumed(**changes)
+    assert f"{key} was" in str(error.value)
+    assert f"checkpoint.allow_changed = ['{key}']" in str(error.value)
+    resumed(allowed=[key], **changes)
+    assert f"{key} was" in caplog.text
+    resumed(saved=changes, **changes)
+    if key.startswith(("training.data", "training.packing", "training.shuffle")):
+        resumed(loaded=["optimizer"], **changes)  # the data begin again
+
+
+def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
+    def record(*names, weight=1.0, template="{{ a }}"):
+        encode = SimpleNamespace(template=template)
+        sources = [
+            SimpleNamespace(name="chat", path=f"{tmp_path}/{n}", encode=encode) for n in names
+        ]
+        mixture = [MixtureSource("chat", str(tmp_path / name), weight) for name in names]
+        config = config_with(training__mixture=mixture)
+        return record_of(config, 8, None, 5, None, None, sources)
+
+    for name in "ab":
+        (tmp_path / name).write_text(f"{name}\n" * 9)
+    loaded, saved = ["dataloader"], record("a", "b")
+    check_same_meaning(saved, record("a", "b"), "step-4", loaded, ())
+    for other, key in (
+        (record("b", "a"), "training.mixture"),
+        (record("a", "b", weight=2.0), "training.mixture"),
+        (record("a", "b", template="{{ b }}"), "training.chat_template"),
+    ):
+        with pytest.raises(ValueError, match=f"from step-4: content of {key} was [^;]* now. The"):
+            check_same_meaning(saved, other, "step-4", loaded, ())
+
+
+def test_wrong_name_of_a_setting_to_allow_is_refused():
+    with pytest.raises(ValueError, match="allow_changed .* 'lora.alfa', did you mean 'lora.alpha'"):
+        record_of(config_with(checkpoint__allow_changed=["lora.alfa"]), 8, None)
+
+
+def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path):
+    """Not with as many other documents, or another epsilon or base of the model's positions."""
+    from tests.reliability.jobs import TINY_JOB
+    from torchtitan.config import ConfigManager
+    from torchtitan.trainer import Trainer
+
+    lines = [json.dumps({"text": f"story {i} of the fox and the crow " * 9}) for i in range(40)]
+    for name, text in (("data", lines), ("other", lines[::-1])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(text))
+
+    def run(steps, data="data", *flags):
+        flags = [*TINY_JOB, f"--training.dataset_path={tmp_path}/{data}.jsonl", *flags]
+        flags += [f"--job.dump_folder={tmp_path}", f"--training.steps={steps}"]
+        flags += ["--checkpoint.enable", "--checkpoint.no-last-save-model-only"]
+        with Trainer(ConfigManager().parse_args(flags)) as trainer:
+            trainer.train()
+
+    run(2)
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "data.jsonl", tmp_path / "copy")  # with another time
+    run(3, "copy/data")
+    for flags, key in (
+        (["other"], "content of training.dataset_path"),
+        (["data", "--model.args", "norm_eps=1e-3"], "model.args.norm_eps"),
+        (["data", "--model.args", "rope_theta=100"], "model.args.rope_theta"),
+        (["data", "--training.packing=fit"], "training.packing"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot continue from .*step-3: {key} was"):
+            run(4, *flags)
+    run(4, "other", "--checkpoint.allow_changed=training.dataset_path")
 
 
 def test_other_optimizer_is_an_error_with_both_names():

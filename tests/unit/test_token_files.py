@@ -286,6 +286,33 @@ def test_folder_of_another_command_is_refused(tmp_path, lines, capsys, options, 
     assert content(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("change", ["renamed", "swapped", "replaced"])
+def test_source_whose_files_changed_places_between_kill_and_resume_is_refused(
+    tmp_path, capsys, change
+):
+    """Number, bytes and times of all files together stay the same, and so do those of each file."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for name in "bcd":
+        lines = (json.dumps({"text": f"{name} {i:06}"}) for i in range(40))
+        (source / f"{name}.jsonl").write_text("\n".join(lines))
+        os.utime(source / f"{name}.jsonl", (1, 1))
+    write(source, out, "--documents_per_part", 30)
+    (out / "part-00003.idx").unlink()  # as if it was killed
+    if change == "renamed":
+        (source / "d.jsonl").rename(source / "a.jsonl")
+    elif change == "swapped":
+        (source / "d.jsonl").rename(source / "x")
+        (source / "b.jsonl").rename(source / "d.jsonl")
+        (source / "x").rename(source / "b.jsonl")
+    else:
+        text = (source / "c.jsonl").read_text()
+        (source / "c.jsonl").write_text(text[:-8] + text[-8:].replace("9", "8"))
+        os.utime(source / "c.jsonl", (1, 1))
+    write(source, out, exit_code=2)
+    assert "was begun with source = " in capsys.readouterr().err
+
+
 def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
     out = tmp_path / "out"
     write(lines, out, "--documents_per_part", 1)

@@ -71,6 +71,7 @@ def add_adapter(
         module.register_parameter(_parameter_name(weight_name, which), nn.Parameter(empty))
     if not hasattr(module, "lora"):
         module.lora, module.lora_is_on = Adapters({}, dropout), True
+        module.lora_n_off = 0  # of the `adapters_off` contexts that are open
         module.lora_stacked = None  # adapters of several models in its place; see `together`
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
@@ -204,16 +205,22 @@ def redraw_adapters(
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parts compute without their adapters. Backward has to end inside, too."""
+    """Inside, the parts compute without their adapters. Backward has to end inside, too.
+
+    Several such contexts may be open, and end in any order.
+    """
     modules = [m for part in parts for m in part.modules() if hasattr(m, "lora")]
-    before = [module.lora_is_on for module in modules]
-    for module in modules:
-        module.lora_is_on = False
+
+    def count(change: int) -> None:
+        for module in modules:
+            module.lora_n_off += change
+            module.lora_is_on = module.lora_n_off == 0
+
+    count(1)
     try:
         yield
     finally:
-        for module, was_on in zip(modules, before, strict=True):
-            module.lora_is_on = was_on
+        count(-1)
 
 
 # ---- merging ----

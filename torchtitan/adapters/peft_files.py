@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import Adapted, adapted_weights, adapter_names
@@ -31,7 +30,7 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.files import open_file, read_json_object, save_tensors
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -135,7 +134,7 @@ def save_peft(
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         weights = os.path.join(folder, WEIGHTS_FILE)
-        save_file(dict(sorted(everything.items())), f"{weights}.tmp", metadata={"format": "pt"})
+        save_tensors(dict(sorted(everything.items())), f"{weights}.tmp")
         with open_file(os.path.join(folder, CONFIG_FILE), "w") as file:
             json.dump(config, file, indent=2, sort_keys=True)
         os.replace(f"{weights}.tmp", weights)  # last: a folder with this file is whole

@@ -4,6 +4,7 @@ The digest covers every frozen parameter, bit for bit, and is the same on every 
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from torchtitan.adapters.lora import adapter_names, adapters_off, merged
 from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
+from torchtitan.checkpoint.folder import mark_base
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.checkpoint.states import ModelWrapper, saved_shapes_in
 from torchtitan.checkpoint.stream import fingerprint
@@ -65,7 +67,6 @@ class AdapterFiles:
             writes all.
         """
         model, options = self._model, self._require_options("save_peft")
-        model.refresh()
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
         peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head, rank)
@@ -75,7 +76,6 @@ class AdapterFiles:
     def load(self, path: str, adapter: BaseStateDictAdapter) -> None:
         """Read the adapters from a folder in PEFT's format. Collective; see `adapters.peft_files`."""
         model, _ = self._model, self._require_options("load_peft")
-        model.refresh()
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
     def load_first(
@@ -122,8 +122,10 @@ class AdapterFiles:
         return self._options is not None and from_rank_zero(lambda: holds_adapters(path))
 
     def set_base(self, name: str | None) -> None:
-        """name: what the base was read from; None: initial weights."""
+        """name: what the base was read from; None: initial weights. Collective."""
         self._base_name, self._base_record = name, None
+        if name is not None and self._options is not None:
+            from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
         """Return the record of the base that the adapters stand beside, {} without adapters. Collective.
@@ -148,8 +150,11 @@ class AdapterFiles:
                 f"{path} does not name the base model of its adapters: it is not compared"
             )
         elif saved[DIGEST] != own[DIGEST]:
+            name = str(saved.get(NAME))
+            is_gone = os.sep in name and not from_rank_zero(lambda: os.path.exists(name))
             raise ValueError(
-                f"The adapters in {path} were trained on another base model, {saved.get(NAME)} (digest "
+                f"The adapters in {path} were trained on another base model, {name}"
+                f"{', which does not exist any more' if is_gone else ''} (digest "
                 f"{saved[DIGEST]}), got {own[NAME]} (digest {own[DIGEST]}); set "
                 "checkpoint.initial_load_path to that base, with the dtypes of that run"
             )

@@ -147,6 +147,27 @@ def mark_kept(folder: str) -> None:
     _write_synced(os.path.join(folder, KEPT_MARKER), "")
 
 
+def mark_base(folder: str) -> None:
+    """Mark a step folder, if `folder` is one, as the base model of adapters, which need it later on.
+
+    Retention of no run removes it then.
+    """
+    if not re.fullmatch(r"step-\d+", os.path.basename(os.path.realpath(folder))):
+        return
+    try:
+        _write_synced(os.path.join(folder, KEPT_MARKER), "the base model of adapters\n")
+    except OSError as error:
+        logger.warning(
+            f"{folder}, the base model of the adapters, cannot be marked ({error}): see that its own "
+            "run does not remove it"
+        )
+
+
+def is_base(folder: str) -> bool:
+    marker = os.path.join(folder, KEPT_MARKER)
+    return os.path.isfile(marker) and os.path.getsize(marker) > 0
+
+
 def start_writing(folder: str) -> None:
     """Create `folder`, mark it unfinished, and remove an older checkpoint from it.
 

@@ -131,6 +131,7 @@ class CheckpointManager:
         self.last_save_in_hf = config.last_save_in_hf
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
         self.exclude_from_loading = config.exclude_from_loading
+        self.allow_changed = config.allow_changed
         self.verify_on_load = config.verify_on_load
         self.initial_load_path = config.initial_load_path
         self.initial_load_model_only = config.initial_load_model_only
@@ -206,7 +207,6 @@ class CheckpointManager:
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
-            self.states[MODEL].refresh()
             to_hf = last_step and self.last_save_in_hf
             if has_weights_only:
                 weights = self.adapters.merged() if to_hf else self.states[MODEL].state_dict()
@@ -236,7 +236,6 @@ class CheckpointManager:
         a step. Raises RunError on failure.
         """
         self._saver.wait(self.folder)
-        self.states[MODEL].refresh()
         states, adapter = self.adapters.merged(dtype), self.require_adapter()
         what = f"The Hugging Face files in {path} could not be written"
         with self._saver.one_error(what, path, self.folder):
@@ -350,7 +349,6 @@ class CheckpointManager:
         """
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
-        self.states[MODEL].refresh()
         states = {name: state for name, state in wanted.items() if name != MODEL}
         states |= entries if MODEL in wanted else {}
         if not source.from_hf:
@@ -358,7 +356,7 @@ class CheckpointManager:
                 states, self.states, entries.keys(), source.path, self.model_description
             )
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
-            compare_with_saved(source.path, self.run_record, states)
+            compare_with_saved(source.path, self.run_record, states, self.allow_changed)
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
@@ -401,10 +399,6 @@ class CheckpointManager:
         return os.path.join(self.folder, f"step-{step}")
 
     # States
-
-    def release_model(self) -> None:
-        """Drop the references to the parameters' memory; the next save or load gets them again."""
-        self.states[MODEL].release()
 
     def require_adapter(self) -> BaseStateDictAdapter:
         """The model's adapter. Raises ValueError if it has none."""

@@ -9,6 +9,7 @@ from torchtitan.checkpoint.folder import (
     StepFolder,
     contents_of,
     find_damage,
+    is_base,
     list_steps,
 )
 from torchtitan.checkpoint.hf import check_files
@@ -68,6 +69,15 @@ class Selection:
                     "Set checkpoint.load_step to one of them, or to -1 for the newest"
                 )
             _check_whole(chosen.path, chosen.contents, verify)
+        bases = from_rank_zero(
+            lambda: [f.path for f in folders if f.step > chosen.step and is_base(f.path)]
+        )
+        if bases:
+            raise ValueError(
+                f"A run that continues from {chosen.path} would replace {bases[0]}, the base model of "
+                "adapters, when it reaches that step; set checkpoint.folder to another folder and "
+                f"checkpoint.initial_load_path to {chosen.path}"
+            )
         if newer := [str(f.step) for f in folders if f.step > chosen.step]:
             logger.warning(
                 f"{folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "

@@ -58,9 +58,8 @@ Shapes = dict[str, tuple[int, ...] | None]
 class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
-    `state_dict()` returns a cached dict whose tensors are the live parameters, not copies.
-    Call `refresh()` when the cache may hold the wrong tensors: a client has moved parameters, or
-    FSDP holds gathered parameters after an evaluation.
+    `state_dict()` returns the live parameters, not copies. They are collected at each call, because
+    a client may have moved parameters, or exchanged their memory, since the last one.
 
     has_adapters: the parts have adapters beside frozen weights. `state_dict()` then returns only
         what trains.
@@ -76,23 +75,18 @@ class ModelWrapper(Stateful):
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         ]
-        self.refresh()
 
     def _get_state_dict(self) -> dict[str, Any]:
-        return {
-            name: tensor
-            for part in self.model
-            for name, tensor in get_model_state_dict(part).items()
-        }
-
-    def release(self) -> None:
-        """Drop the cached tensors until the next call that needs them, so memory can be freed."""
-        self.cache_state_dict = None
-
-    def refresh(self) -> None:
+        entries: dict[str, Any] = {}
         for part in self.model:
-            reshard_model(part)
-        self.cache_state_dict: dict[str, Any] | None = self._get_state_dict()
+            reshard_model(part)  # FSDP holds gathered parameters after an evaluation
+            entries |= get_model_state_dict(part)
+        return entries
+
+    @property
+    def cache_state_dict(self) -> dict[str, Any]:
+        """The reference's name of `whole`."""
+        return self.whole()
 
     def state_dict(self) -> dict[str, Any]:
         whole = self.whole()
@@ -100,9 +94,7 @@ class ModelWrapper(Stateful):
 
     def whole(self) -> dict[str, Any]:
         """Return all entries: the base model's and the adapters'."""
-        if self.cache_state_dict is None:
-            self.refresh()
-        return self.cache_state_dict
+        return self._get_state_dict()
 
     def base(self) -> dict[str, Any]:
         """Return the entries of the model without its adapters."""
@@ -117,7 +109,6 @@ class ModelWrapper(Stateful):
         """Load each part's entries. A part skips the entries of other parts."""
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
-        self.refresh()
 
 
 def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +119,6 @@ def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
 
 def live_states(states: dict[str, Any]) -> dict[str, Any]:
     """The contents of a full checkpoint, with the live tensors."""
-    states[MODEL].refresh()
     return {
         name: state.state_dict() if isinstance(state, Stateful) else state
         for name, state in with_model_on_top(states).items()

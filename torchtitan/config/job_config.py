@@ -341,6 +341,9 @@ class Checkpoint:
     load_step: int = -1  # Step to continue from; -1 is the newest
     # Parts of a checkpoint to leave out when loading, e.g. optimizer,lr_scheduler,dataloader
     exclude_from_loading: list[str] = field(default_factory=list)
+    # Settings that may differ from those of the checkpoint that the run continues from, though they
+    # change what the model computes or reads, such as lora.alpha
+    allow_changed: list[str] = field(default_factory=list)
     # Save after step 1 too, as an early test that saving works
     enable_first_step_checkpoint: bool = False
     # Initialise the model, save it as step 0 and exit; on one process

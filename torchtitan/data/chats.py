@@ -178,12 +178,14 @@ class ChatTokens:
 
     too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
         "skip" none. A chat that trains nothing before the cut is skipped, too.
-    key: text that the result depends on beside the tokenizer.
+    key: text that the result depends on beside the tokenizer. template: the part of it that is the chat
+        template's.
     """
 
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
         self._encoder, self._seq_len, self._too_long = encoder, seq_len, too_long
         self.key = f"{seq_len} {too_long} {encoder.key}"
+        self.template = encoder.key
 
     def __call__(self, sample: Mapping[str, Any]) -> Tokens:
         return self._fitted(*self._encoder(sample))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.document_sources import Source
-from torchtitan.data.local_files import sizes_of
+from torchtitan.data.local_files import record_of
 from torchtitan.data.open_document import PIECE_CHARACTERS
 from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
@@ -42,7 +42,7 @@ def _all_counts(source: Source) -> NDArray[np.int64]:
     if hasattr(source.data, "lengths"):
         return np.repeat(np.asarray(source.data.lengths, np.int64)[:, None], 3, axis=1)
     made_with = tokenizer_hash(source.tokenizer) or repr(source.tokenizer)
-    key = [source.name, source.path, len(source.data), sizes_of(source.path), made_with]
+    key = [source.name, source.path, len(source.data), record_of(source.path), made_with]
     key.append(getattr(source.encode, "key", None))
     cached = _read(key)
     if all(all_ranks(cached is not None and cached.shape == (len(source.data), 3))):

@@ -5,6 +5,7 @@ where its lines begin. Any document is then one seek away, so a run resumes at o
 Parquet and compressed JSON go through the `datasets` library and its memory-mapped cache.
 """
 
+import hashlib
 import json
 import os
 from array import array
@@ -19,6 +20,9 @@ from torchtitan.tools.files import open_file
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
+
+
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file's content in a record of it
 
 
 class SampleRule(NamedTuple):
@@ -322,14 +326,40 @@ def _files_in(root: Path) -> list[Path]:
     ]
 
 
-def sizes_of(path: str) -> dict[str, int]:
-    """Return what shows that files have changed: their number, bytes and latest time; {} if none."""
+def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
+    """Return what shows that files were changed, renamed or replaced; {} if there are none.
+
+    Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
+    out times, so that copies have the same digest, and take samples of at most 128 files.
+    """
     root = Path(path)
     if not path or not root.exists():
         return {}
-    stats = [file.stat() for file in _files_in(root)]
+    files = sorted(_files_in(root))
+    stats = [file.stat() for file in files]
+    digest = hashlib.sha256()
+    every = -(-len(files) // 128) if is_movable else 1
+    for number, (file, stat) in enumerate(zip(files, stats, strict=True)):
+        time = None if is_movable else stat.st_mtime_ns
+        digest.update(repr((os.fsencode(file.relative_to(root)), stat.st_size, time)).encode())
+        if number % every == 0:
+            digest.update(_samples_of(file, stat.st_size))
     return {
         "files": len(stats),
         "bytes": sum(stat.st_size for stat in stats),
-        "modified_ns": max((stat.st_mtime_ns for stat in stats), default=0),
+        "sha256": digest.hexdigest(),
     }
+
+
+def _samples_of(path: Path, size: int) -> bytes:
+    """Return bytes of the file's head, tail and places in between; a short file's whole content."""
+    if not os.access(path, os.R_OK):  # beside the data
+        return b""
+    with open_file(path, "rb") as file:
+        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
+            return file.read()
+        samples = []
+        for i in range(_NUM_SAMPLES):
+            file.seek((size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+            samples.append(file.read(_SAMPLE_BYTES))
+        return b"".join(samples)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
 from torchtitan.data.document_sources import Source
-from torchtitan.data.local_files import sizes_of
+from torchtitan.data.local_files import record_of
 from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
@@ -234,7 +234,7 @@ def _plan(options: argparse.Namespace) -> _Job:
 
     about = {
         "format": token_files.ABOUT_FORMAT,
-        "source": {"dataset": name, "path": path} | sizes_of(path),
+        "source": {"dataset": name, "path": path} | record_of(path),
         "tokenizer": {
             "sha256": token_files.tokenizer_hash(tokenizer),
             "vocabulary_size": token_files.vocabulary_size(tokenizer),

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
@@ -34,7 +33,7 @@ from torchtitan.rl.generator import ForeignGenerator, Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import open_file, save_tensors
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
 _HOW_VLLM_RELOADS = {
@@ -254,7 +253,7 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
 
     def write_file() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_file(file, os.path.join(folder, name), {"format": "pt"})
+        save_tensors(file, os.path.join(folder, name))
         weight_map.update(dict.fromkeys(file, name))
         file.clear()
 

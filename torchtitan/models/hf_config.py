@@ -92,7 +92,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     """Return name -> (a's, b's) for different values that change which weights fit, or the result."""
-    facts_a, facts_b = _facts(a), _facts(b)
+    facts_a, facts_b = facts_of(a), facts_of(b)
     pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
     if a.value_head or b.value_head:
         del pairs["enable_weight_tying"]  # a model with a value head has no output to tie
@@ -435,7 +435,7 @@ _DERIVED = {
 }
 
 
-def _facts(args: DecoderArgs) -> dict[str, Any]:
+def facts_of(args: DecoderArgs) -> dict[str, Any]:
     """Return name -> value of all fields that affect the weights or the result."""
     facts: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():

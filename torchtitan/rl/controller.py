@@ -179,7 +179,8 @@ class Controller:
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
-        Raises LostGeneratorError if a rank that generates is gone, after saving a checkpoint.
+        Raises LostGeneratorError if a rank that generates is gone, after saving a checkpoint unless
+        episodes that were drawn ahead are lost: then the newest checkpoint stays the last one.
         """
         try:
             if self.setup():
@@ -187,7 +188,14 @@ class Controller:
         except LostGeneratorError as error:
             checkpoint = self.job_config.checkpoint
             if checkpoint.enable and not checkpoint.load_only and self.step > 0:
-                save_and_stop(self.trainer.engine, str(error))
+                try:
+                    save_and_stop(self.trainer.engine, str(error))
+                except LostGeneratorError:
+                    logger.warning(
+                        "step %d is not saved, because episodes that were drawn ahead are lost; the "
+                        "same command goes on from the newest checkpoint",
+                        self.step,
+                    )
             raise
 
     def _train(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.states import MODEL
 from torchtitan.distributed.dtensor import forget_scales, local_tensor
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
@@ -170,9 +169,7 @@ class Critic(Learner):
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, schedule and counters."""
-        states = self._states()
-        states[MODEL].refresh()
-        return {name: state.state_dict() for name, state in states.items()}
+        return {name: state.state_dict() for name, state in self._states().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.is_loaded = True

@@ -365,14 +365,17 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        These episodes are saved because the weights that drew them are not. If the generator is
-        gone, too, a resumed run draws new episodes of the same prompts.
+        These episodes are saved because the weights that drew them are not. If the generator is gone
+        with them, that raises LostGeneratorError, unless a resumed run can draw them again because
+        nothing was drawn ahead of the weights.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):
             try:
                 taken[step] = self.take(step)
             except LostGeneratorError:
+                if self.config.async_steps:
+                    raise
                 self.task.load_state_dict(self._task_before[step])
                 self._next_step = step
                 break

@@ -148,7 +148,7 @@ class Snapshots:
         finally:
             exchange(self._engine, copy)
 
-    def loaded(self, load: Callable[[], None]) -> WeightsKey:
+    def loaded(self, load: Callable[[], object]) -> WeightsKey:
         """Return the key of the weights that `load` puts into the model; the model's own are restored."""
         copy = host_copy(self._engine)
         try:

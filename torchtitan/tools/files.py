@@ -7,9 +7,13 @@ pipe or device whose reader waits for ever.
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 _LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have some 10 MB
@@ -44,6 +48,18 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a regular file", path)
+
+
+def save_tensors(tensors: "dict[str, Tensor]", path: str) -> None:
+    """Write a safetensors file. Raises OSError, as for other files, if the disk is full, say."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), path) from error
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:

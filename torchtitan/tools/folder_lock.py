@@ -42,8 +42,8 @@ class FolderLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise RunError(
                     f"{folder} is in use by {owner}, and two jobs would overwrite and remove each "
-                    "other's checkpoints. Wait for that job or stop it, or give this job a "
-                    "job.dump_folder or a checkpoint.folder of its own"
+                    "other's files. Wait for that job or stop it, or give this job a folder of its "
+                    "own (job.dump_folder, and checkpoint.folder if it is a path)"
                 ) from None
             self._path = None
             warn_once(

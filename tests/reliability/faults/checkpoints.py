@@ -114,9 +114,12 @@ def keep_weights_only(folder: Path) -> None:
 _locks: dict[Path, FolderLock] = {}
 
 
-def start_in_folder_of_other_job(folder: Path) -> list[str]:
-    _locks[folder] = FolderLock(str(folder / "outputs/checkpoint"))
-    return SAVING
+def start_in_folder_of_other_job(name: str):
+    def arrange(folder: Path) -> list[str]:
+        _locks[folder] = FolderLock(str(folder / name))
+        return SAVING
+
+    return arrange
 
 
 def release(folder: Path) -> None:
@@ -362,15 +365,26 @@ FAULTS = [
         after_run=True,
     ),
     Fault(
+        name="resume of another function",
+        message="error: The run cannot continue from …step-4: model.args.norm_eps was '1e-05' when it was "
+        "saved and is '0.001' now. The model would compute or read something else than it was trained "
+        "on; set it back, or allow it with checkpoint.allow_changed = ['model.args.norm_eps']",
+        cause="A setting was changed that changes what the model computes.",
+        remedy="Set it back, or allow it if it was meant.",
+        arrange=resume("--model.args", "norm_eps=1e-3", "--training.steps=5"),
+        exit_code=1,
+        after_run=True,
+    ),
+    Fault(
         name="resume with other data",
-        message="Continuing from …, but training.dataset was 'local' when it was saved and is 'python_docs' now: "
-        "this run's is used, from the saved position on; checkpoint.exclude_from_loading = "
-        "['dataloader'] starts from its beginning…training.dataset_path was …data.json' when it was saved and is None "
-        "now…error: the checkpoint's data position is for …documents, but dataset 'python_docs' holds "
-        "…: resume with the same data, or begin with this data from its start: "
-        "checkpoint.exclude_from_loading = ['dataloader']",
+        message="error: The run cannot continue from …step-4: content of training.dataset_path was …"
+        "when it was saved and is …now; training.dataset was 'local' when it was saved and is "
+        "'python_docs' now. The model would compute or read something else than it was trained on; set "
+        "it back, or allow it with checkpoint.allow_changed = ['training.dataset', "
+        "'training.dataset_path']",
         cause="training.dataset or dataset_path was changed, or the files there have.",
-        remedy="Leave the data position out with checkpoint.exclude_from_loading.",
+        remedy="Set it back, or leave the data position out with checkpoint.exclude_from_loading = "
+        "['dataloader'] to read the new data from their beginning.",
         arrange=resume(
             "--training.dataset=python_docs",
             "--training.dataset_path=None",
@@ -424,11 +438,22 @@ FAULTS = [
     Fault(
         name="two jobs in one checkpoint folder",
         message="error: …outputs/checkpoint is in use by process … on … since …, and two jobs would "
-        "overwrite and remove each other's checkpoints. Wait for that job or stop it, or give this "
-        "job a job.dump_folder or a checkpoint.folder of its own",
-        cause="The same job was started twice, or two jobs have one dump folder.",
+        "overwrite and remove each other's files. Wait for that job or stop it, or give this job a "
+        "folder of its own (job.dump_folder, and checkpoint.folder if it is a path)",
+        cause="Two jobs with dump folders of their own have one checkpoint.folder.",
+        remedy="Stop the other job, or set checkpoint.folder. A job that has died holds nothing.",
+        arrange=start_in_folder_of_other_job("outputs/checkpoint"),
+        exit_code=1,
+        check=release,
+    ),
+    Fault(
+        name="two jobs in one dump folder",
+        message="error: …outputs is in use by process … on … since …, and two jobs would overwrite "
+        "and remove each other's files. Wait for that job or stop it, or give this job a folder of "
+        "its own (job.dump_folder, and checkpoint.folder if it is a path)",
+        cause="The same job or server was started twice, or two jobs have one dump folder.",
         remedy="Stop the other job, or set job.dump_folder. A job that has died holds nothing.",
-        arrange=start_in_folder_of_other_job,
+        arrange=start_in_folder_of_other_job("outputs"),
         exit_code=1,
         check=release,
     ),

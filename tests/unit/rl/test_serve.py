@@ -704,7 +704,9 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
     kept = results.Results(commands.append)
 
     def send(number, n_bytes=300):
-        kept.submit(str(number), Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes))
+        kept.submit(
+            str(number), {}, Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes)
+        )
         if len(commands) > number:
             commands[number].answer(None)
 

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import os
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from torchtitan.adapters.together import reasons_for_turns
 from torchtitan.batch.batch import check_ids
+from torchtitan.checkpoint.saver import is_rank_zero
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, num_ranks
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
     finite_output,
@@ -251,12 +253,12 @@ class LocalTrainingClient(AsyncNames):
         ttl_seconds: ignored; nothing is deleted. rank: what `start_adapters` got; None is `lora.rank`.
         Raises ValueError for a name that leads out of `states_folder`.
         """
-        path = self._state_path(name)
-        self._trainer.save_checkpoint(path)
         checkpointer = self.checkpointer
-        if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
-            checkpointer.save_peft(os.path.join(path, "peft"), rank=rank)
-        return SaveWeightsResponse(path)
+        with self._writing(name) as folder:
+            self._trainer.save_checkpoint(folder)
+            if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
+                checkpointer.save_peft(os.path.join(folder, "peft"), rank=rank)
+        return SaveWeightsResponse(self._state_path(name))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
@@ -269,12 +271,38 @@ class LocalTrainingClient(AsyncNames):
         """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
         files of a model without adapters.
         """
+        with self._writing(name) as folder:
+            if self.checkpointer.has_adapters:
+                self.checkpointer.save_peft(folder, rank=rank)
+            else:
+                self._trainer.engine.save_hf(folder)
+        return SaveWeightsResponse(self._state_path(name))
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[str]:
+        """Yield a folder, which takes the place of the saved state `name` if the block succeeds."""
         path = self._state_path(name)
-        if self.checkpointer.has_adapters:
-            self.checkpointer.save_peft(path, rank=rank)
-        else:
-            self._trainer.engine.save_hf(path)
-        return SaveWeightsResponse(path)
+        parent, last = os.path.split(path)
+        new, old = os.path.join(parent, f".{last}"), os.path.join(parent, f".{last}.old")
+
+        def clear() -> None:
+            shutil.rmtree(new, ignore_errors=True)
+
+        def replace() -> None:
+            shutil.rmtree(old, ignore_errors=True)
+            if os.path.isdir(path):
+                os.rename(path, old)
+            os.rename(new, path)
+            shutil.rmtree(old, ignore_errors=True)
+
+        from_rank_zero(clear)
+        try:
+            yield new
+            from_rank_zero(replace)
+        except Exception:
+            if is_rank_zero():
+                clear()
+            raise
 
     def _state_path(self, name: str) -> str:
         path = os.path.join(self.states_folder, name)
@@ -306,9 +334,9 @@ class LocalTrainingClient(AsyncNames):
         """Copy a sampling client's weights into the policy, and reset the optimizer."""
         with sampler.weights():
             weights = host_copy(self._trainer.engine)
-        self._failure = None
         with self._changing():
             self._trainer.replace_weights(weights)
+        self._failure = None
 
     @on_thread
     def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
@@ -316,9 +344,9 @@ class LocalTrainingClient(AsyncNames):
 
         layers: names, as in `lora.target_modules`; the adapters of other layers don't train.
         """
-        self._failure = None
         with self._changing():
             self._trainer.start_adapters(seed, rank, layers)
+        self._failure = None
 
     @on_thread
     def new_state(self) -> TrainingState:
@@ -487,9 +515,10 @@ class LocalTrainingClient(AsyncNames):
         return samples
 
     def _load(self, path: str | None, model_only: bool) -> bool:
-        self._failure = None
         with self._changing():
-            return self._trainer.load_checkpoint(path, model_only=model_only)
+            found = self._trainer.load_checkpoint(path, model_only=model_only)
+        self._failure = None
+        return found
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -624,8 +653,9 @@ class LocalSamplingClient(AsyncNames):
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
             client._pushed = None
-            engine = client._trainer.engine
-            self._key = client._snapshots.loaded(lambda: engine.load(self._path, model_only=True))
+            # Not `engine.load`, which drops the gradients of the policy's own weights.
+            load = functools.partial(client.checkpointer.load, path=self._path, model_only=True)
+            self._key = client._snapshots.loaded(load)
         assert self._key is not None
         with client._snapshots.using(self._key):
             yield

@@ -4,10 +4,11 @@ Rank 0 takes commands from a queue, joins those that may run as one, and broadca
 other ranks. Arguments and results of a command are plain values that don't know of HTTP.
 """
 
+import contextlib
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,8 @@ from torchtitan.tools.logging import logger
 BASE = "base"
 """The sampler of the weights that the server started with."""
 
+_NEW = "new model"  # the name of a model until it is complete
+
 # How long a sample waits for further samples, so that they are drawn together.
 _SECONDS_TO_GATHER = 0.01
 _SECONDS_TO_GATHER_AT_MOST = 0.1
@@ -51,6 +54,7 @@ class Policy:
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
         self._model = ""  # the model in the policy; "" has the weights that the server started with
+        self._ranks: dict[str, int] = {}  # of models' adapters
         self._waiting = WaitingStates(
             client.limits, os.path.join(job_config.job.dump_folder, "waiting_models")
         )
@@ -58,17 +62,15 @@ class Policy:
     def close(self) -> None:
         self._waiting.close()
 
-    def _use(self, model: str, *, is_new: bool = False) -> None:
+    def _use(self, model: str) -> None:
         """Put a model into the policy, in place of the one in it, which then waits."""
         if model == self._model:
             return
-        if is_new:
-            self._waiting.add(model, self._client.new_state().result())
         self._check_waits(model)
         state = self._waiting.pop(model)
         self._client.exchange_state(state).result()
-        self._waiting.add(self._model, state)
-        self._model = model
+        earlier, self._model = self._model, model
+        self._waiting.add(earlier, state)
 
     def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
@@ -76,21 +78,48 @@ class Policy:
                 f"model {model} was dropped, because its session had ended; make another"
             )
 
+    @contextlib.contextmanager
+    def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
+        """Fill a new model inside, which takes the name `model` if the block succeeds.
+
+        If the block fails, the earlier model of this name, if any, is as it was. A policy without
+        adapters is its only model, and is filled in place. rank: of the new model's adapters.
+        """
+        if rank is None:
+            yield
+            return
+        self._waiting.add(_NEW, self._client.new_state().result())
+        try:
+            self._use(_NEW)
+            yield
+        except BaseException:
+            self.drop_models([_NEW])
+            raise
+        self._waiting.drop(model)
+        self._model, self._ranks[model] = model, rank
+
     def drop_models(self, models: Sequence[str]) -> None:
         if self._model in models:
             self._use("")
         for model in models:
             self._waiting.drop(model)
+            self._ranks.pop(model, None)
 
     def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
         """Go back to the weights that the server started with, and reset the optimizer.
 
         adapters: arguments of `start_adapters`, which then draws new adapters.
         """
-        self._use(model, is_new=True)
-        self._client.load_sampler_weights(self._samplers[BASE]).result()
-        if adapters is not None:
-            self._client.start_adapters(**adapters).result()
+        with self._replacing(model, None if adapters is None else adapters["rank"]):
+            self._client.load_sampler_weights(self._samplers[BASE]).result()
+            if adapters is not None:
+                self._client.start_adapters(**adapters).result()
+
+    def load(self, path: str, optimizer: bool, model: str = "", rank: int | None = None) -> None:
+        """Load a saved state into a model, which may be new. rank: of the saved adapters."""
+        client = self._client
+        with self._replacing(model, rank):
+            (client.load_state_with_optimizer if optimizer else client.load_state)(path).result()
 
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
@@ -136,10 +165,11 @@ class Policy:
         self._use(model)
         return self._client.optim_step(params).result().metrics
 
-    def call(self, method: str, model: str = "", is_new: bool = False, **arguments: Any) -> None:
-        """Call a method of the training client, which loads or saves a state."""
-        self._use(model, is_new=is_new)
-        getattr(self._client, method)(**arguments).result()
+    def save(self, name: str, external: bool, model: str = "") -> None:
+        """Save a model's state; external: files of other programs only."""
+        self._use(model)
+        save = self._client.save_external if external else self._client.save_state
+        save(name, rank=self._ranks.get(model)).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
         """Make a sampler of the model's weights."""

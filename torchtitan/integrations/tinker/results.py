@@ -1,6 +1,8 @@
 """Accepted requests, and their results, which clients fetch later: one by id, or a sampler's at once."""
 
 import dataclasses
+import hashlib
+import json
 import math
 import threading
 import time
@@ -58,11 +60,13 @@ _DROPPED = Answer(status=410)  # in place of results
 class Pending:
     """An accepted request. result: an answer or an exception; None while the request runs.
 
+    content: its `digest_of`; a request with the same id and the same content is one that is sent again.
     channel: key under which `retrieve_many` finds the request once it is done.
     extra: entries of the accepting answer besides the id.
     """
 
     request_id: str
+    content: bytes
     channel: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     result: Answer | Exception | None = None
@@ -70,6 +74,13 @@ class Pending:
 
     def accepted(self) -> Answer:
         return Answer({"request_id": self.request_id} | self.extra)
+
+
+def digest_of(request: bytes | dict[str, Any]) -> bytes:
+    """Return what tells the content of requests apart. request: as sent, or its JSON values."""
+    if isinstance(request, dict):
+        request = json.dumps(request, sort_keys=True).encode()
+    return hashlib.sha256(request).digest()
 
 
 class Results:
@@ -86,11 +97,19 @@ class Results:
         self._done: defaultdict[Any, dict[int, Pending]] = defaultdict(dict)
         self._cursors = count(1)
 
-    def known(self, request_id: str) -> Answer | None:
-        """Return the answer to a request that was accepted before; None for a new request."""
+    def known(self, request_id: str, content: bytes) -> Answer | None:
+        """Return the answer to a request that was accepted before; None for a new request.
+
+        Raises Refused if the request before had the same id and another content.
+        """
         with self._changed:
             pending = self._all.get(request_id)
-            return None if pending is None else pending.accepted()
+        if pending is not None and pending.content != content:
+            raise Refused(
+                f"request {request_id} was accepted before with other content, as if another program "
+                "trained this model, or drew from this sampler, too; make a client for each program"
+            )
+        return None if pending is None else pending.accepted()
 
     def accept(self, pending: Pending) -> Answer | None:
         """Add a new request and return None; for a repeated request return its first answer."""
@@ -106,7 +125,7 @@ class Results:
                     self._done[channel] = {
                         c: p for c, p in done.items() if p.result is not _DROPPED
                     }
-            if (answer := self.known(pending.request_id)) is not None:
+            if (answer := self.known(pending.request_id, pending.content)) is not None:
                 return answer
             if self._n_waiting >= _MAX_WAITING:
                 raise Refused(f"{_MAX_WAITING} requests wait already; send this again later", 429)
@@ -115,15 +134,33 @@ class Results:
             return None
 
     def submit(
-        self, request_id: str, command: "Command", write: Callable[[Any], Answer], **extra: Any
+        self,
+        request_id: str,
+        request: bytes | dict[str, Any],
+        command: "Command",
+        write: Callable[[Any], Answer],
+        undo: Callable[[], None] = lambda: None,
+        **extra: Any,
     ) -> Answer:
-        """Queue a command; `write` encodes its result for the client."""
-        pending = Pending(request_id, extra=extra)
-        if (answer := self.accept(pending)) is not None:
+        """Queue a request's command; `write` encodes its result for the client.
+
+        request: see `digest_of`. undo: called if the command fails.
+        """
+        pending = Pending(request_id, digest_of(request), extra=extra)
+        try:
+            answer = self.accept(pending)
+        except Refused:
+            undo()
+            raise
+        if answer is not None:
             return answer
 
         def finish(result: Any) -> None:
-            self.finish(pending, result if isinstance(result, Exception) else write(result))
+            if isinstance(result, Exception):
+                undo()
+                self.finish(pending, result)
+            else:
+                self.finish(pending, write(result))
 
         self._put(dataclasses.replace(command, answer=finish))
         return pending.accepted()

@@ -9,7 +9,13 @@ from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
-from torchtitan.integrations.tinker.results import Answer, Pending, Results, write_samples
+from torchtitan.integrations.tinker.results import (
+    Answer,
+    Pending,
+    Results,
+    digest_of,
+    write_samples,
+)
 from torchtitan.integrations.tinker.sessions import Sessions
 
 _MAX_SAMPLERS = 4096
@@ -106,6 +112,7 @@ class Sampling:
         ids = [f"{request_id}:{i}" for i in range(n_samples)]
         pending = Pending(
             request_id,
+            digest_of(values),
             channel=(session, number // 1_000_000_000),
             extra={"sample_sequence_ids": ids},
         )

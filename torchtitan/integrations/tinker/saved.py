@@ -127,7 +127,10 @@ class SavedFiles:
         for kind, kind_of_client in _KINDS.items():
             any_state = folder_of(f"tinker://{model}/{kind}/any")
             folder = os.path.dirname(os.path.join(self._folder, any_state))
-            for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
+            for name in names:
+                if name.startswith("."):  # being written
+                    continue
                 parts = [
                     os.path.join(inside, file)
                     for inside, _, files in os.walk(os.path.join(folder, name))

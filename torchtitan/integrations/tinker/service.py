@@ -17,7 +17,7 @@ from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
-from torchtitan.integrations.tinker.results import Answer, Results, write_output
+from torchtitan.integrations.tinker.results import Answer, Results, digest_of, write_output
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.integrations.tinker.sessions import Sessions
@@ -161,7 +161,9 @@ class Service:
         """
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (answer := self._results.known(request_id)) is not None:  # a repeated request
+        if (
+            answer := self._results.known(request_id, digest_of(values))
+        ) is not None:  # a repeated request
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -174,6 +176,7 @@ class Service:
             )
         with self._lock:
             self._sessions.check(session_id)
+            before = self._models.copy()
             self._make_room(model_id)
             self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
@@ -182,8 +185,15 @@ class Service:
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
         command = self._command(name, model_id, **arguments)
+
+        def undo() -> None:
+            with self._lock:
+                self._models.pop(model_id, None)
+                if self._lora is None and not self._models:  # the policy is still the one before
+                    self._models.update(before)
+
         return self._results.submit(
-            request_id, command, lambda _: Answer(result), model_id=model_id
+            request_id, values, command, lambda _: Answer(result), undo, model_id=model_id
         )
 
     def _create_model(self, values: dict[str, Any]) -> Answer:
@@ -295,14 +305,14 @@ class Service:
             size=len(request.data),
         )
         return self._results.submit(
-            f"{request.model_id}:{request.seq_id}", command, lambda x: write_output(x[0])
+            f"{request.model_id}:{request.seq_id}", body, command, lambda x: write_output(x[0])
         )
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
         params = adam_params(values)
         command = self._joint_command("optim_step", self._model(values), params, joins="optim_step")
         return self._results.submit(
-            self._seq_id(values), command, lambda found: Answer({"metrics": found[0]})
+            self._seq_id(values), values, command, lambda found: Answer({"metrics": found[0]})
         )
 
     def _seq_id(self, values: dict[str, Any]) -> str:
@@ -312,14 +322,12 @@ class Service:
         model_id = self._model(values)
         path = f"tinker://{model_id}/{kind}/{take(values, 'path', str)}"
         folder, seq_id = folder_of(path), self._seq_id(values)
-        is_new = self._results.known(seq_id) is None
+        is_new = self._results.known(seq_id, digest_of(values)) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
-        save = "save_external" if kind == EXTERNAL else "save_state"
-        rank = None if self._lora is None else self._models[model_id][0]
-        command = self._command("call", model_id, method=save, name=folder, rank=rank)
+        command = self._command("save", model_id, name=folder, external=kind == EXTERNAL)
         return self._results.submit(
-            seq_id, command, lambda _: Answer({"type": response, "path": path})
+            seq_id, values, command, lambda _: Answer({"type": response, "path": path})
         )
 
     def _save_external(self, values: dict[str, Any]) -> Answer:
@@ -331,19 +339,23 @@ class Service:
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
         path, optimizer = take(values, "path", str), take(values, "optimizer", bool, False)
-        method = "load_state_with_optimizer" if optimizer else "load_state"
-        arguments = {"method": method, "path": self.files.loadable(path)}
+        arguments = {"path": self.files.loadable(path), "optimizer": optimizer}
         result = {"type": "load_weights", "path": path}
         rank = self.files.lora_rank(path) or self._config.lora.rank
+        arguments["rank"] = None if self._lora is None else rank
         if values.get("session_id") is not None:
-            arguments |= {"is_new": True} if self._lora is not None else {}
-            return self._start_model(values, "call", arguments, result, rank)
+            return self._start_model(values, "load", arguments, result, rank)
         seq_id, model_id = self._seq_id(values), self._model(values)
-        with self._lock:
-            self._models[model_id] = rank, self._models[model_id][1]
-        command = self._command("call", model_id, **arguments)
+        command = self._command("load", model_id, **arguments)
         result |= {"model_id": model_id}
-        return self._results.submit(seq_id, command, lambda _: Answer(result), model_id=model_id)
+
+        def write(_: Any) -> Answer:
+            with self._lock:
+                if model_id in self._models:  # its session has not ended meanwhile
+                    self._models[model_id] = rank, self._models[model_id][1]
+            return Answer(result)
+
+        return self._results.submit(seq_id, values, command, write, model_id=model_id)
 
     # ---- sampling ----
 
@@ -356,7 +368,7 @@ class Service:
         self._sampling.add(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         command = self._command("snapshot", model_id, sampler=sampler)
-        return self._results.submit(seq_id, command, lambda _: Answer(result))
+        return self._results.submit(seq_id, values, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.rl.job_config import RLServe
+from torchtitan.tools.files import save_tensors
 from torchtitan.tools.logging import logger
 
 _DEVICE, _HOST, _FILE = range(3)
@@ -174,7 +175,7 @@ class WaitingStates:
         if where == _FILE:
             try:
                 os.makedirs(self._folder, exist_ok=True)
-                save_file({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
+                save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
                 is_saved = True
             except OSError as error:  # the other ranks may have saved theirs, and go on
                 logger.warning("the state of model %s stays in memory: %s", model, error)
