@@ -99,6 +99,15 @@ def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def names_of_choices(table: Mapping[str, Any]) -> set[str]:
+    """Return the names by which `differing` knows the fields that a table of model args sets."""
+    names = set(table)
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            names |= {f"{name}.{field}" for field in value}
+    return names | {derived for derived, fields in _DERIVED.items() if names & {*fields}}
+
+
 # HF field -> our field, in one table per group of families.
 
 _MOE = "moe_args."  # prefix of the fields of MoEArgs
@@ -319,16 +328,37 @@ def _same_spelling(config: Config) -> Config:
         config = {"model_type": "llama4_text"} | dict(text)
     config = {_SAME_FIELD.get(name, name): value for name, value in config.items()}
     _check_numbers(config)
+    return config | {"rope_parameters": _rope(config)}
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """Return the rope_parameters of either spelling; raise ValueError if both are there and differ.
+
+    transformers 5 reads rope_scaling and then forgets rope_theta; 4 reads only rope_scaling.
+    """
+    theta = config.get("rope_theta")
+    spellings = {}
     for name in ("rope_parameters", "rope_scaling"):
-        if config.get(name) is not None:
-            if not isinstance(config[name], Mapping):
-                raise _refusal(config, name, "it must be a table")
-            _check_numbers(config[name])
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if config.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", config["rope_theta"])
-    return config | {"rope_parameters": rope}
+        if config.get(name) is None:
+            continue
+        if not isinstance(config[name], Mapping):
+            raise _refusal(config, name, "it must be a table")
+        _check_numbers(config[name])
+        if config[name]:
+            rope = spellings[name] = dict(config[name])
+            rope.setdefault("rope_type", rope.pop("type", "default"))
+            rope.pop("type", None)
+            if theta is not None:
+                rope.setdefault("rope_theta", theta)
+    first = next(iter(spellings.values()), {"rope_type": "default", "rope_theta": theta})
+    if any(rope != first for rope in spellings.values()):
+        reason = "rope_parameters says otherwise; put one description of RoPE into rope_parameters"
+        raise _refusal(config, "rope_scaling", f"{reason} and remove rope_scaling")
+    if theta is not None and first.get("rope_theta") != theta:
+        raise _refusal(config, "rope_theta", f"the RoPE table has {first['rope_theta']}")
+    _require(first, "partial_rotary_factor", {1}, "whole heads are rotated")
+    _require(config, "partial_rotary_factor", {1}, "whole heads are rotated")
+    return {name: value for name, value in first.items() if value is not None}
 
 
 def _has_value_head(config: Config) -> bool:
