@@ -110,7 +110,8 @@ def test_files_that_the_export_folder_has_already_are_kept(tmp_path):
     write_model_files(str(export), args, str(ASSETS), torch.bfloat16)
     assert (export / "tokenizer_config.json").read_text() == '{"eos_token": "<|image|>"}'
     kept = json.loads((export / "config.json").read_text())
-    assert kept == own | {"torch_dtype": "bfloat16"}
+    end = HuggingFaceTokenizer(str(export)).eos_id
+    assert kept == own | {"torch_dtype": "bfloat16", "eos_token_id": end}
     other = dataclasses.replace(args, n_layers=3)
     write_model_files(str(export), other, str(ASSETS), torch.bfloat16)
     assert json.loads((export / "config.json").read_text())["num_hidden_layers"] == 3

@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -102,9 +101,12 @@ def load_from_hf(
     ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
     from_rank_zero(lambda: _check_copies(adapter, ignored, metadata, path))
     if ignored:
-        kinds = Counter(to_template(name)[0] for name in sorted(ignored))
-        counts = shorten([f"{n} {name}" for name, n in kinds.items()])
-        logger.info(f"Without a use in the model, so not read: {counts}")
+        logger.info(f"Without a use in the model, so not read: {_counted(ignored)}")
+    if untrained := [name for name in ignored if adapter.holds_untrained_part(name)]:
+        logger.warning(
+            f"{path} holds parts that are not trained, and that exports therefore lack: "
+            f"{_counted(untrained)}"
+        )
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         scales = {name for name in relevant if name.removesuffix("_scale_inv") in wanted}
@@ -120,7 +122,8 @@ def load_from_hf(
             f"{shorten(missing_files)}; fetch them. {error}"
         ) from error
     if found := [
-        f"{name} = {theirs}, not {ours}" for name, (ours, theirs) in (difference or {}).items()
+        f"{name} = {theirs}, not {ours}"
+        for name, (ours, theirs) in (difference or {}).items()
         if chosen_args is None or name not in chosen_args
     ]:
         sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
@@ -144,6 +147,16 @@ def load_from_hf(
     if kept := sorted(state_dict.keys() - loaded.keys()):
         logger.warning(f"Not in {path}, so left unchanged: {shorten(kept)}")
     return loaded
+
+
+def _counted(names: Iterable[str]) -> str:
+    """Return the names; those that differ only in numbers as one, with their count."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(to_template(name)[0], []).append(name)
+    return shorten(
+        [f"{kind} ({len(g)} times)" if len(g) > 1 else g[0] for kind, g in groups.items()]
+    )
 
 
 def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
