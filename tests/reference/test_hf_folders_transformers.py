@@ -199,37 +199,6 @@ def test_output_that_differs_from_the_tied_embedding_is_refused(tmp_path):
         logits_of(tmp_path)
 
 
-DEEPSEEK = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    n_shared_experts=1,
-    max_position_embeddings=64,
-)
-
-
-def deepseek(folder):
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(**DEEPSEEK)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.save_pretrained(folder)
-    return model.float().eval()
-
-
 def quantized(tensors):
     result = {}
     for name, tensor in tensors.items():
@@ -242,7 +211,7 @@ def quantized(tensors):
 
 
 def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tmp_path):
-    deepseek(tmp_path)
+    saved(tmp_path, "deepseek_v3")
     tensors = quantized(load_file(tmp_path / "model.safetensors"))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
