@@ -12,7 +12,7 @@ from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.config.job_config import Job, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.models.hf_config import to_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
 
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,7 @@ import torch
 
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.hf_config import differing, from_hf_config
-from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.files import find_shipped, open_file, read_json_object
 from torchtitan.tools.logging import logger
