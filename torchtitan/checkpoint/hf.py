@@ -50,6 +50,7 @@ from torchtitan.tools.logging import logger
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SINGLE_FILE = "model.safetensors"
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
@@ -109,6 +110,9 @@ def load_from_hf(
         )
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
+        fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
+        if no_scale := sorted(n for n in fp8 if f"{n}_scale_inv" not in saved):
+            raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
         scales = {name for name in relevant if name.removesuffix("_scale_inv") in wanted}
         relevant = {name: relevant[name] for name in relevant.keys() - (scales - wanted.keys())}
     difference = from_rank_zero(lambda: differences_from_config(adapter, path))

@@ -8,15 +8,25 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-BLOCK_SIZE = 128
+from torchtitan.tools.files import read_json_object
 
 
 def build_quantized_reader(
     path: str, number_format: Literal["fp8", "mxfp4"]
 ) -> HuggingFaceStorageReader:
-    """Return a reader of DeepSeek-V3's fp8 in blocks of 128 x 128, or of gpt-oss' MXFP4 experts."""
+    """Return a reader of fp8 with a scale for each block, as DeepSeek-V3's, or of gpt-oss' MXFP4 experts.
+
+    Raises ValueError if config.json names blocks that are not square.
+    """
+    file = os.path.join(path, "config.json")
+    config = read_json_object(file) if os.path.isfile(file) else {}
+    blocks = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
+    if len(blocks) != 2 or blocks[0] != blocks[1]:
+        raise ValueError(
+            f"{file} has weight_block_size = {blocks}, and only square blocks can be read"
+        )
     reader = MXFP4Reader if number_format == "mxfp4" else QuantizedReader
-    return reader(path, target_dtype=torch.float32, block_size=BLOCK_SIZE, thread_count=4)
+    return reader(path, target_dtype=torch.float32, block_size=blocks[0], thread_count=4)
 
 
 class QuantizedReader(QuantizedHuggingFaceStorageReader):
