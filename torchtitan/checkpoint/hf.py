@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,6 +50,7 @@ from torchtitan.tools.logging import logger
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
+_SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SINGLE_FILE = "model.safetensors"
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
@@ -101,20 +102,24 @@ def load_from_hf(
     wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
     ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
     from_rank_zero(lambda: _check_copies(adapter, ignored, metadata, path))
-    if ignored:
-        logger.info(f"Without a use in the model, so not read: {_counted(ignored)}")
-    if untrained := [name for name in ignored if adapter.holds_untrained_part(name)]:
+    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
+    if untrained:
         logger.warning(
-            f"{path} holds parts that are not trained, and that exports therefore lack: "
+            f"{path} has parts that are not trained, so not read and not exported: "
             f"{_counted(untrained)}"
         )
+    if ignored - untrained:
+        logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
-        if no_scale := sorted(n for n in fp8 if f"{n}_scale_inv" not in saved):
+        if no_scale := sorted(n for n in fp8 if f"{n}{_SCALE}" not in saved):
             raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
-        scales = {name for name in relevant if name.removesuffix("_scale_inv") in wanted}
-        relevant = {name: relevant[name] for name in relevant.keys() - (scales - wanted.keys())}
+        relevant = {
+            name: shape
+            for name, shape in relevant.items()
+            if name in wanted or name.removesuffix(_SCALE) not in wanted
+        }
     difference = from_rank_zero(lambda: differences_from_config(adapter, path))
     try:
         check_same_model(wanted, relevant, path, model_description, _remedy(relevant, difference))
@@ -125,18 +130,7 @@ def load_from_hf(
             f"{path} is incomplete: {HF_INDEX} names files that are missing: "
             f"{shorten(missing_files)}; fetch them. {error}"
         ) from error
-    if found := [
-        f"{name} = {theirs}, not {ours}"
-        for name, (ours, theirs) in (difference or {}).items()
-        if chosen_args is None or name not in chosen_args
-    ]:
-        sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
-        if chosen_args is not None:
-            raise ValueError(
-                f"{sentence}; set model.hf_config = {path!r} to take its values, or set those fields "
-                "in model.args"
-            )
-        logger.warning(f"{sentence}: the run's values are used")
+    _check_config(difference or {}, chosen_args, path)
     loaded = {}
     for part in parts:
         hf_part = adapter.to_hf(part)
@@ -153,6 +147,24 @@ def load_from_hf(
     return loaded
 
 
+def _check_config(
+    difference: Mapping[str, tuple[Any, Any]], chosen_args: Collection[str] | None, path: str
+) -> None:
+    """Raise ValueError if the weights' config.json differs from the model in a field nobody chose."""
+    if found := [
+        f"{name} = {theirs}, not {ours}"
+        for name, (ours, theirs) in difference.items()
+        if chosen_args is None or name not in chosen_args
+    ]:
+        sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
+        if chosen_args is not None:
+            raise ValueError(
+                f"{sentence}; set model.hf_config = {path!r} to take its values, or set those fields "
+                "in model.args"
+            )
+        logger.warning(f"{sentence}: the run's values are used")
+
+
 def _counted(names: Iterable[str]) -> str:
     """Return the names; those that differ only in numbers as one, with their count."""
     groups: dict[str, list[str]] = {}
@@ -165,7 +177,7 @@ def _counted(names: Iterable[str]) -> str:
 
 def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
     """Return what to do if weights don't fit. difference: the model's from their config.json."""
-    if any(name.endswith(("_scale_inv", "_scales")) for name in saved):
+    if any(name.endswith((_SCALE, "_scales")) for name in saved):
         return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
     if difference == {}:
         return (
