@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ from torchtitan.distributed.fsdp import scale_gradients
 from torchtitan.distributed.processes.failure_watch import Watch, watch_over
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.loss.cross_entropy import LossFunction
-from torchtitan.models.hf_config import from_hf_config
+from torchtitan.models.hf_config import from_hf_config, names_of_choices
 from torchtitan.numerics.products import use_onednn
 from torchtitan.optim.groups import check_groups
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
@@ -159,6 +160,12 @@ def build(
         with_head = " with a value head" if value_head else ""
         checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
         checkpointer.tokenizer = tokenizer
+        if training.chat_template and os.path.isfile(training.chat_template):
+            checkpointer.chat_template = Path(training.chat_template).read_text(encoding="utf-8")
+        if config.model.hf_config is None:  # otherwise all args are the user's choice
+            checkpointer.chosen_args = names_of_choices(config.model.args)
+        else:
+            checkpointer.chosen_args = None
         dataset = getattr(dataloader, "dataset", None)
         checkpointer.run_record = record_of(
             config,

@@ -39,7 +39,8 @@ def convert_from_hf(
         weights, adapter, description = prepare_conversion(
             model_name, model_flavor, hf_config=hf_config, spec=spec
         )
-        load_from_hf(weights, adapter, input_dir, model_description=description)
+        chosen = None if hf_config or spec else ()
+        load_from_hf(weights, adapter, input_dir, False, description, chosen)
         with dcp.one_error(f"The checkpoint {output_dir} could not be written"):
             dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
     logger.info(f"Wrote {output_dir}")

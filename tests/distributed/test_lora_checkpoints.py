@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed.layout_matrix import (
@@ -133,6 +133,26 @@ def check_export(family, layouts, folder):
 
 def test_two_ranks_write_the_files_of_one_bitwise(tmp_path):
     check_export("llama3", [Layout("TP 2", tp=2), PP_2], str(tmp_path))
+
+
+def load_of_rank(folder):
+    """Write adapters, then read another copy on each rank, of which rank 1's differs in one number."""
+    with build_engine("llama3", [*FLAGS, SHALLOW, *FSDP_2.overrides()], folder) as engine:
+        own = Path(f"{folder}/{torch.distributed.get_rank()}")
+        engine.save_peft(f"{folder}/both")
+        tensors = load_file(f"{folder}/both/adapter_model.safetensors")
+        next(iter(tensors.values()))[0, 0] += torch.distributed.get_rank()
+        shutil.copytree(f"{folder}/both", own)
+        save_file(tensors, own / "adapter_model.safetensors")
+        before = [whole(p).clone() for p in engine.model_parts[0].parameters()]
+        with pytest.raises(ValueError, match=r"differ between rank 0 and ranks \[1\]"):
+            engine.load_peft(own)
+        after = map(whole, engine.model_parts[0].parameters())
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_files_that_differ_between_ranks_are_refused_and_change_nothing(tmp_path):
+    run_ranks(load_of_rank, 2, str(tmp_path))
 
 
 @pytest.mark.slow

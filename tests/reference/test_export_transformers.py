@@ -12,7 +12,7 @@ from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.config.job_config import Job, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.models.hf_config import to_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
 
 transformers = pytest.importorskip("transformers")
@@ -110,7 +110,8 @@ def test_files_that_the_export_folder_has_already_are_kept(tmp_path):
     write_model_files(str(export), args, str(ASSETS), torch.bfloat16)
     assert (export / "tokenizer_config.json").read_text() == '{"eos_token": "<|image|>"}'
     kept = json.loads((export / "config.json").read_text())
-    assert kept == own | {"torch_dtype": "bfloat16"}
+    end = HuggingFaceTokenizer(str(export)).eos_id
+    assert kept == own | {"torch_dtype": "bfloat16", "eos_token_id": end}
     other = dataclasses.replace(args, n_layers=3)
     write_model_files(str(export), other, str(ASSETS), torch.bfloat16)
     assert json.loads((export / "config.json").read_text())["num_hidden_layers"] == 3

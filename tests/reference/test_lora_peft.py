@@ -1,7 +1,11 @@
 """Adapters give the numbers of the library `peft`, and its files are ours."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from tests.tiny_hf import VOCAB, tiny_hf_model
@@ -249,3 +253,182 @@ def test_files_hold_all_that_trains_in_both_directions(case, tmp_path):
         engine.load_peft(tmp_path / "theirs")
         (again,) = engine.forward_step({"input": batch(9)})
         assert relative(again, ours) <= TOLERANCE
+
+
+def randomize(engine):
+    parameters = dict(engine.model_parts[0].named_parameters())
+    for one in adapted_weights(engine.model_parts):
+        torch.nn.init.normal_(parameters[one.b], std=0.3)
+
+
+# family -> flags of adapters that peft for transformers 5 joins, with other ranks and scales
+JOINED = {
+    "rsLoRA": ("qwen3_moe", ["--lora.use_rslora"]),
+    "scale of downs": ("qwen3_moe", ["--lora.alpha_pattern=down_proj=3.5"]),
+    "rank of ups": (
+        "qwen3_moe",
+        ["--lora.rank_pattern=up_proj=2", "--lora.alpha_pattern=up_proj=4"],
+    ),
+    "experts of one layer": ("qwen3_moe", ['--lora.rank_pattern="layers.1.mlp.experts"=2']),
+    "dense and shared": ("deepseek_v3", []),
+    "only shared": ("deepseek_v3", ["--lora.target_modules=shared_experts,self_attn"]),
+    "only experts": ("deepseek_v3", ["--lora.target_modules=experts"]),
+    "patterns": (
+        "deepseek_v3",
+        ['--lora.rank_pattern="layers.0.mlp"=2', "--lora.alpha_pattern=shared_experts=3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_adapters_of_experts_have_their_logits_in_peft(case, tmp_path):
+    family, flags = JOINED[case]
+    folder = base_folder(tmp_path, family)
+    with engine_of(folder, *flags) as engine:
+        randomize(engine)
+        engine.save_peft(tmp_path / "ours")
+        (ours,) = engine.forward_step({"input": batch(9)})
+        redraw_adapters(engine.model_parts, 5, 4, ["mlp", "self_attn"])
+        engine.load_peft(tmp_path / "ours")
+        (again,) = engine.forward_step({"input": batch(9)})
+        assert relative(again, ours) <= 4 * TOLERANCE
+    with torch.no_grad():
+        theirs = peft_model(folder, tmp_path / "ours")(input_ids=batch(9)).logits
+    assert relative(ours, theirs) <= 4 * TOLERANCE  # large adapters round more
+
+
+def test_adapters_that_peft_cannot_join_are_named_at_export(tmp_path, caplog):
+    folder = base_folder(tmp_path, "qwen3_moe")
+    with engine_of(folder, "--lora.rank_pattern=up_proj=2", "--lora.dropout=0.1") as engine:
+        engine.save_peft(tmp_path / "ours")
+    assert "peft for transformers 5 cannot read the adapters of model.layers.0" in caplog.text
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft_model(folder, tmp_path / "ours")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder of a base, folder of peft's adapters for it, their logits)"""
+    path = tmp_path_factory.mktemp("trained")
+    folder = base_folder(path, "llama3")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    theirs.save_pretrained(str(path / "theirs"))
+    return folder, path / "theirs"
+
+
+Q_PROJ = ["--lora.target_modules=q_proj"]
+REFUSED_FIELDS = {
+    "base without its first adapter": (
+        {"init_lora_weights": "pissa"},
+        "init_lora_weights = 'pissa'",
+    ),
+    "the same, iterated": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_n"),
+    "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora'"),
+    "CorDA": ({"init_lora_weights": "corda"}, "init_lora_weights = 'corda'"),
+    "LoftQ": ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
+    "LoRA-GA": ({"init_lora_weights": "lora_ga"}, "init_lora_weights = 'lora_ga'"),
+    "field of a later release": ({"use_new_kind": True}, "use_new_kind = True"),
+    "DoRA": ({"use_dora": True}, "use_dora = True"),
+    "another method": ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+    "other rank than the tensors": ({"r": 8}, "has rank 4 in the file, but the config says 8"),
+    "rank as a text": ({"r": "4"}, "r = '4', which is not what peft writes"),
+    "scale that is no number": (
+        {"lora_alpha": float("nan")},
+        "lora_alpha = nan, which is not what",
+    ),
+    "list of patterns": ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern = \['q_proj'\], which is"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_FIELDS)
+def test_field_with_which_adapters_compute_something_else_is_refused(case, trained, tmp_path):
+    changes, message = REFUSED_FIELDS[case]
+    folder, theirs = trained
+    shutil.copytree(theirs, tmp_path / "a")
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    (tmp_path / "a/adapter_config.json").write_text(json.dumps(config | changes))
+    with engine_of(folder, *Q_PROJ) as engine, pytest.raises(ValueError, match=message):
+        engine.load_peft(tmp_path / "a")
+
+
+def test_first_values_that_leave_the_base_alone_are_read(trained, tmp_path):
+    folder, theirs = trained
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    shutil.copytree(theirs, tmp_path / "a")
+    with engine_of(folder, *Q_PROJ) as engine:
+        for first in (True, False, "gaussian", "orthogonal"):
+            base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            before = base(batch(1)).logits
+            options = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=first)
+            with peft.get_peft_model(base, options).disable_adapter():
+                assert torch.equal(base(batch(1)).logits, before)
+            changed = json.dumps(config | {"init_lora_weights": first})
+            (tmp_path / "a/adapter_config.json").write_text(changed)
+            engine.load_peft(tmp_path / "a")
+
+
+REFUSED_TENSORS = {
+    "not a number": (
+        lambda t: t.fill_(float("nan")),
+        "values that are not finite in model.layers.0",
+    ),
+    "integers": (lambda t: t.int(), "has torch.int32 in model.layers"),
+    "complex": (lambda t: t.to(torch.complex64), "has torch.complex64 in model.layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TENSORS)
+def test_tensor_with_values_of_no_adapter_is_refused_before_anything_changes(
+    case, trained, tmp_path
+):
+    change, message = REFUSED_TENSORS[case]
+    folder, theirs = trained
+    shutil.copytree(theirs, tmp_path / "a")
+    file = tmp_path / "a/adapter_model.safetensors"
+    tensors = {k: change(t) if "0.self" in k else t for k, t in load_file(file).items()}
+    save_file(tensors, file)
+    with engine_of(folder, *Q_PROJ) as engine:
+        randomize(engine)
+        (before,) = engine.forward_step({"input": batch(9)})
+        with pytest.raises(Exception, match=message):
+            engine.load_peft(tmp_path / "a")
+        assert torch.equal(engine.forward_step({"input": batch(9)})[0], before)
+
+
+def test_pickled_adapters_are_named_with_the_way_to_convert_them(trained, tmp_path):
+    folder, theirs = trained
+    shutil.copytree(theirs, tmp_path / "a")
+    (tmp_path / "a/adapter_model.safetensors").rename(tmp_path / "a/adapter_model.bin")
+    with engine_of(folder, *Q_PROJ) as engine:
+        with pytest.raises(
+            ValueError, match="adapter_model.bin there is not read.* save_pretrained"
+        ):
+            engine.load_peft(tmp_path / "a")
+
+
+def test_trained_output_is_not_dropped_for_the_weight_that_it_was_shared_with(tmp_path):
+    folder = base_folder(tmp_path, "qwen3", tie_word_embeddings=True)
+    with engine_of(folder, "--lora.also_train=embed_tokens") as engine:
+        engine.save_peft(tmp_path / "a")
+        engine.load_peft(tmp_path / "a")
+        file = tmp_path / "a/adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors["base_model.model.lm_head.weight"] += 1
+        save_file(tensors, file)
+        with pytest.raises(Exception, match="lm_head.weight that differs from the weight that"):
+            engine.load_peft(tmp_path / "a")
+    folder = base_folder(tmp_path, "llama3")
+    with engine_of(folder, *OUTPUT) as engine:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split()
+        options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)
+        theirs = peft.get_peft_model(theirs, options)
+        theirs.save_pretrained(str(tmp_path / "b"), save_embedding_layers=True)
+        engine.load_peft(tmp_path / "b")
+        file = tmp_path / "b/adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors["base_model.model.lm_head.base_layer.weight"] += 1
+        save_file(tensors, file)
+        with pytest.raises(Exception, match=r"lm_head.base_layer.weight that differs from the wei"):
+            engine.load_peft(tmp_path / "b")

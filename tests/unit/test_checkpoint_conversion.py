@@ -53,8 +53,8 @@ def test_there_and_back_is_bit_for_bit_the_same(tmp_path, hf_folder, hf_weights)
     names = list(hf_weights)
     shards = {name: f"model-0000{1 + 2 * i // len(names)}-of-00002.safetensors"
               for i, name in enumerate(names)}  # fmt: skip
-    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     convert_to_hf(
         str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, str(hf_folder), "float32"
     )  # fmt: skip

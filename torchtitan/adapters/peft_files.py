@@ -4,12 +4,15 @@ A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored 
 base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
 base_model.model.M.base_layer.bias, and other parameters that train whole as
 base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
-layer; `_fused_experts` reads those of `peft` for transformers 5, too.
+layer; `_fused_experts` reads those of `peft` for transformers 5, too. That release turns the files of
+single experts into its own, by rules that `_config` follows.
 """
 
 import copy
 import functools
+import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -35,19 +38,32 @@ from torchtitan.tools.logging import logger
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields of a config that change what an adapter computes -> the only value that ours compute.
-_PLAIN = {
-    "peft_type": "LORA",
-    "use_dora": False,
-    "lora_bias": False,
-    "fan_in_fan_out": False,
-    "use_qalora": False,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
+# Fields of a config -> the only values with which adapters compute what ours do. Other values, and
+# other fields that are neither empty nor in `_OTHER_FIELDS`, change the base or the adapter.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    # Initial values that leave the base as it is. The others subtract the first adapter from it.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+# Read here, or seen in the names of the tensors, or without an effect on trained adapters.
+_OTHER_FIELDS = set(
+    "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters "
+    "exclude_modules layers_to_transform layers_pattern modules_to_save bias ensure_weight_tying "
+    "auto_mapping base_model_name_or_path revision task_type inference_mode peft_version lora_dropout "
+    "megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
+    "runtime_config qalora_group_size".split()
+)
+_TYPES = {
+    "r": int,
+    "lora_alpha": (int, float),
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+    "use_rslora": bool,
+    "target_parameters": list,
 }
 # Parameters of experts in transformers 5 -> the layers of an expert in them.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")  # the name of an expert's layer
 _NAMES_SHOWN = 3
 
 
@@ -59,7 +75,6 @@ class PeftOptions(NamedTuple):
 
     base_model: str | None
     dropout: float
-    use_rslora: bool
     has_value_head: bool
     rank: int | None = None
 
@@ -191,23 +206,70 @@ def _config(
 
     layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
     the parameters that train whole.
+
+    `peft` for transformers 5 joins experts' gates and ups, with twice `r` and twice `lora_alpha`
+    unless the patterns name the joined parameter, so scales are alpha / r. Of a model with experts,
+    it takes all names like theirs for experts', so other layers go to target_parameters.
     """
-
-    def alpha_of(layer: _Layer) -> float:
-        alpha = layer.scale * (layer.rank**0.5 if options.use_rslora else layer.rank)
-        return round(alpha, 9)
-
+    known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}
-    alphas = {name: alpha_of(layer) for name, layer in layers.items()}
+    alphas = {name: round(layer.scale * layer.rank, 9) for name, layer in layers.items()}
     (rank, _), *_ = Counter(ranks.values()).most_common() or [(8, 0)]
     (alpha, _), *_ = Counter(alphas.values()).most_common() or [(8.0, 0)]
-    ends = {name.rpartition(".")[2] for name in layers}
-    left_out = {name.rpartition(".")[2] for name in set(known) - layers.keys()}
-    targets = sorted(ends - left_out)
-    targets += sorted(name for name in layers if name.rpartition(".")[2] in left_out)
+    has_experts = any(map(_EXPERT.fullmatch, known))
+    names_of_experts = (
+        {part for parts in _EXPERTS.values() for part in parts} if has_experts else set()
+    )
+
+    def end(name: str) -> str:
+        """Return what names this layer and its like in all blocks."""
+        if (expert := _EXPERT.fullmatch(name)) and has_shared_names:
+            return f"experts.{expert[2]}.{expert[3]}"
+        return name.rpartition(".")[2]
+
+    as_parameters = {
+        name
+        for name in known
+        if name.rpartition(".")[2] in names_of_experts and not _EXPERT.fullmatch(name)
+    }
+    has_shared_names = bool(as_parameters)
+    left_out = {end(name) for name in known - layers.keys()}
+    as_modules = layers.keys() - as_parameters
+    targets = {end(name) for name in as_modules} - left_out
+    targets |= {name for name in as_modules if end(name) in left_out}
+
+    def patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
+        """Return the values that are not the default, by regular expressions of names."""
+        found = {}
+        for name in sorted(layers):
+            if values[name] != default:
+                name_or_parameter = f"{name}(\\.weight)?" if name in as_parameters else name
+                found[_EXPERT.sub(r"\1(\\.\\d+)?.\3", name_or_parameter)] = values[name]
+        return found
+
+    rank_pattern, alpha_pattern = patterns(ranks, rank), patterns(alphas, alpha)
+    unreadable = []
+    for experts in sorted({expert[1] for expert in map(_EXPERT.fullmatch, layers) if expert}):
+        gate, up = (layers.get(f"{experts}.0.{part}") for part in _EXPERTS["gate_up_proj"])
+        if gate is None and up is None:
+            continue
+        if gate is None or up is None or gate.scale != up.scale:
+            unreadable.append(experts)
+        elif {gate, up} != {_Layer(rank, alpha / rank)}:
+            joined = gate.rank + up.rank
+            rank_pattern[f"{experts}.gate_up_proj"] = joined
+            alpha_pattern[f"{experts}.gate_up_proj"] = round(gate.scale * joined, 9)
+    if unreadable:
+        logger.warning(
+            f"peft for transformers 5 cannot read the adapters of {_shorten(unreadable)}, because it "
+            "joins gate_proj and up_proj, which need adapters of one scale; peft for transformers 4 "
+            "reads them"
+        )
     biases = {name for name in trained_whole if name.endswith(".bias")}
     biases -= {f"{name.removesuffix('.weight')}.bias" for name in trained_whole}
     whole = sorted({name.rpartition(".")[0] for name in set(trained_whole) - biases})
+    parameters = sorted(f"{name}.weight" for name in layers.keys() & as_parameters)
+    has_parameters = bool(parameters) or any(map(_EXPERT.fullmatch, layers))
     return {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if options.has_value_head else "CAUSAL_LM",
@@ -215,11 +277,13 @@ def _config(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": options.dropout,
-        "use_rslora": options.use_rslora,
-        "target_modules": targets,
-        "rank_pattern": {name: n for name, n in sorted(ranks.items()) if n != rank},
-        "alpha_pattern": {name: x for name, x in sorted(alphas.items()) if x != alpha},
+        # peft refuses dropout for parameters.
+        "lora_dropout": 0.0 if has_parameters else options.dropout,
+        "use_rslora": False,
+        "target_modules": sorted(targets),
+        **({"target_parameters": parameters} if parameters else {}),
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
         "modules_to_save": whole or None,
         "bias": "all" if biases else "none",
         "fan_in_fan_out": False,
@@ -244,12 +308,17 @@ def load_peft(
 
     entries: the live state dict of this rank's parts. trained: the names of all that trains.
     Raises ValueError, on all ranks, for files of another kind of adapter, or whose layers, ranks,
-    scales or sizes differ from the model's.
+    scales or sizes differ from the model's, and if ranks have different files. Then nothing changes.
     """
     adapter = copy.copy(adapter)
     config = from_rank_zero(lambda: read_config(folder))
     path = os.path.join(folder, WEIGHTS_FILE)
     stored = from_rank_zero(lambda: _shapes_in(path))
+    digests = on_all_ranks(lambda: _digest(folder))
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ValueError(
+            f"The files in {folder} differ between rank 0 and ranks {others}; give all ranks the same"
+        )
     adapted = list(adapted_weights(parts))
     hf_layers = _hf_layers_of(adapted, entries, adapter)
     in_adapters = adapter_names(adapted)
@@ -260,16 +329,23 @@ def load_peft(
     keys = {name: _key(name, layers) for name in in_hf}
 
     wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
-    aliases = {_PREFIX + other for name, other in adapter.hf_aliases().items() if name in in_hf}
-    # Beside the adapter of an output projection, peft also stores the frozen weight.
-    aliases |= {f"{_PREFIX}{name}.base_layer.weight" for name in layers if name == "lm_head"}
+    # Tensors that peft also stores: a tied tensor under its other name, and the frozen weight of an
+    # output projection with an adapter -> the tensor, or its key.
+    copies: dict[str, Any] = {
+        _PREFIX + other: _PREFIX + name
+        for name, other in adapter.hf_aliases().items()
+        if name in in_hf
+    }
+    for one, names in zip(adapted, hf_layers, strict=True):
+        if (key := f"{_PREFIX}{names[0]}.base_layer.weight") in stored and names == ["lm_head"]:
+            copies[key] = whole_tensor(entries[one.weight]).cpu()
     for one, names in zip(adapted, hf_layers, strict=True):
         for name in names:
             wanted[f"{_PREFIX}{name}.lora_A.weight"] = tuple(entries[one.a].shape[-2:])
             wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
-    for alias in set().union(*all_ranks(aliases)):
-        stored.pop(alias, None)
+    for key in set().union(*all_ranks(sorted(copies))):
+        stored.pop(key, None)
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
     fused = {matrix.key for matrix in of_experts.values()}
     matrices = {key: _Stored(key, shape) for key, shape in stored.items() if key not in fused}
@@ -280,35 +356,75 @@ def load_peft(
     problems = [
         problem
         for one, names in zip(adapted, hf_layers, strict=True)
-        for problem in _other_scales(one, names, entries[one.a].shape[-2], config)
+        for problem in _other_scales(one, names, entries[one.a].shape[-2], config, of_experts)
     ]
     for problem in (problem for part in all_ranks(problems) for problem in part):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
 
+    values: list[tuple[Tensor, Tensor]] = []  # our parameter, its values
+
     def read() -> None:
         with safe_open(path, framework="pt") as file:
-            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
+            stored_tensor = functools.lru_cache(1)(  # of all experts, once
+                lambda key: _checked(file.get_tensor(key), key, path)
+            )
 
             def tensor_of(key: str) -> Tensor:
                 return stored_tensor(matrices[key].key)[matrices[key].cut]
 
+            in_file = set(file.keys())
+            for key, origin in copies.items():
+                if key in in_file and not _is_copy(
+                    file.get_tensor(key),
+                    file.get_tensor(origin) if isinstance(origin, str) else origin,
+                ):
+                    raise ValueError(
+                        f"{path} has a {key.removeprefix(_PREFIX)} that differs from the weight that "
+                        "the model shares or keeps; untie the base, or merge with peft"
+                    )
             for one, names in zip(adapted, hf_layers, strict=True):
                 a_parts, b_parts = (
                     [tensor_of(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
                     for kind in "AB"
                 )
                 stacks = entries[one.a].ndim == 3
-                _fill(entries[one.a], torch.stack(a_parts) if stacks else a_parts[0])
+                values.append((entries[one.a], torch.stack(a_parts) if stacks else a_parts[0]))
                 if not stacks:
                     (b,) = adapter.from_hf({f"{names[0]}.weight": b_parts[0]}).values()
-                _fill(entries[one.b], torch.stack(b_parts) if stacks else b)
-            hf_tensors = {name: file.get_tensor(key) for name, key in keys.items()}
+                values.append((entries[one.b], torch.stack(b_parts) if stacks else b))
+            hf_tensors = {name: stored_tensor(key) for name, key in keys.items()}
             for name, tensor in adapter.from_hf(hf_tensors).items():
                 if name in whole:
-                    _fill(whole[name], tensor)
+                    values.append((whole[name], tensor))
 
     on_all_ranks(read)
+    for parameter, tensor in values:
+        _fill(parameter, tensor)
     logger.info(f"Read the adapters of {len(hf_layers)} weights from {folder}")
+
+
+def _digest(folder: str) -> str:
+    with open_file(os.path.join(folder, WEIGHTS_FILE), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    with open_file(os.path.join(folder, CONFIG_FILE), "rb") as file:
+        digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _checked(tensor: Tensor, key: str, path: str) -> Tensor:
+    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        what = "values that are not finite" if tensor.is_floating_point() else f"{tensor.dtype}"
+        raise ValueError(
+            f"{path} has {what} in {key.removeprefix(_PREFIX)}; train or save it again"
+        )
+    return tensor
+
+
+def _is_copy(tensor: Tensor, other: Tensor) -> bool:
+    """True if the tensors are equal, or one is the other in a shorter dtype."""
+    return tensor.shape == other.shape and (
+        torch.equal(tensor, other.to(tensor.dtype)) or torch.equal(tensor.to(other.dtype), other)
+    )
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -323,16 +439,41 @@ def read_config(folder: str) -> dict[str, Any]:
             "that save_pretrained or save_peft wrote"
         )
     config = read_json_object(path)
-    for field, plain in _PLAIN.items():
-        if config.get(field) and config[field] != plain:
+    for field, value in config.items():
+        allowed = _PLAIN.get(field)
+        if value is None or field in _OTHER_FIELDS or (not value and allowed is None):
+            continue
+        if allowed is None or value not in allowed:
             raise ValueError(
-                f"{path} has {field} = {config[field]!r}, and only adapters with {field} = {plain!r} "
-                "can be read; merge these into the base model with peft"
+                f"{path} has {field} = {value!r}, and only adapters "
+                f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; merge these "
+                "into the base model with peft, or convert them to plain ones there"
+            )
+    for field, kind in _TYPES.items():
+        value = config.get(field)
+        numbers = value.values() if isinstance(value, dict) else [value]
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not None and not (is_kind and all(map(_is_readable, numbers))):
+            raise ValueError(
+                f"{path} has {field} = {value!r}, which is not what peft writes; correct it"
             )
     return config
 
 
+def _is_readable(value: Any) -> bool:
+    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
+
+
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
+    if not os.path.isfile(path):
+        pickled = path.replace(".safetensors", ".bin")
+        remedy = "give the folder that save_pretrained or save_peft wrote"
+        if os.path.exists(pickled):
+            remedy = (
+                f"{os.path.basename(pickled)} there is not read, because reading a pickle can run code; "
+                "open the folder with peft and call save_pretrained"
+            )
+        raise ValueError(f"There is no file {path}; {remedy}")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -394,18 +535,31 @@ def _differences(
 
 
 def _other_scales(
-    one: Adapted, hf_layers: list[str], rank: int, config: Mapping[str, Any]
+    one: Adapted,
+    hf_layers: list[str],
+    rank: int,
+    config: Mapping[str, Any],
+    of_experts: Collection[str],
 ) -> Iterable[str]:
-    """Yield a sentence for each layer whose scale in the file is not the model's."""
+    """Yield a sentence for each layer whose rank or scale in the config is not the model's.
+
+    of_experts: keys of matrices that `peft` for transformers 5 stores together.
+    """
     fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
     for layer in hf_layers:
-        alpha, name = config.get("lora_alpha", 8), layer
-        if config.get("target_parameters"):
+        name = layer
+        if f"{_PREFIX}{layer}.lora_A.weight" in of_experts:
             name = re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
-        for pattern, other in (config.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):  # as peft does, the first that fits
-                alpha = other
-                break
+
+        def value(field: str, default: float, name: str = name) -> float:
+            for pattern, other in (config.get(f"{field}_pattern") or {}).items():
+                if re.fullmatch(rf"(.*\.)?({pattern})(\.weight)?", name):  # the first, as in peft
+                    return other
+            return config.get({"rank": "r", "alpha": "lora_alpha"}[field], default)
+
+        if (saved_rank := value("rank", 8)) != rank:
+            yield f"{layer} has rank {rank} in the file, but the config says {saved_rank}; correct it"
+        alpha = value("alpha", 8)
         divisor = rank**0.5 if config.get("use_rslora") else rank
         if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
             yield (

@@ -69,7 +69,7 @@ class AdapterFiles:
         model, options = self._model, self._require_options("save_peft")
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         base_model = base_model or self._base_name
-        peft = PeftOptions(base_model, options.dropout, options.use_rslora, has_value_head, rank)
+        peft = PeftOptions(base_model, options.dropout, has_value_head, rank)
         save_peft(path, model.model, model.whole(), model.trained, adapter, peft)
 
     @torch.no_grad()

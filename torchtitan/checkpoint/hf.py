@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchtitan.checkpoint.folder import (
     path_inside,
     start_writing,
 )
-from torchtitan.checkpoint.hf_assets import write_model_files
+from torchtitan.checkpoint.hf_assets import differences_from_config, write_model_files
 from torchtitan.checkpoint.states import (
     Shapes,
     check_same_model,
@@ -37,13 +37,21 @@ from torchtitan.checkpoint.states import (
 )
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.protocols.state_dict_adapter import (
+    BaseStateDictAdapter,
+    read_weight_map,
+    to_template,
+)
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
+_ROWS_COMPARED = 4096
+_SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SINGLE_FILE = "model.safetensors"
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
 # Reading
@@ -55,14 +63,19 @@ def load_from_hf(
     path: str,
     from_quantized: bool = False,
     model_description: str = "the model",
+    chosen_args: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
     state_dict: the model's own entries. Returns the entries that were read.
-    Raises ValueError if files and model do not match.
+    chosen_args: fields of the model's args that the user chose against the files' config.json; None
+        if all are.
+    Raises ValueError if files, their config.json and the model do not match.
     """
-    missing_files = from_rank_zero(lambda: check_files(path))
+    names, missing_files = from_rank_zero(lambda: check_files(path))
     reader = adapter.get_hf_storage_reader(path, from_quantized)
+    if file_system := getattr(reader, "fs", None):
+        file_system.ls = lambda folder: [os.path.join(folder, name) for name in names]
     try:
         metadata = reader.read_metadata()
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -79,25 +92,44 @@ def load_from_hf(
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
     parts += [{}] * (max(all_ranks(len(parts))) - len(parts))
-    if not from_quantized:  # quantized files have other shapes, and also hold scales
-        wanted: Shapes = {}
-        for part in parts:
-            hf_part = adapter.to_hf(part)
+    wanted: Shapes = {}
+    for part in parts:
+        hf_part = adapter.to_hf(part)
+        if not from_quantized:
             dcp.check_same_kinds(hf_part, metadata)
-            wanted |= shapes_of(hf_part)
-        ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
-        if ignored:
-            logger.info(f"Without a use in the model, so not read: {shorten(sorted(ignored))}")
-        relevant = {name: shape for name, shape in saved.items() if name not in ignored}
-        try:
-            check_same_model(wanted, relevant, path, model_description)
-        except ValueError as error:
-            if not missing_files:
-                raise
-            raise ValueError(
-                f"{path} is incomplete: {HF_INDEX} names files that are missing: "
-                f"{shorten(missing_files)}; fetch them. {error}"
-            ) from error
+        wanted |= shapes_of(hf_part)
+    wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
+    ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
+    from_rank_zero(lambda: _check_copies(adapter, ignored, metadata, path))
+    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
+    if untrained:
+        logger.warning(
+            f"{path} has parts that are not trained, so not read and not exported: "
+            f"{_counted(untrained)}"
+        )
+    if ignored - untrained:
+        logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
+    relevant = {name: shape for name, shape in saved.items() if name not in ignored}
+    if from_quantized:
+        fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
+        if no_scale := sorted(n for n in fp8 if f"{n}{_SCALE}" not in saved):
+            raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
+        relevant = {
+            name: shape
+            for name, shape in relevant.items()
+            if name in wanted or name.removesuffix(_SCALE) not in wanted
+        }
+    difference = from_rank_zero(lambda: differences_from_config(adapter, path))
+    try:
+        check_same_model(wanted, relevant, path, model_description, _remedy(relevant, difference))
+    except ValueError as error:
+        if not missing_files:
+            raise
+        raise ValueError(
+            f"{path} is incomplete: {HF_INDEX} names files that are missing: "
+            f"{shorten(missing_files)}; fetch them. {error}"
+        ) from error
+    _check_config(difference or {}, chosen_args, path)
     loaded = {}
     for part in parts:
         hf_part = adapter.to_hf(part)
@@ -114,9 +146,76 @@ def load_from_hf(
     return loaded
 
 
-def check_files(folder: str) -> list[str]:
-    """The names of missing files that the index lists.
+def _check_config(
+    difference: Mapping[str, tuple[Any, Any]], chosen_args: Collection[str] | None, path: str
+) -> None:
+    """Raise ValueError if the weights' config.json differs from the model in a field nobody chose."""
+    if found := [
+        f"{name} = {theirs}, not {ours}"
+        for name, (ours, theirs) in difference.items()
+        if chosen_args is None or name not in chosen_args
+    ]:
+        sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
+        if chosen_args is not None:
+            raise ValueError(
+                f"{sentence}; set model.hf_config = {path!r} to take its values, or set those fields "
+                "in model.args"
+            )
+        logger.warning(f"{sentence}: the run's values are used")
 
+
+def _counted(names: Iterable[str]) -> str:
+    """Return the names; those that differ only in numbers as one, with their count."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(to_template(name)[0], []).append(name)
+    return shorten(
+        [f"{kind} ({len(g)} times)" if len(g) > 1 else g[0] for kind, g in groups.items()]
+    )
+
+
+def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
+    """Return what to do if weights don't fit. difference: the model's from their config.json."""
+    if any(name.endswith((_SCALE, "_scales")) for name in saved):
+        return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
+    if difference == {}:
+        return (
+            "The config.json beside them describes the model of the config, too: fetch all files "
+            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
+            "lm_head.weight is missing)"
+        )
+    return "Set model.name and model.flavor to the saved model, or load another checkpoint"
+
+
+def _check_copies(
+    adapter: BaseStateDictAdapter, ignored: Collection[str], metadata: Any, path: str
+) -> None:
+    """Raise ValueError if a tensor that the model shares differs from its copy in the files."""
+    file_of = {index.fqn: entry.relative_path for index, entry in metadata.storage_data.items()}
+    for name, copy in adapter.hf_aliases().items():
+        if copy not in ignored or name not in file_of:
+            continue
+        with (
+            safe_open(file_of[name], framework="pt") as file,
+            safe_open(file_of[copy], framework="pt") as other_file,
+        ):
+            one, other = file.get_slice(name), other_file.get_slice(copy)
+            shape, n_rows = one.get_shape(), _ROWS_COMPARED
+            if shape != other.get_shape() or not all(
+                torch.equal(one[row : row + n_rows].float(), other[row : row + n_rows].float())
+                for row in range(0, shape[0], n_rows)
+            ):
+                raise ValueError(
+                    f"{path} cannot be read: its config.json has tie_word_embeddings = true, but "
+                    f"{copy} differs from {name}; set tie_word_embeddings = false there to train "
+                    f"both, or remove {copy}"
+                )
+
+
+def check_files(folder: str) -> tuple[list[str], list[str]]:
+    """The names of the files that hold the model, and of files in its index that are missing.
+
+    The index decides which files these are; without one, model.safetensors, or else all files.
     Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
     are read: safetensors limits their size, and checks that tensors don't overlap and end inside
     the file.
@@ -127,6 +226,18 @@ def check_files(folder: str) -> list[str]:
             f"There are no safetensors files in {folder}, from which Hugging Face weights should be "
             "read; correct the path, or set checkpoint.initial_load_in_hf = false"
         )
+    listed = {_SINGLE_FILE} if _SINGLE_FILE in names else set(names)
+    if os.path.lexists(os.path.join(folder, HF_INDEX)):
+        in_index = set(read_weight_map(path_inside(folder, HF_INDEX)).values())
+        if _SINGLE_FILE in names and _SINGLE_FILE not in in_index:
+            raise ValueError(
+                f"{folder} holds two models, in {_SINGLE_FILE} and in the files of {HF_INDEX}; "
+                "remove one of them"
+            )
+        listed = in_index
+    if others := sorted(set(names) - listed):
+        logger.info(f"Not files of the model in {folder}, so not read: {shorten(others)}")
+    names = [name for name in names if name in listed]
     file_of: dict[str, str] = {}
     for name in names:
         path = path_inside(folder, name)
@@ -147,13 +258,10 @@ def check_files(folder: str) -> list[str]:
             if key in file_of:
                 raise ValueError(
                     f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
-                    "files, or all files that the index does not name"
+                    "files, or all files that are not the model's"
                 )
             file_of[key] = name
-    index = os.path.join(folder, HF_INDEX)
-    if not os.path.lexists(index):
-        return []
-    return sorted(set(read_weight_map(path_inside(folder, HF_INDEX)).values()) - set(names))
+    return names, sorted(listed - set(names))
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -188,6 +296,7 @@ def save_to_hf(
     folder: str,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
+    chat_template: str | None = None,
 ) -> None:
     """Write the model to safetensors files with an index. Collective.
 
@@ -195,7 +304,7 @@ def save_to_hf(
     Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise
     into files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is
     removed. config.json, generation_config.json and the tokenizer are written too, so that
-    `transformers` opens the folder; see `hf_assets.write_model_files`, also for `tokenizer`.
+    `transformers` opens the folder; see `hf_assets.write_model_files`, also for the last two.
     """
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
     unnamed = {  # zeros change nothing
@@ -223,7 +332,7 @@ def save_to_hf(
             kinds = [t.dtype for t in state_dict.values() if t.is_floating_point()]
             most_used = dtype or max(kinds, key=kinds.count)
             assets = adapter.hf_assets_path
-            write_model_files(folder, model_args, assets, most_used, tokenizer)
+            write_model_files(folder, model_args, assets, most_used, tokenizer, chat_template)
         finish_writing(folder, hashes)
 
     from_rank_zero(write_the_rest)

@@ -2,14 +2,16 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.models.hf_config import differing, from_hf_config
-from torchtitan.models.hf_config_writer import to_hf_config
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.files import find_shipped, open_file, read_json_object
 from torchtitan.tools.logging import logger
 
@@ -25,6 +27,13 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_CLASS = "PreTrainedTokenizerFast"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+# Fields of a model's config.json that are not true of what a run exports: its weights are not
+# quantized, and code that stood beside the model's files is not copied.
+_NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
 
 
 def write_model_files(
@@ -33,39 +42,64 @@ def write_model_files(
     hf_assets_path: str | None,
     dtype: torch.dtype,
     tokenizer: Any = None,
+    chat_template: str | None = None,
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
     An existing tokenizer is kept, and so is an existing config.json that describes `model_args`.
     hf_assets_path: folder of the tokenizer and, for a model that came from Hugging Face, its
-        config.json, which is copied if it describes `model_args`. Otherwise config.json is made
-        from `model_args`.
-    tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path.
+        config.json, which is copied if it describes `model_args`, with what the run changed.
+        Otherwise config.json is made from `model_args`.
+    tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path. Its
+        end-of-text token is among those that end a generated text.
+    chat_template: the run's; None keeps the one in hf_assets_path.
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
     If a file cannot be written, a warning is logged, because the weights matter more.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))
     token_ids: dict[str, int] = {}
     try:
-        token_ids = _write_tokenizer(folder, assets, tokenizer)
+        token_ids = _write_tokenizer(folder, assets, tokenizer, chat_template)
     except (OSError, ValueError) as error:
         logger.warning(f"{folder} gets no tokenizer that transformers can open: {error}")
     try:
-        config = _config(model_args, [Path(folder), assets]) or to_hf_config(model_args) | token_ids
+        config = _config(model_args, [Path(folder), assets])
+        config |= _with_token_ids(config, token_ids)
         dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5 or 4
         config[dtype_key] = str(dtype).removeprefix("torch.")
         _write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
-        if not generation.exists() and (assets / generation.name).is_file():
-            _write(generation, (assets / generation.name).read_bytes())
-        elif not generation.exists() and token_ids:
-            _write_json(generation, token_ids)
+        if not generation.exists():
+            content = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+            if (assets / generation.name).is_file():
+                content = read_json_object(assets / generation.name)
+            if content:
+                _write_json(generation, content | _with_token_ids(content, token_ids))
     except (OSError, ValueError) as error:
         logger.warning(f"{folder} gets no config.json, which transformers needs: {error}")
 
 
-def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
-    """Return the first config.json that describes these args; None if no folder has one."""
+def differences_from_config(
+    adapter: BaseStateDictAdapter, folder: str
+) -> dict[str, tuple[Any, Any]] | None:
+    """Return field -> (the model's value, that of the folder's config.json), if they differ.
+
+    None: the folder has no config.json, or the model is of no family with one.
+    Raises ValueError for a config.json that no model here matches.
+    """
+    path, args = Path(folder, "config.json"), getattr(adapter, "model_args", None)
+    if not path.is_file() or not isinstance(args, DecoderArgs):
+        return None
+    try:
+        return differing(args, from_hf_config(path).model_args)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Weights without a config.json beside them are read without this comparison"
+        ) from error
+
+
+def _config(model_args: Any, folders: list[Path]) -> dict[str, Any]:
+    """Return a config.json of these args, which has the further fields of the first that fits."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue
@@ -73,13 +107,39 @@ def _config(model_args: Any, folders: list[Path]) -> dict[str, Any] | None:
             difference = differing(model_args, from_hf_config(path).model_args)
         except ValueError as error:
             difference = {str(error): ()}
-        if not difference:
-            return read_json_object(path)
-        logger.info(f"{path} describes another model ({', '.join(difference)}), so it is not used")
-    return None
+        if difference:
+            logger.info(
+                f"{path} describes another model ({', '.join(difference)}), so it is not used"
+            )
+            continue
+        config = read_json_object(path)
+        left_out = [key for key in _NOT_EXPORTED if config.pop(key, None)]
+        if config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0
+            left_out.append("num_nextn_predict_layers")
+        if left_out:
+            logger.info(f"Not true of the exported weights, so left out of {path}: {left_out}")
+        # Fields that only one of transformers 4 and 5 writes, for readers of the other.
+        config = to_hf_config(model_args) | config if "text_config" not in config else config
+        if config.get("rope_parameters") and config.get("rope_scaling"):
+            config["rope_scaling"] = config["rope_parameters"]  # 5 needs its rope_theta
+        return config
+    return to_hf_config(model_args)
 
 
-def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int]:
+def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return token_ids for a file; the end-of-text id is added to those that the file has."""
+    result: dict[str, Any] = dict(token_ids)
+    if "eos_token_id" in result and (ends := content.get("eos_token_id")) is not None:
+        listed = ends if isinstance(ends, list) else [ends]
+        is_listed = result["eos_token_id"] in listed
+        result["eos_token_id"] = ends if is_listed else [result["eos_token_id"], *listed]
+    return result
+
+
+def _write_tokenizer(
+    folder: str, assets: Path, tokenizer: Any, chat_template: str | None
+) -> dict[str, int]:
     """Write the tokenizer; return its begin- and end-of-text ids, by config.json's keys."""
     if any(Path(folder, name).exists() for name in _TOKENIZER_FILES):
         return _token_ids(HuggingFaceTokenizer(folder))
@@ -92,11 +152,21 @@ def _write_tokenizer(folder: str, assets: Path, tokenizer: Any) -> dict[str, int
             _write(Path(folder, source.name), source.read_bytes())
     if not Path(folder, "tokenizer.json").exists():
         _write(Path(folder, "tokenizer.json"), tokenizer.tokenizer.to_str(pretty=True).encode())
-    config = dict(tokenizer.config or {"tokenizer_class": "PreTrainedTokenizerFast"})
+    config = dict(tokenizer.config or {"tokenizer_class": _CLASS})
     for key in ("bos_token", "eos_token"):
         token, entry = getattr(tokenizer, key), config.get(key)
         if token != (entry.get("content") if isinstance(entry, dict) else entry):
             config[key] = token
+    # transformers 4 knows neither this class nor the list under this key; 5 reads both spellings.
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = _CLASS
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if chat_template is not None:
+        _write(Path(folder, "chat_template.jinja"), chat_template.encode())
+        if "chat_template" in config:
+            config["chat_template"] = chat_template
+        Path(folder, "chat_template.json").unlink(missing_ok=True)
     if config != tokenizer.config:
         _write_json(Path(folder, "tokenizer_config.json"), config)
     return _token_ids(tokenizer)

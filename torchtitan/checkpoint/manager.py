@@ -7,6 +7,7 @@ on another number of ranks.
 import os
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -69,7 +70,8 @@ class CheckpointManager:
     set at run time.
     model_description: the name of the model in error messages.
     run_record: the settings that a resume compares (see `run_record.py`).
-    tokenizer: its files are written beside exported weights.
+    tokenizer, chat_template: written beside exported weights.
+    chosen_args: see `hf.load_from_hf`.
     lora: the settings of the model's adapters; None if it has none. Checkpoints then hold what
         trains, and the name and digest of the base.
 
@@ -139,6 +141,8 @@ class CheckpointManager:
         self.initial_load_in_hf_quantized = config.initial_load_in_hf_quantized
         self.run_record: dict[str, Any] = {}
         self.tokenizer: Any = None
+        self.chat_template: str | None = None
+        self.chosen_args: Collection[str] | None = ()
         # These objects don't refer to the manager, or it would live until a garbage collection.
         self._saver = Saver()
         self._retention = Retention(self.folder)
@@ -239,7 +243,7 @@ class CheckpointManager:
         states, adapter = self.adapters.merged(dtype), self.require_adapter()
         what = f"The Hugging Face files in {path} could not be written"
         with self._saver.one_error(what, path, self.folder):
-            save_to_hf(states, adapter, path, dtype, self.tokenizer)
+            save_to_hf(states, adapter, path, dtype, self.tokenizer, self.chat_template)
 
     def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
         """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
@@ -271,7 +275,9 @@ class CheckpointManager:
         with self._saver.one_error(what, checkpoint_id, self.folder):
             if to_hf:
                 adapter = self.require_adapter()
-                save_to_hf(state_dict, adapter, checkpoint_id, tokenizer=self.tokenizer)
+                save_to_hf(
+                    state_dict, adapter, checkpoint_id, None, self.tokenizer, self.chat_template
+                )
             else:
                 record = self.run_record | self.adapters.own_base(self.model_description)
                 result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
@@ -375,7 +381,9 @@ class CheckpointManager:
                 # Files hold the tied parameter once, under the name of the embedding.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             adapter, model = self.require_adapter(), self.model_description
-            state_dict = load_from_hf(state_dict, adapter, checkpoint_id, from_quantized, model)
+            state_dict = load_from_hf(
+                state_dict, adapter, checkpoint_id, from_quantized, model, self.chosen_args
+            )
         else:
             with dcp.one_error(f"The checkpoint {checkpoint_id} could not be read"):
                 dcp.load(state_dict, checkpoint_id=checkpoint_id)

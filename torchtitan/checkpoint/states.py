@@ -251,7 +251,13 @@ def fit_to_checkpoint(
     return states
 
 
-def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description: str) -> None:
+def check_same_model(
+    wanted: Shapes,
+    saved: Shapes,
+    path: str,
+    model_description: str,
+    remedy: str = "Set model.name and model.flavor to the saved model, or load another checkpoint",
+) -> None:
     """Compare the model's weights, of all ranks together, with the saved ones. Collective.
 
     Raises ValueError with the first names that are missing, superfluous or of another shape.
@@ -271,8 +277,7 @@ def check_same_model(wanted: Shapes, saved: Shapes, path: str, model_description
     if found:
         raise ValueError(
             f"The checkpoint {path} does not fit {model_description}, the model of the config "
-            f"({'; '.join(found)}). Set model.name and model.flavor to the saved model, "
-            "or load another checkpoint"
+            f"({'; '.join(found)}). {remedy}"
         )
 
 

@@ -284,8 +284,11 @@ class KeyMapAdapter(StateDictAdapter):
             super().ignores_hf_key(hf_key)
             or (self._is_tied and hf_key == HF_OUTPUT)
             or (self._has_value_head and self.from_hf_map.get(hf_key) == OUTPUT)
-            or any(re.match(pattern, hf_key) for pattern in self.ignored_hf_keys)
+            or self.holds_untrained_part(hf_key)
         )
+
+    def holds_untrained_part(self, hf_key: str) -> bool:
+        return any(re.match(pattern, hf_key) for pattern in self.ignored_hf_keys)
 
 
 def _is_stack(hf_template: str, template: str) -> bool:

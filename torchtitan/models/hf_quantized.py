@@ -1,5 +1,6 @@
 """Readers of Hugging Face files with quantized weights; they return dequantized fp32 weights."""
 
+import os
 from typing import Literal
 
 import torch
@@ -7,19 +8,41 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
+from torchtitan.tools.files import read_json_object
+
 
 def build_quantized_reader(
     path: str, number_format: Literal["fp8", "mxfp4"]
 ) -> HuggingFaceStorageReader:
-    """Return a reader of DeepSeek-V3's fp8 in blocks of 128 x 128, or of gpt-oss' MXFP4 experts."""
-    if number_format == "mxfp4":
-        return MXFP4Reader(path, thread_count=4)
-    return QuantizedHuggingFaceStorageReader(
-        path, target_dtype=torch.float32, block_size=128, thread_count=4
-    )
+    """Return a reader of fp8 with a scale for each block, as DeepSeek-V3's, or of gpt-oss' MXFP4 experts.
+
+    Raises ValueError if config.json names blocks that are not square.
+    """
+    file = os.path.join(path, "config.json")
+    config = read_json_object(file) if os.path.isfile(file) else {}
+    blocks = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
+    if len(blocks) != 2 or blocks[0] != blocks[1]:
+        raise ValueError(
+            f"{file} has weight_block_size = {blocks}, and only square blocks can be read"
+        )
+    reader = MXFP4Reader if number_format == "mxfp4" else QuantizedReader
+    return reader(path, target_dtype=torch.float32, block_size=blocks[0], thread_count=4)
 
 
-class MXFP4Reader(QuantizedHuggingFaceStorageReader):
+class QuantizedReader(QuantizedHuggingFaceStorageReader):
+    """Finds weights and their scales in the files' headers; torch 2.13's reader needs an index."""
+
+    def _load_quantization_metadata(self) -> None:
+        metadata = HuggingFaceStorageReader.read_metadata(self)
+        self._build_weight_scale_mapping(
+            {
+                index.fqn: os.path.basename(entry.relative_path)
+                for index, entry in metadata.storage_data.items()
+            }
+        )
+
+
+class MXFP4Reader(QuantizedReader):
     """Reads experts as [E, out, in].
 
     torch 2.13's reader gives a dequantized tensor the right size, but gives its one chunk the stored

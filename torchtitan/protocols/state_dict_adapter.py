@@ -89,6 +89,10 @@ class BaseStateDictAdapter(ABC):
         """
         return False
 
+    def holds_untrained_part(self, hf_key: str) -> bool:
+        """True if the ignored tensor is a weight, of a part that the model here lacks."""
+        return False
+
 
 class StateDictAdapter(BaseStateDictAdapter):
     """An adapter that reads the numbers of an export's files from the index under `hf_assets_path`.

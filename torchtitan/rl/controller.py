@@ -18,6 +18,7 @@ decisions; only steps 4 and 5 depend on the layout.
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -124,6 +125,8 @@ class Controller:
             self.reporter = MetricsWriter(job_config, engine)
             self.checkpointer = engine.checkpointer
             self.checkpointer.states["rl"] = self
+            if path := self.config.task.chat_template:
+                self.checkpointer.chat_template = Path(path).read_text(encoding="utf-8")
             self.reference = None
             if self.config.loss.kl_coef > 0:
                 self.reference = ReferencePolicy(self.trainer)

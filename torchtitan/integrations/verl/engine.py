@@ -87,6 +87,7 @@ class VerlEngine(BaseEngine):
                 layout=self.layout,
                 forward_only=self.engine_config.forward_only,
             )
+        self.engine.checkpointer.chosen_args = None  # verl may have changed the folder's config
         self.engine.load(self.model_config.local_path, model_only=True)
         self.to(
             "cpu",

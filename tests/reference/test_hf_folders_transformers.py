@@ -1,0 +1,355 @@
+"""Folders as transformers 4 and 5 write them: what is read means the same, and so does what is exported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_hf import tiny_hf_config, tiny_hf_model
+from torchtitan.checkpoint.hf_assets import write_model_files
+from torchtitan.config.job_config import Checkpoint, Job, JobConfig, Model, Training
+from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.hf_config import differing, from_hf_config
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ASSETS = Path(__file__).parents[1] / "assets/tokenizer"
+TOKENS = torch.arange(5, 37)[None]
+INDEX = "model.safetensors.index.json"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def saved(folder, family="llama3", **changes):
+    model = tiny_hf_model(family, **changes).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def edit(file, **changes):
+    """Change fields of a JSON file; None removes a field."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def job(**sections):
+    sections.setdefault("training", Training(seq_len=32, mixed_precision_param="float32"))
+    return JobConfig(**sections)
+
+
+def logits_of(folder, **sections):
+    with TrainingEngine.from_hf(folder, job(**sections)) as engine:
+        return engine.forward_step({"input": TOKENS})[0].clone()
+
+
+def opened(folder):
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, attn_implementation="eager").float().eval()
+
+
+def assert_same_logits(ours, model):
+    with torch.no_grad():
+        assert (ours - model(TOKENS).logits).abs().max() <= 1e-4
+
+
+# ---- config.json ----
+
+
+@pytest.mark.parametrize(("family", "scaling"), [("llama3", LLAMA3), ("qwen3", YARN)])
+def test_two_descriptions_of_rope_that_differ_are_refused(family, scaling):
+    config = tiny_hf_config(family).to_dict()
+    # A copy, because transformers changes it.
+    theirs = type(tiny_hf_config(family)).from_dict(config | {"rope_scaling": dict(scaling)})
+    assert theirs.rope_parameters["rope_type"] == scaling["rope_type"]  # transformers applies it
+    with pytest.raises(ValueError, match="it has rope_scaling = .* but rope_parameters says other"):
+        from_hf_config(config | {"rope_scaling": scaling})
+    with pytest.raises(ValueError, match="it has rope_theta = 5.0, but the RoPE table has 1000000"):
+        from_hf_config(config | {"rope_theta": 5.0})
+    same = {"rope_scaling": dict(config["rope_parameters"]), "rope_theta": 1e6}
+    assert from_hf_config(config | same) == from_hf_config(config)
+    for where in (config, config["rope_parameters"]):
+        where["partial_rotary_factor"] = 0.5
+        with pytest.raises(ValueError, match=r"partial_rotary_factor = 0.5, but whole heads"):
+            from_hf_config(config)
+        del where["partial_rotary_factor"]
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_field_that_changes_their_logits_changes_our_model_or_is_refused(family):
+    reference = tiny_hf_model(family, num_hidden_layers=1).eval()
+    config, state = reference.config.to_dict(), reference.state_dict()
+    config["rope_parameters"] |= {"partial_rotary_factor": None, "attention_factor": None}
+    with torch.no_grad():
+        expected = reference(TOKENS).logits
+    ours, n_changed = from_hf_config(config).model_args, 0
+
+    def values(value):
+        if isinstance(value, bool):
+            return [not value]
+        return [value * 2] if isinstance(value, int | float) else [0.5, True]
+
+    def variants():
+        for name, value in config.items():
+            if value is None or isinstance(value, bool | int | float):
+                yield from ((name, config | {name: other}) for other in values(value))
+        rope = config["rope_parameters"]
+        for name, value in rope.items():
+            for other in values(value) if name != "rope_type" else []:
+                yield f"rope {name}", config | {"rope_parameters": rope | {name: other}}
+
+    for name, changed in variants():
+        try:
+            theirs = type(reference.config).from_dict(json.loads(json.dumps(changed)))
+            model = type(reference)(theirs).eval()
+            model.load_state_dict(state)
+            with torch.no_grad():
+                is_same = torch.allclose(model(TOKENS).logits, expected, atol=1e-6, rtol=0)
+        except Exception:  # a value that transformers cannot use, or another shape
+            continue
+        if is_same:
+            continue
+        n_changed += 1
+        try:
+            assert differing(ours, from_hf_config(changed).model_args), name
+        except ValueError:
+            pass  # refused
+    assert n_changed >= 3
+
+
+def test_flavor_that_computes_something_else_than_the_weights_config_is_refused(tmp_path, caplog):
+    folder = str(tmp_path)
+    saved(tmp_path, rms_norm_eps=1e-3)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64}
+    args = sizes | {"hidden_dim": 64, "rope_scaling_args": {"scaling_factor": 1.0}}
+    args |= {"rope_theta": 1e6}
+
+    def load(args, **model):
+        config = job(model=Model(name="llama3", flavor="debugmodel", args=args, **model))
+        with TrainingEngine(config) as engine:
+            engine.load(folder, model_only=True)
+
+    with pytest.raises(ValueError) as error:
+        load(args)
+    assert f"{folder} has weights of a model with norm_eps = 0.001, not 1e-05" in str(error.value)
+    assert f"set model.hf_config = {folder!r}" in str(error.value)
+    load(args | {"norm_eps": 1e-3})
+    load({}, hf_config=folder)
+    load(args | {"norm_eps": 1e-2})  # which model.args says
+    assert "has weights of a model" not in caplog.text
+    shutil.copytree(folder, tmp_path / "edited")
+    edit(tmp_path / "edited/config.json", rms_norm_eps=1e-4)
+    load({}, hf_config=str(tmp_path / "edited"))
+    assert "norm_eps = 0.001, not 0.0001 (its config.json): the run's values" in caplog.text
+
+
+# ---- weights ----
+
+
+def sharded(folder):
+    """Divide model.safetensors into two files with an index; return the tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        part = {name: t for name, t in tensors.items() if names[name] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return tensors
+
+
+def test_index_names_the_files_of_the_model(tmp_path, caplog):
+    model = saved(tmp_path)
+    tensors = sharded(tmp_path)
+    for name in ("adapter_model.safetensors", "consolidated.safetensors", "old.safetensors"):
+        save_file({key: t + 1 for key, t in tensors.items()}, tmp_path / name)
+    with caplog.at_level("INFO"):
+        assert_same_logits(logits_of(tmp_path), model)
+    line = "so not read: adapter_model.safetensors, consolidated.safetensors, old.safetensors"
+    assert line in caplog.text
+    save_file(tensors, tmp_path / "model.safetensors")  # transformers would read this one
+    with pytest.raises(ValueError, match="holds two models, in model.safetensors and in the files"):
+        logits_of(tmp_path)
+
+
+def test_output_that_differs_from_the_tied_embedding_is_refused(tmp_path):
+    model = saved(tmp_path, "qwen3")
+    edit(tmp_path / "config.json", tie_word_embeddings=True)
+    assert_same_logits(model(TOKENS).logits, opened(tmp_path))  # transformers keeps the output
+    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        logits_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_same_logits(logits_of(tmp_path), opened(tmp_path))
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit(tmp_path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"not in the checkpoint: lm_head.*or tie_word_embeddings"):
+        logits_of(tmp_path)
+
+
+def quantized(tensors):
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax() / 448
+            result[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            result[f"{name}_scale_inv"] = scale.reshape(1, 1)
+    return result
+
+
+def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tmp_path):
+    saved(tmp_path, "deepseek_v3")
+    tensors = quantized(load_file(tmp_path / "model.safetensors"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit(tmp_path / "config.json", quantization_config=fp8, auto_map={"AutoConfig": "c.C"})
+    with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf_quantized = true"):
+        logits_of(tmp_path)
+    config = job(checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+    with TrainingEngine.from_hf(tmp_path, config) as engine:
+        ours = engine.forward_step({"input": TOKENS})[0].clone()
+        engine.save_hf(tmp_path / "out")
+    content = json.loads((tmp_path / "out/config.json").read_text())
+    assert not content.keys() & {"quantization_config", "auto_map"}
+    assert content["num_nextn_predict_layers"] == 0
+    assert_same_logits(ours, opened(tmp_path / "out"))
+    edit(tmp_path / "config.json", quantization_config=fp8 | {"weight_block_size": [1, 128]})
+    with pytest.raises(ValueError, match=r"weight_block_size = \[1, 128\], and only square"):
+        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+    edit(tmp_path / "config.json", quantization_config=fp8)
+    # A quantized file without a scale, or with a tensor that the model lacks.
+    scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    save_file({n: t for n, t in tensors.items() if n != scale}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="it has no scales of model.layers.0.mlp.up_proj.weight"):
+        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+    save_file(tensors | {"model.extra.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="not in the model: model.extra.weight"):
+        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+
+
+# ---- exports ----
+
+
+def export_of(folder, **training):
+    """Return the folder that a run exports that began from `folder`."""
+    out = folder / "out"
+    settings = Training(seq_len=32, mixed_precision_param="float32", **training)
+    config = JobConfig(job=Job(dump_folder=str(folder / "run")), training=settings)
+    config.model.hf_assets_path = str(folder)
+    tokenizer = build_hf_tokenizer(config)
+    template = settings.chat_template and Path(settings.chat_template).read_text()
+    args = from_hf_config(folder).model_args
+    write_model_files(str(out), args, str(folder), torch.float32, tokenizer, template)
+    return out
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder with a config and a tokenizer that ends with one of two special tokens."""
+    tiny_hf_config().save_pretrained(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(ASSETS / "tokenizer.json"), eos_token="<|end_of_text|>"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    old = tokenizer.eos_token_id
+    edit(tmp_path / "config.json", eos_token_id=old, bos_token_id=None, pad_token_id=None)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": old, "top_k": 3}))
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def test_export_ends_with_the_token_and_has_the_template_that_were_trained(base):
+    template = "{% for m in messages %}<|begin_of_text|>{{ m['content'] }}{% endfor %}"
+    (base / "mine.jinja").write_text(template)
+    names = HuggingFaceTokenizer(str(base))
+    new_token = next(t for t in names.special_tokens if t != "<|end_of_text|>")
+    new, old = names.token_to_id(new_token), names.eos_id
+    out = export_of(base, eos_token=new_token, chat_template=str(base / "mine.jinja"))
+    generation = transformers.GenerationConfig.from_pretrained(out)
+    assert (generation.eos_token_id, generation.top_k) == ([new, old], 3)
+    assert transformers.AutoConfig.from_pretrained(out).eos_token_id == [new, old]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.eos_token, tokenizer.chat_template) == (new_token, template)
+    # Without a change of the run, the files' own values stay.
+    shutil.rmtree(out), out.mkdir()
+    edit(base / "config.json", eos_token_id=[7, old])
+    out = export_of(base)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [7, old]
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == old
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
+
+
+def test_tokenizer_of_an_export_has_a_class_that_transformers_4_knows(base):
+    config = base / "tokenizer_config.json"
+    edit(config, tokenizer_class="TokenizersBackend", extra_special_tokens=["<|image|>"])
+    before = transformers.AutoTokenizer.from_pretrained(base)
+    out = export_of(base)
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["additional_special_tokens"] == ["<|image|>"]
+    assert "extra_special_tokens" not in written
+    after = transformers.AutoTokenizer.from_pretrained(out)
+    text = "One <|image|> and <|end_of_text|>two"
+    assert after(text).input_ids == before(text).input_ids
+    assert after.all_special_ids == before.all_special_ids
+
+
+# Fields that transformers 4 wrote, in place of those in the second table that 5 writes.
+SPELLINGS = {
+    "llama3": (
+        {"rope_theta": 1e6, "rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 1e6}},
+    ),
+    "qwen3": (
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3_moe": (
+        {"rope_theta": 1e6, "rope_scaling": None, "num_experts": 4},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "num_local_experts": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("written_by", [4, 5])
+@pytest.mark.parametrize("family", SPELLINGS)
+def test_export_has_the_fields_of_its_base_and_those_of_the_other_release(
+    family, written_by, tmp_path
+):
+    four, five = SPELLINGS[family]
+    reference = saved(tmp_path, family, rope_parameters=five["rope_parameters"])
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    assert five.items() <= content.items()  # 5 is installed
+    if written_by == 4:
+        content = {name: value for name, value in content.items() if name not in five} | four
+        file.write_text(json.dumps(content))
+    assert_same_logits(logits_of(tmp_path), reference)
+    with TrainingEngine.from_hf(tmp_path, job()) as engine:
+        engine.save_hf(tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    changed = {name for name in content if written.get(name, 0) != content[name]}
+    assert changed <= {"num_nextn_predict_layers", "eos_token_id", "bos_token_id"}
+    if four["rope_scaling"]:  # 5 takes theta from this table only
+        assert four["rope_scaling"].items() <= written["rope_scaling"].items()
+    else:
+        assert written["rope_scaling"] is None
+    assert {n: written[n] for n in four if n != "rope_scaling"}.items() <= four.items()
+    assert_same_logits(logits_of(tmp_path / "out"), reference)
+    assert_same_logits(logits_of(tmp_path), opened(tmp_path / "out"))
