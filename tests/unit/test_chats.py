@@ -1,11 +1,16 @@
 """Chats as ids and labels: the labels of small templates worked out by hand, and what is refused."""
 
+import bz2
+import datetime
 import gzip
 import json
 import logging
+import lzma
 import pickle
 from itertools import groupby
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.unit.chats import QWEN_LIKE, write_tokenizer
@@ -361,23 +366,67 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "jsonl.gz"])
-def test_rows_of_every_kind_of_file_are_those_that_were_written(kind, tmp_path):
-    path = tmp_path / f"chats.{kind}"
-    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
-    if kind == "parquet":
-        import pyarrow.parquet
+# What libraries that guess types change: nulls, numbers, dates, texts that are JSON.
+ROWS += [
+    {"messages": [U, {"role": "assistant", "content": content, "tool_calls": [{"arguments": a}]}]}
+    for content, a in [
+        ("4.", {"n": 1, "x": None}),
+        ("2024-05-01", {"n": 1.5}),
+        ('{"a": 22.50}', {}),
+    ]
+]
 
-        columns = {key: [row.get(key) for row in ROWS] for key in ("messages", "tools", "id")}
-        pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.replace("\n\n", "\n").encode()))
-    else:
-        path.write_text(json.dumps(ROWS) if kind == "json" else lines)
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_rows_of_every_kind_of_file_are_those_that_were_written(
+    kind, packing, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "chats" / f"chats.{kind}{packing}"
+    path.parent.mkdir()
+    text = "\r\n".join(json.dumps(row) + "\n" for row in ROWS)
+    content = (json.dumps(ROWS) if kind == "json" else text).encode("utf-8-sig")
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(
+        packing, bytes
+    )
+    # Tools write large files as several streams, one after the other.
+    path.write_bytes(compress(content[:500]) + compress(content[500:]))
+    if packing == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(content)
     chats = load_chats(str(path))
     assert [chats[i] for i in range(len(chats))] == ROWS
-    place = {"jsonl": "line 3", "json": "entry 2"}.get(kind, "row 2")
-    assert chats.where(1) == f"{path}, {place}"
+    assert chats.where(1) == f"{path}, {'entry 2' if kind == 'json' else 'line 3'}"
+    (tmp_path / "chats" / f"more.json{packing}").write_bytes(path.read_bytes())
+    assert len(load_chats(str(path.parent))) == 2 * len(ROWS)
+    path.write_bytes(path.read_bytes()[:-20])
+    if packing:
+        with pytest.raises(ValueError, match=f"chats.{kind}{packing} cannot be unpacked: "):
+            load_chats(str(path))
+
+
+def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "chats.parquet"
+    columns = {key: [row.get(key) for row in ROWS[:2]] for key in ("messages", "tools", "id")}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    chats = load_chats(str(path))
+    read = [{key: row[key] for key in ("messages", "tools") if key in row} for row in ROWS[:2]]
+    assert [chats[i] for i in range(len(chats))] == read
+    assert chats.where(1) == f"{path}, row 2"
+    assert "keys whose value is null are left out" in caplog.text
+    messages = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 5, 1)}]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [messages]}), path)
+    with pytest.raises(ValueError, match="row 1: Object of type datetime .* write such values as"):
+        load_chats(str(path))
+
+
+def test_json_in_utf16_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "chats.jsonl").write_bytes((json.dumps(ROWS[0]) + "\n").encode("utf-16"))
+    with pytest.raises(ValueError, match="chats.jsonl is in UTF-16.*iconv -f UTF-16 -t UTF-8"):
+        load_chats(str(tmp_path))
 
 
 def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path):
@@ -400,9 +449,7 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
         with pytest.raises(ValueError, match=sentence):
             chats[index]
     (tmp_path / "chats.txt").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"one kind \(JSON lines, parquet, compressed JSON lines\), got"
-    ):
+    with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
     with pytest.raises(ValueError, match="'chat' needs training.dataset_path"):
         load_chats("")

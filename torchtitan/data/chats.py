@@ -450,13 +450,17 @@ def _problem_of(sample: Any) -> str | None:
     return None
 
 
-_CHAT = SampleRule('{"messages": [{"role": "user", "content": "..."}, ...]}', _problem_of)
+_CHAT = SampleRule(
+    '{"messages": [{"role": "user", "content": "..."}, ...]}',
+    ("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
+    _problem_of,
+)
 
 
 def load_chats(path: str) -> Any:
     """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
 
-    The files are JSON lines, JSON or Parquet, also compressed JSON, with samples for `ChatEncoder`.
+    The files are JSON or Parquet, with samples for `ChatEncoder`.
     Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds other files.
     """
     if not path:

@@ -19,6 +19,7 @@ from torchtitan.data.open_document import Tokens
 from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import cache_folder
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import _rank
 
@@ -129,5 +130,4 @@ def _cache_file(source: Source) -> Path:
     content = [source.name, source.path, len(source.data), sizes_of(source.path), made_with]
     content.append(getattr(source.encode, "key", None))
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:24]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache, "torchtitan", f"token_counts_{digest}.npy")
+    return cache_folder() / f"token_counts_{digest}.npy"

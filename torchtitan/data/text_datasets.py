@@ -15,7 +15,7 @@ from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
-from torchtitan.data.local_files import load_local_documents, load_with_datasets
+from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
@@ -30,12 +30,18 @@ from torchtitan.tools.logging import logger
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    problem = f"cannot load the dataset {path!r} from the hub"
-    remedy = (
-        "set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
-        "training.dataset to 'local'"
-    )
-    return load_with_datasets(problem, remedy, path, name="en", split=split, streaming=True)
+    from datasets import load_dataset  # slow, and files of this machine are read without it
+
+    try:
+        return load_dataset(path, name="en", split=split, streaming=True)
+    except Exception as error:
+        while error.__cause__ is not None:  # the outer errors give no reason
+            error = error.__cause__
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"cannot load the dataset {path!r} from the hub: {reason}; set training.dataset_path (or "
+            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
+        ) from None
 
 
 def _load_python_docs(path: str, split: str) -> Any:
