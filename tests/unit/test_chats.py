@@ -15,7 +15,10 @@ import pytest
 
 from tests.unit.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
-from torchtitan.data.chats import ChatEncoder, load_chats
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
+from torchtitan.data.document_sources import Source
+from torchtitan.data.lanes import Packing
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import logging as tools_logging
 
@@ -455,3 +458,95 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
         load_chats("")
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         load_chats(str(tmp_path / "none"))
+
+
+# GLM's: the token of the next turn stops generation.
+NO_END = (
+    "{% for m in messages %}{{ {'user': '<|im_start|>', 'assistant': '<|begin|>', 'tool': '<|im_end|>'}[m.role] }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|begin|>{% endif %}"
+)
+
+
+def test_token_of_the_next_turn_is_trained_where_turns_have_no_end(tokenizer, caplog):
+    caplog.set_level("INFO")
+    encode = encoder_of(tokenizer, NO_END)
+    result = {"role": "tool", "content": "r"}
+    chat = {"messages": [U, A, result, A, U, A]}
+    assert parts(tokenizer, encode(chat)) == (
+        "<|im_start|>2+2?<|begin|>[4<|im_end|>]r<|begin|>[4<|im_start|>]2+2?<|begin|>[4<|im_start|>]"
+    )
+    assert "a trained turn of the assistant ends with '<|im_start|>'" in caplog.text
+
+
+def test_template_whose_turns_never_end_is_warned_about_at_the_start(tokenizer, caplog):
+    tools_logging._logged.clear()
+    for source in (
+        NO_END.replace("'<|im_start|>'", "'U'"),
+        MARKED.replace("<|im_end|>{% endg", "{% endg"),
+    ):
+        caplog.clear()
+        encoder_of(tokenizer, source + "{# #}")
+        assert "no token that ends the assistant's turn is trained" in caplog.text
+        tools_logging._logged.clear()
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "loss_mask"])
+def test_turn_that_a_key_leaves_out_of_the_loss_is_not_trained(tokenizer, source, key):
+    wrong = {"role": "assistant", "content": "5", key: 0}
+    right = {"role": "assistant", "content": "4", key: True}
+    ids, trained = encoder_of(tokenizer, source)({"messages": [U, wrong, U, right]})
+    assert tokenizer.decode(ids[trained].tolist(), skip_special_tokens=False) == "4<|im_end|>"
+    with pytest.raises(ValueError, match=f"message 2 has '{key}' = 0.5, and only 0 and 1"):
+        encoder_of(tokenizer, source)({"messages": [U, {**wrong, key: 0.5}]})
+
+
+def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts(tokenizer):
+    encode = encoder_of(tokenizer, PLAIN)
+    listed = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (U, A)]
+    assert [x.tolist() for x in encode({"messages": listed})] == [
+        x.tolist() for x in encode({"messages": [U, A]})
+    ]
+    listed[0]["content"] *= 2
+    with pytest.raises(ValueError, match="writes texts, and .* list of several parts"):
+        encode({"messages": listed})
+
+
+def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer, caplog):
+    tools_logging._logged.clear()
+    write = "{% for c in m.tool_calls %}{{ c.function.arguments VERB }}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"city": "Paris"}'}}
+    chat = {"messages": [U, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    quoting = PLAIN.replace("{{ m.content }}", write.replace("VERB", "| tojson"))
+    encoder_of(tokenizer, quoting)(chat)
+    assert (
+        "writes a tool call's 'arguments', which is a text, as a quoted JSON string" in caplog.text
+    )
+    call["function"]["arguments"] = {"city": "Paris"}
+    joining = PLAIN.replace("{{ m.content }}", write.replace("VERB", "+ ''"))
+    with pytest.raises(ValueError, match="'arguments' to a text: give them as a text of JSON"):
+        encoder_of(tokenizer, joining)(chat)
+
+
+def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
+    folder = write_tokenizer(tmp_path / "model", PLAIN)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + PLAIN)
+    encode = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(folder)))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools, without = (
+        encode({"messages": [U, A]} | more)[0] for more in ({"tools": tools}, {})
+    )
+    assert len(with_tools) == len(without) + 1
+
+
+def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    short, long = ({"messages": [{**U, "content": text}, A]} for text in ("x", "x" * 99))
+    encode = ChatTokens(encoder_of(tokenizer, PLAIN), 64, "skip")
+    source = Source("chat", [short, short, long, short], encode, tokenizer)
+    dataset = PackedDataset([source], Packing("none", 64), infinite=True, rows=4)
+    dataset.log_chats()
+    rows = [row for row, _ in zip(dataset, range(8), strict=False)]
+    assert [int(row["sample_ids"][0]) for row, _ in rows] == [0, 1, 2, 0, 1, 2, 0, 1]

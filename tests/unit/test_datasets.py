@@ -386,6 +386,24 @@ def test_position_of_an_older_version_is_refused():
         make_dataset(documents_of([7])).load_state_dict(old)
 
 
+@pytest.mark.parametrize("mask_type", ["block_causal", None])
+def test_separator_inside_of_a_text_begins_no_document(mask_type, tmp_path, caplog):
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    write_json_lines(tmp_path / "a.jsonl", [f"one {tokenizer.eos_token} two", "three"])
+    config = JobConfig()
+    config.model.attn_mask_type = mask_type
+    training = config.training
+    training.dataset, training.dataset_path = "local", str(tmp_path)
+    training.seq_len, training.local_batch_size = 24, 1
+    loader = build_text_dataloader(1, 0, tokenizer, config)
+    for _, (batch, _) in zip(range(3), loader, strict=False):
+        ids = batch["document_ids"][0].tolist()
+        begins = [i for i in range(24) if i and ids[i] != ids[i - 1]]
+        assert begins == [i for i in range(1, 24) if batch["input"][0, i] == tokenizer.bos_id]
+    assert caplog.text.count("'<|end_of_text|>' (1 times) inside") == 1
+    assert "a.jsonl, line 1: the text has" in caplog.text
+
+
 # ---- files ----
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from torchtitan.config import JobConfig
+from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.tokenizer import (
     BaseTokenizer,
     HuggingFaceTokenizer,
@@ -98,7 +99,9 @@ def test_one_string_serves_as_begin_and_end(tmp_path):
     assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [2, 3, 2]
 
 
-def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a_name_last(tmp_path):
+def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a_name_last(
+    tmp_path,
+):
     config = {
         "bos_token": {"content": "<start>", "lstrip": True},
         "added_tokens_decoder": {
@@ -232,3 +235,29 @@ def test_builder_reads_the_assets_path_of_the_config():
     config.model.hf_assets_path = ASSET
     tokenizer = build_hf_tokenizer(config)
     assert isinstance(tokenizer, BaseTokenizer) and tokenizer.tokenizer_path == ASSET
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "begins"),
+    [
+        ({"bos_token": "<s>"}, {}, True),
+        ({"bos_token": "<s>", "add_bos_token": False}, {}, False),
+        ({"bos_token": "<s>", "add_bos_token": False}, {"bos_token": "<s>"}, True),
+        ({"bos_token": "</s>"}, {}, False),  # one separator between documents is enough
+        ({}, {}, False),
+    ],
+)
+def test_documents_begin_as_the_files_and_the_job_say(config, options, begins, tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = write_folder(tmp_path, tokenizer_config__json={"eos_token": "</s>"} | config)
+    word_backend().save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path, **options)
+    assert tokenizer.begins_documents == begins
+    document = OpenDocument(0, tokenizer, "hello world")
+    assert document.take(9).ids.tolist() == [1] * begins + [3, 4, 2]
+    job = JobConfig()
+    job.model.hf_assets_path, job.training.bos_token = path, options.get("bos_token")
+    build_hf_tokenizer(job)
+    said = "documents of text begin with bos_token '<s>', which transformers does not add"
+    assert (said in caplog.text) == begins
+    assert ("do not begin with bos_token" in caplog.text) == (bool(config) and not begins)

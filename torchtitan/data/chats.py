@@ -8,9 +8,10 @@ neither way is sound, the chat is refused.
 n: tokens of a chat.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 _RESULT_ROLES = ("tool", "function", "ipython")
 # Names of the model's thinking in a message, the first being the one that most templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# Keys of a message by which other programs leave it out of the loss: 0 or false.
+_TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
 Span = tuple[int, int]  # the characters [begin, end) of a text
 
@@ -64,6 +67,8 @@ class ChatEncoder:
         for each in (template, tool_template):
             if each is not None:
                 _check_marks(each)
+        if template is not None:
+            _log_end_of_turn(template)
         self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
         backend = tokenizer.tokenizer
         processor = backend.post_processor
@@ -110,6 +115,7 @@ class ChatEncoder:
                 "writes a header before them"
             )
         self._warn_of_control_tokens(chat)
+        self._warn_of_quoted_arguments(chat)
         return ids, trained
 
     def _template_for(self, sample: Mapping[str, Any]) -> ChatTemplate:
@@ -157,6 +163,20 @@ class ChatEncoder:
                 first = np.searchsorted(ends, begin, side="right")
                 trained[first : np.searchsorted(begins, end, side="left")] = True
         return np.array(encoding.ids, dtype=np.int32), trained
+
+    def _warn_of_quoted_arguments(self, chat: "_Chat") -> None:
+        for arguments in chat.arguments():
+            if (
+                isinstance(arguments, str)
+                and '"' in arguments
+                and chat.writes(json.dumps(arguments))
+            ):
+                warn_once(
+                    logger,
+                    f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
+                    "JSON string; if the model should write an object, give 'arguments' as an object "
+                    "(this is said only once)",
+                )
 
     def _warn_of_control_tokens(self, chat: "_Chat") -> None:
         for message in chat.messages:
@@ -237,6 +257,19 @@ class _Chat:
                     "the chat has no turn of the role 'assistant', so nothing is to be learned; leave "
                     "it out"
                 )
+        self._join_parts()
+
+    def arguments(self) -> Iterator[Any]:
+        """Yield the arguments of all tool calls."""
+        for message in self.messages:
+            for call in message.get("tool_calls") or []:
+                if isinstance(call, dict):
+                    yield (call.get("function") or call).get("arguments")
+
+    def writes(self, text: str) -> bool:
+        return text in self.template.render(
+            self.messages, add_generation_prompt=False, **self._options
+        )
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """Return the text of the chat, and the spans of its characters that are trained."""
@@ -249,6 +282,11 @@ class _Chat:
             remedy = (
                 "correct the chat, or set training.chat_template to a template file that fits it"
             )
+            if (
+                any(isinstance(arguments, dict) for arguments in self.arguments())
+                and "dict" in reason
+            ):
+                remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
             if "strftime_now" in reason:
                 remedy = (
                     "the date of today would change the data from day to day: set "
@@ -258,9 +296,54 @@ class _Chat:
             raise ValueError(sentence) from None
         if self._num_prompt:
             return text, [self._span_of_completion(text)]
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        is_trained = [self._is_trained(turn) for turn in turns]
         if not self.template.marks_generation:
-            turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
             spans = [self._span_of_turn(text, turn) for turn in turns]
+            text, spans = self._with_stop_tokens(text, spans, turns)
+        elif not all(is_trained) and len(spans) != len(turns):
+            raise ValueError(
+                f"{self.template.name} has {len(spans)} parts between {{% generation %}} marks for "
+                f"{len(turns)} turns of the assistant, so it is unknown which of them "
+                f"{' or '.join(map(repr, _TRAINING_KEYS))} leaves out; leave out the chat"
+            )
+        if len(spans) == len(turns):
+            spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
+        return text, spans
+
+    def _is_trained(self, turn: int) -> bool:
+        """Return whether no key of an assistant's message leaves it out of the loss."""
+        values = {
+            key: self.messages[turn][key] for key in _TRAINING_KEYS if key in self.messages[turn]
+        }
+        for key, value in values.items():
+            if value not in (0, 1):
+                raise ValueError(
+                    f"message {turn + 1} has {key!r} = {value!r}, and only 0 and 1 (or false and true) "
+                    "are known, which leave it out of the loss or not; correct it"
+                )
+        return all(values.values())
+
+    def _with_stop_tokens(
+        self, text: str, spans: list[Span], turns: list[int]
+    ) -> tuple[str, list[Span]]:
+        """Extend turns that have no closing token through the token of the next turn that stops generation.
+
+        Behind the last turn it is the token with which the user's next turn would begin; it is added to
+        the text.
+        """
+        for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
+            rest = text[end:]
+            if turn + 1 == len(self.messages):
+                follow = [*self.messages, {"role": "user", "content": "what the user asks next"}]
+                with contextlib.suppress(ValueError):  # a template may refuse the turn
+                    longer = self._beginning(len(follow), of=follow)
+                    rest = longer[end:] if longer.startswith(text) else ""
+            elif self.messages[turn + 1]["role"] == "assistant":
+                continue
+            stop = self.template.stop_token(text[begin:end], rest)
+            spans[i] = begin, end + len(stop)
+            text = text[:end] + stop if turn + 1 == len(self.messages) and stop else text
         return text, spans
 
     def _span_of_completion(self, text: str) -> Span:
@@ -273,6 +356,28 @@ class _Chat:
                 f"'messages', and {_MARK_IT}"
             )
         return len(before), self.template.end_of_turn(text)
+
+    def _join_parts(self) -> None:
+        """Make contents that are lists of one text that text, if the template writes texts only."""
+        lists = [m["content"] for m in self.messages if _is_list_of(dict, m.get("content"))]
+        lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
+        if not lists:
+            return
+        try:
+            text = self.template.render(self.messages, add_generation_prompt=False, **self._options)
+        except ValueError:
+            text = "".join(map(str, lists))
+        if not any(str(parts) in text for parts in lists):
+            return
+        if any(len(parts) > 1 for parts in lists):
+            raise ValueError(
+                f"{self.template.name} writes texts, and a message's 'content' is a list of several "
+                "parts; write it as one text"
+            )
+        self.messages = [
+            {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
+            for m in self.messages
+        ]
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
         """Return the text of the first messages.
@@ -363,6 +468,27 @@ def _check_marks(template: ChatTemplate) -> None:
             f"{template.name} has its {{% generation %}} marks around the wrong text ({marked!r:.80}); "
             "have them enclose the assistant's text, and no other role's"
         )
+
+
+def _log_end_of_turn(template: ChatTemplate) -> None:
+    """Log which token ends a trained turn; warn if none does."""
+    chat = [{"role": r, "content": "what was written"} for r in ("user", "assistant", "user")]
+    sample = {"messages": [*chat, {"role": "assistant", "content": "what is written"}]}
+    try:
+        text, spans = _Chat(template, sample).text_and_spans()
+    except ValueError:  # the template is made for other chats
+        return
+    tokens = {template.token_at_end(text[begin:end]) for begin, end in spans}
+    if None in tokens:
+        warn_once(
+            logger,
+            f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
+            "learn to stop; set training.chat_template to a copy that writes such a token, for example "
+            "{{ eos_token }}, behind the assistant's text (and inside of {% generation %} marks)",
+        )
+    else:
+        ends = " or ".join(sorted(repr(token) for token in tokens))
+        logger.info(f"{template.name}: a trained turn of the assistant ends with {ends}")
 
 
 def _is_list_of(kind: type, value: Any) -> bool:

@@ -256,8 +256,11 @@ def _build(
         section.seq_len,
         getattr(tokenizer, "eos_id", None) or 0,
         positions=reads_positions(mask_type),
-        # An end-of-text token may also end a turn of a chat, and there is none before padding.
-        document_ids=training.packing != "concat" or not all(s.is_text for s in sources),
+        # End-of-text tokens may also be inside of documents, and are not read.
+        document_ids=training.packing != "concat"
+        or mask_type != "causal"
+        or training.mask_boundary_loss is True
+        or not all(s.is_text for s in sources),
         sources=len(sources) > 1,
     )
     rows = None

@@ -181,8 +181,8 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
             special,
         )
     elif tokenizer.bos_id is not None and not tokenizer.hf_adds_bos:
-        begin = f"begin with {tokenizer.bos_token!r}, which transformers does not add"
+        begin = f"begin with bos_token {tokenizer.bos_token!r}, which transformers does not add"
         if not tokenizer.begins_documents:
-            begin = f"do not begin with the begin-of-text token {tokenizer.bos_token!r}"
+            begin = f"do not begin with bos_token {tokenizer.bos_token!r}"
         logger.info(f"documents of text {begin}, and end with {tokenizer.eos_token!r}")
     return tokenizer
