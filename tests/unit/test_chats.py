@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.document_sources import Source
 from torchtitan.data.lanes import Packing
 from torchtitan.data.packed_dataset import PackedDataset
@@ -550,3 +550,39 @@ def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer, monkeypa
     dataset.log_chats()
     rows = [row for row, _ in zip(dataset, range(8), strict=False)]
     assert [int(row["sample_ids"][0]) for row, _ in rows] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+SHARE_GPT = ["conversations=messages", "from=role", "value=content", "human=user", "gpt=assistant"]
+ALPACA = ["system=system", "instruction=user", "input=user", "output=assistant"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "row"),
+    [
+        (SHARE_GPT, {"conversations": [{"from": "human", "value": "2+2?\n\nNow."}, {"from": "gpt", "value": "4"}]}),
+        (ALPACA, {"instruction": "2+2?", "input": "Now.", "output": "4", "system": ""}),
+        (ALPACA, {"instruction": "2+2?\n\nNow.", "output": "4", "input": None}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_with_other_names_are_the_chats_that_the_named_keys_make(
+    entries, row, kind, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / f"chats.{kind}"
+    path.write_text(json.dumps(row) + "\n")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    keys = parse_keys(entries)
+    template = ChatTemplate(PLAIN, "t.jinja", {}, tokenizer.special_tokens)
+    encode = ChatEncoder(tokenizer, template, keys=keys)
+    wanted = {"messages": [{"role": "user", "content": "2+2?\n\nNow."}, {**A, "content": "4"}]}
+    got = encode(load_chats(str(path), keys)[0])
+    assert parts(tokenizer, got) == parts(tokenizer, encoder_of(tokenizer)(wanted))
+    with pytest.raises(ValueError, match="or name yours in training.chat_keys"):
+        load_chats(str(path))[0]
+
+
+def test_name_that_no_chat_has_is_refused():
+    with pytest.raises(ValueError, match="training.chat_keys .* got 'from=rol'.*role"):
+        parse_keys(["from=rol"])

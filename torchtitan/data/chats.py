@@ -12,6 +12,8 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,11 +41,11 @@ class ChatEncoder:
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
     of messages or both texts. Other keys are ignored, and so are keys whose value is None. A `prompt`
-    beside `messages` is ignored, too.
+    beside `messages` is ignored, too. See `_TRAINING_KEYS` for keys that leave a message out of the loss.
 
     - messages: every token of an assistant's turn is trained, including the end of the turn if the
       marks enclose it. Without marks a turn is the text behind its header, through the control token
-      that ends it.
+      that ends it, or else that begins the next turn.
     - prompt and completion, messages: every token of the completion is trained, but for blanks behind
       the control token that ends it.
     - prompt and completion, texts: no template. The ids are those of both texts joined and the
@@ -54,6 +56,7 @@ class ChatEncoder:
 
     tokenizer: of the model. template: None if the folder has none; then chats are refused.
     tool_template: for samples with tools, if it is another one.
+    keys: see `renamed`.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class ChatEncoder:
         tokenizer: HuggingFaceTokenizer,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None = None,
+        keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._keys = dict(keys)
         self._tokenizer, self._template = tokenizer, template
         self._tool_template = tool_template or template
         for each in (template, tool_template):
@@ -70,6 +75,7 @@ class ChatEncoder:
         if template is not None:
             _log_end_of_turn(template)
         self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
+        self.key += f" {self._keys}" if keys else ""
         backend = tokenizer.tokenizer
         processor = backend.post_processor
         if processor and b'"trim_offsets":true' in processor.__getstate__():
@@ -79,7 +85,12 @@ class ChatEncoder:
         self._backend = backend
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: HuggingFaceTokenizer, path: str = "") -> "ChatEncoder":
+    def of_tokenizer(
+        cls,
+        tokenizer: HuggingFaceTokenizer,
+        path: str = "",
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> "ChatEncoder":
         """Return an encoder with the template in a file, or, without a path, of the model's folder.
 
         Raises ValueError for a template that cannot be read.
@@ -87,7 +98,7 @@ class ChatEncoder:
         templates = (
             ChatTemplate.of_tokenizer(tokenizer, path=path, tools=tools) for tools in (False, True)
         )
-        return cls(tokenizer, *templates)
+        return cls(tokenizer, *templates, keys=keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids [n] int32, trained [n] bool).
@@ -95,6 +106,7 @@ class ChatEncoder:
         Raises ValueError, a sentence without the sample's place, for a sample that is no chat, that the
         template cannot render, or in which the labels are unknown or none.
         """
+        sample = renamed(sample, self._keys)
         if problem := _problem_of(sample):
             raise ValueError(problem)
         sample = {key: value for key, value in sample.items() if value is not None}
@@ -567,7 +579,7 @@ def _problem_of(sample: Any) -> str | None:
     if not present:
         return (
             "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
-            f"{sorted(sample)}; convert the data to these keys"
+            f"{sorted(sample)}; convert the data, or name yours in training.chat_keys"
         )
     if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
         return (
@@ -576,17 +588,59 @@ def _problem_of(sample: Any) -> str | None:
     return None
 
 
-_CHAT = SampleRule(
-    '{"messages": [{"role": "user", "content": "..."}, ...]}',
-    ("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
-    _problem_of,
-)
+_COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+_MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
-def load_chats(path: str) -> Any:
+def parse_keys(entries: Sequence[str]) -> dict[str, str]:
+    """Return `training.chat_keys` as {name in the files: our name}; ValueError for an unknown name."""
+    known = (*_COLUMNS, *_MESSAGE_KEYS, *ROLES)
+    keys = dict(entry.partition("=")[::2] for entry in entries)
+    for theirs, ours in keys.items():
+        if not theirs or ours not in known:
+            raise ValueError(
+                f"training.chat_keys must be a list of 'name in the files=name here', got "
+                f"{theirs + '=' + ours!r}{guess(ours, known)}; names here are {', '.join(known)}"
+            )
+    return keys
+
+
+def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
+    """Return a sample with our names for the keys of the sample and of its messages, and for roles.
+
+    keys: their name -> ours. A key of the sample that is named for a role holds the text of a turn; several
+        for one role are joined by a blank line. These turns are in the order of `keys`, and come first.
+    """
+    if not keys or not isinstance(sample, Mapping):
+        return sample
+    result = {key: value for key, value in sample.items() if key not in keys}
+    turns: dict[str, list[str]] = {}
+    for theirs, ours in keys.items():
+        if ours in ROLES and isinstance(sample.get(theirs), str) and sample[theirs]:
+            turns.setdefault(ours, []).append(sample[theirs])
+        elif ours not in ROLES and sample.get(theirs) is not None:
+            result[ours] = sample[theirs]
+    for name in ("messages", "prompt", "completion"):
+        if _is_list_of(dict, result.get(name)):
+            messages = [{keys.get(k, k): v for k, v in m.items()} for m in result[name]]
+            result[name] = [
+                {**m, "role": keys.get(str(m["role"]), m["role"])} if "role" in m else m
+                for m in messages
+            ]
+    if turns:
+        first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
+        result["messages"] = first + (result.get("messages") or [])
+    return result
+
+
+def _problem_of_renamed(keys: Mapping[str, str], sample: Any) -> str | None:
+    return _problem_of(renamed(sample, keys))
+
+
+def load_chats(path: str, keys: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
 
-    The files are JSON or Parquet, with samples for `ChatEncoder`.
+    The files are JSON or Parquet, with samples for a `ChatEncoder` with the same keys.
     Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds other files.
     """
     if not path:
@@ -594,4 +648,6 @@ def load_chats(path: str) -> Any:
             "training.dataset = 'chat' needs training.dataset_path, a .jsonl, .json or .parquet file "
             "or a folder of such files"
         )
-    return load_local_documents(path, _CHAT)
+    example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+    rule = SampleRule(example, (*_COLUMNS, *keys), partial(_problem_of_renamed, dict(keys)))
+    return load_local_documents(path, rule)

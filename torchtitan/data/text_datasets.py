@@ -11,7 +11,7 @@ from torchtitan.config.checks.common import guess
 from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
@@ -77,7 +77,8 @@ def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encod
             "training.dataset = 'chat' needs a tokenizer of Hugging Face files, whose chat template it "
             f"renders, got {type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
         )
-    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "")
+    keys = parse_keys(training.chat_keys)
+    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "", keys)
     return ChatTokens(encoder, training.seq_len, training.too_long)
 
 
@@ -127,6 +128,8 @@ def open_source(
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
     logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
+    if loader is load_chats:
+        loader = partial(load_chats, keys=parse_keys(options.chat_keys if options else []))
     data = loader(path)
     make_encoder = DATASETS[name].make_encoder
     if make_encoder is None:

@@ -285,11 +285,12 @@ FAULTS = [
         FETCH_AGAIN,
     ),
     tokenizer_fault(
-        "vocabulary that is not UTF-8",
-        {"vocab.txt": b"\xff\xfe\n"},
-        "…vocab.txt is not text in UTF-8: 'utf-8' codec can't decode byte 0xff …; fetch the file again",
-        "The file is in another encoding, or damaged.",
-        FETCH_AGAIN,
+        "tokenizer of a class with rules of its own",
+        {"tokenizer.json": WHOLE, "tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'},
+        "…tokenizer_config.json: tokenizer_class 'T5Tokenizer' stands for rules that are not known here; "
+        "write tokenizer.json with: python -c …",
+        "transformers builds the tokenizer by rules that are not in tokenizer.json.",
+        "Run the command, and name the new folder.",
     ),
     tokenizer_fault(
         "token ids beyond the model's vocabulary",
