@@ -207,7 +207,6 @@ ZOO = {
         lambda: bpe(**QWEN, tokens=[*SPECIAL[:4], special("<|end|>", rstrip=True)]),
         {"eos_token": "<|end|>"}, "Qwen2Tokenizer", {}),
     "qwen 2 with a template": (lambda: bpe(**QWEN, post=template()), {}, "Qwen2Tokenizer", {}),
-    "qwen 2 by the model": (byte_level, {}, OWN, {"config.json": {"model_type": "qwen2"}}),
     "qwen 3 by the model": (byte_level, {}, OWN, {"config.json": {"model_type": "qwen3"}}),
     "qwen 3 without a class": (lambda: bpe(**QWEN), {}, None, {"config.json": {"model_type": "qwen3_moe"}}),
     "qwen 3 without a class for another pattern": (byte_level, {}, None, {"config.json": {"model_type": "qwen3"}}),
@@ -282,7 +281,6 @@ FILES = {
     "llama": "LlamaTokenizer",
 }
 REFUSED = {
-    "qwen 2 by the model": "another normalizer and another pre_tokenizer than .* a Qwen2Tokenizer",
     "qwen 2 with whole words": "another model .*'ignore_merges': True",
     "qwen 3 without a class for another pattern": "another normalizer and another pre_tokenizer",
     "qwen 2 with some declared tokens": "another set of added tokens",
@@ -347,6 +345,19 @@ def test_folder_means_what_transformers_makes_of_it_or_is_refused(name, tmp_path
             if cls.__name__ == "PreTrainedTokenizerFast":
                 cls.__name__ = kind
     assert_equal(str(tmp_path / "new"), theirs, seed=1)
+
+
+def test_generic_class_of_a_qwen_2_model_is_read_as_tokenizer_json_with_a_warning(tmp_path, caplog):
+    """transformers 5 ignores the class of these models, and their own tokenizers have Qwen 2's rules."""
+    make, config, name, files = ZOO["byte-level"]
+    files = {"config.json": {"model_type": "qwen2"}}
+    folder = write(tmp_path / "t", make, config, name, files)
+    ours = HuggingFaceTokenizer(folder)
+    assert added(ours.tokenizer) == added(make())
+    assert "reads the tokenizer in" in caplog.text and "as a Qwen2Tokenizer" in caplog.text
+    write(tmp_path / "q", lambda: bpe(**QWEN), config, name, files)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "q"))
+    assert_equal(str(tmp_path / "q"), theirs, seed=3)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -27,6 +27,7 @@ from tokenizers import (
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
 from torchtitan.tools.files import read_json_object
+from torchtitan.tools.logging import logger
 
 # Classes for which tokenizer.json is used as it is, without "Fast".
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
@@ -42,15 +43,19 @@ _OWN_RULES = {
 }
 
 
-def load(folder: Path) -> tuple[Tokenizer, dict | None]:
-    """Return the tokenizer in a folder and its config, in which special tokens of older files are merged."""
+def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]:
+    """Return the tokenizer in a folder and its config, in which special tokens of older files are merged.
+
+    name: of the class without "Fast"; None: the one that transformers takes.
+    """
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path)
     has_decoder = "added_tokens_decoder" in (config or {})
     older = None if has_decoder else read_json(folder / "special_tokens_map.json")
     if older is not None:
         config = (config or {}) | older
-    name = _class_of(folder, config or {})
+    stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
+    name = _class_of(folder, stated) if name is None else name
     if name in _OWN_RULES:
         config = dict.fromkeys(_OWN_RULES[name][2], _END) | (config or {})
     backend = _backend(folder, name, config or {})
@@ -63,6 +68,13 @@ def load(folder: Path) -> tuple[Tokenizer, dict | None]:
     for is_special, run in groupby(declared, lambda token: token.special):
         (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
     if name in _OWN_RULES and (difference := _difference(backend, name, config or {}, in_file)):
+        if stated in _GENERIC:
+            logger.warning(
+                f"transformers 5 reads the tokenizer in {folder} as a {name}, because config.json has the "
+                f"model_type 'qwen2', and gives other ids than tokenizer.json, which has {difference}; "
+                f"the ids here are those of tokenizer.json, as the class {stated} says"
+            )
+            return load(folder, stated)
         raise ValueError(
             f"the tokenizer in {folder} has {difference} than transformers makes of a {name}, so ids "
             f"differ; to train with the ids of transformers, {_convert(folder)}; to train with those of "
@@ -80,14 +92,13 @@ def _convert(folder: Path) -> str:
     )
 
 
-def _class_of(folder: Path, config: dict) -> str:
-    """Return the tokenizer's class without "Fast", "" if the folder names none."""
-    name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+def _class_of(folder: Path, stated: str) -> str:
+    """Return the class that transformers takes for a folder, without "Fast", "" if there is none."""
     model = (read_json(folder / "config.json") or {}).get("model_type")
-    # transformers reads the model's type first for qwen2, and if there is no class.
-    if model == "qwen2" or (not name and model in ("qwen3", "qwen3_moe")):
+    # transformers reads the model's type first for qwen2, and if no class is stated.
+    if model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe")):
         return "Qwen2Tokenizer"
-    return name
+    return stated
 
 
 def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
