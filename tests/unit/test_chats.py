@@ -1,17 +1,26 @@
 """Chats as ids and labels: the labels of small templates worked out by hand, and what is refused."""
 
+import bz2
+import datetime
 import gzip
 import json
 import logging
+import lzma
 import pickle
 from itertools import groupby
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.unit.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
-from torchtitan.data.chats import ChatEncoder, load_chats
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
+from torchtitan.data.document_sources import Source
+from torchtitan.data.lanes import Packing
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools.logging import already_said
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -357,23 +366,67 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "jsonl.gz"])
-def test_rows_of_every_kind_of_file_are_those_that_were_written(kind, tmp_path):
-    path = tmp_path / f"chats.{kind}"
-    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS)
-    if kind == "parquet":
-        import pyarrow.parquet
+# What libraries that guess types change: nulls, numbers, dates, texts that are JSON.
+ROWS += [
+    {"messages": [U, {"role": "assistant", "content": content, "tool_calls": [{"arguments": a}]}]}
+    for content, a in [
+        ("4.", {"n": 1, "x": None}),
+        ("2024-05-01", {"n": 1.5}),
+        ('{"a": 22.50}', {}),
+    ]
+]
 
-        columns = {key: [row.get(key) for row in ROWS] for key in ("messages", "tools", "id")}
-        pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.replace("\n\n", "\n").encode()))
-    else:
-        path.write_text(json.dumps(ROWS) if kind == "json" else lines)
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_rows_of_every_kind_of_file_are_those_that_were_written(
+    kind, packing, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "chats" / f"chats.{kind}{packing}"
+    path.parent.mkdir()
+    text = "\r\n".join(json.dumps(row) + "\n" for row in ROWS)
+    content = (json.dumps(ROWS) if kind == "json" else text).encode("utf-8-sig")
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(
+        packing, bytes
+    )
+    # Tools write large files as several streams, one after the other.
+    path.write_bytes(compress(content[:500]) + compress(content[500:]))
+    if packing == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(content)
     chats = load_chats(str(path))
     assert [chats[i] for i in range(len(chats))] == ROWS
-    place = {"jsonl": "line 3", "json": "entry 2"}.get(kind, "row 2")
-    assert chats.where(1) == f"{path}, {place}"
+    assert chats.where(1) == f"{path}, {'entry 2' if kind == 'json' else 'line 3'}"
+    (tmp_path / "chats" / f"more.json{packing}").write_bytes(path.read_bytes())
+    assert len(load_chats(str(path.parent))) == 2 * len(ROWS)
+    path.write_bytes(path.read_bytes()[:-20])
+    if packing:
+        with pytest.raises(ValueError, match=f"chats.{kind}{packing} cannot be unpacked: "):
+            load_chats(str(path))
+
+
+def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "chats.parquet"
+    columns = {key: [row.get(key) for row in ROWS[:2]] for key in ("messages", "tools", "id")}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    chats = load_chats(str(path))
+    read = [{key: row[key] for key in ("messages", "tools") if key in row} for row in ROWS[:2]]
+    assert [chats[i] for i in range(len(chats))] == read
+    assert chats.where(1) == f"{path}, row 2"
+    assert "keys whose value is null are left out" in caplog.text
+    messages = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 5, 1)}]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [messages]}), path)
+    with pytest.raises(ValueError, match="row 1: Object of type datetime .* write such values as"):
+        load_chats(str(path))
+
+
+def test_json_in_utf16_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "chats.jsonl").write_bytes((json.dumps(ROWS[0]) + "\n").encode("utf-16"))
+    with pytest.raises(ValueError, match="chats.jsonl is in UTF-16.*iconv -f UTF-16 -t UTF-8"):
+        load_chats(str(tmp_path))
 
 
 def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path):
@@ -396,11 +449,137 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
         with pytest.raises(ValueError, match=sentence):
             chats[index]
     (tmp_path / "chats.txt").write_text("x")
-    with pytest.raises(
-        ValueError, match=r"one kind \(JSON lines, parquet, compressed JSON lines\), got"
-    ):
+    with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
     with pytest.raises(ValueError, match="'chat' needs training.dataset_path"):
         load_chats("")
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         load_chats(str(tmp_path / "none"))
+
+
+# GLM's: the token of the next turn stops generation.
+NO_END = (
+    "{% for m in messages %}{{ {'user': '<|im_start|>', 'assistant': '<|begin|>', 'tool': '<|im_end|>'}[m.role] }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|begin|>{% endif %}"
+)
+
+
+def test_token_of_the_next_turn_is_trained_where_turns_have_no_end(tokenizer, caplog):
+    caplog.set_level("INFO")
+    encode = encoder_of(tokenizer, NO_END)
+    result = {"role": "tool", "content": "r"}
+    chat = {"messages": [U, A, result, A, U, A]}
+    assert parts(tokenizer, encode(chat)) == (
+        "<|im_start|>2+2?<|begin|>[4<|im_end|>]r<|begin|>[4<|im_start|>]2+2?<|begin|>[4<|im_start|>]"
+    )
+    assert "a trained turn of the assistant ends with '<|im_start|>'" in caplog.text
+
+
+def test_template_whose_turns_never_end_is_warned_about_at_the_start(tokenizer, caplog):
+    already_said().clear()
+    for source in (
+        NO_END.replace("'<|im_start|>'", "'U'"),
+        MARKED.replace("<|im_end|>{% endg", "{% endg"),
+    ):
+        caplog.clear()
+        encoder_of(tokenizer, source + "{# #}")
+        assert "no token that ends the assistant's turn is trained" in caplog.text
+        already_said().clear()
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "loss_mask"])
+def test_turn_that_a_key_leaves_out_of_the_loss_is_not_trained(tokenizer, source, key):
+    wrong = {"role": "assistant", "content": "5", key: 0}
+    right = {"role": "assistant", "content": "4", key: True}
+    ids, trained = encoder_of(tokenizer, source)({"messages": [U, wrong, U, right]})
+    assert tokenizer.decode(ids[trained].tolist(), skip_special_tokens=False) == "4<|im_end|>"
+    with pytest.raises(ValueError, match=f"message 2 has '{key}' = 0.5, and only 0 and 1"):
+        encoder_of(tokenizer, source)({"messages": [U, {**wrong, key: 0.5}]})
+
+
+def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts(tokenizer):
+    encode = encoder_of(tokenizer, PLAIN)
+    listed = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (U, A)]
+    assert [x.tolist() for x in encode({"messages": listed})] == [
+        x.tolist() for x in encode({"messages": [U, A]})
+    ]
+    listed[0]["content"] *= 2
+    with pytest.raises(ValueError, match="writes texts, and .* list of several parts"):
+        encode({"messages": listed})
+
+
+def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer, caplog):
+    already_said().clear()
+    write = "{% for c in m.tool_calls %}{{ c.function.arguments VERB }}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"city": "Paris"}'}}
+    chat = {"messages": [U, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    quoting = PLAIN.replace("{{ m.content }}", write.replace("VERB", "| tojson"))
+    encoder_of(tokenizer, quoting)(chat)
+    assert (
+        "writes a tool call's 'arguments', which is a text, as a quoted JSON string" in caplog.text
+    )
+    call["function"]["arguments"] = {"city": "Paris"}
+    joining = PLAIN.replace("{{ m.content }}", write.replace("VERB", "+ ''"))
+    with pytest.raises(ValueError, match="'arguments' to a text: give them as a text of JSON"):
+        encoder_of(tokenizer, joining)(chat)
+
+
+def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
+    folder = write_tokenizer(tmp_path / "model", PLAIN)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + PLAIN)
+    encode = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(folder)))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools, without = (
+        encode({"messages": [U, A]} | more)[0] for more in ({"tools": tools}, {})
+    )
+    assert len(with_tools) == len(without) + 1
+
+
+def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    short, long = ({"messages": [{**U, "content": text}, A]} for text in ("x", "x" * 99))
+    encode = ChatTokens(encoder_of(tokenizer, PLAIN), 64, "skip")
+    source = Source("chat", [short, short, long, short], encode, tokenizer)
+    dataset = PackedDataset([source], Packing("none", 64), infinite=True, rows=4)
+    dataset.log_chats()
+    rows = [row for row, _ in zip(dataset, range(8), strict=False)]
+    assert [int(row["sample_ids"][0]) for row, _ in rows] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+SHARE_GPT = ["conversations=messages", "from=role", "value=content", "human=user", "gpt=assistant"]
+ALPACA = ["system=system", "instruction=user", "input=user", "output=assistant"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "row"),
+    [
+        (SHARE_GPT, {"conversations": [{"from": "human", "value": "2+2?\n\nNow."}, {"from": "gpt", "value": "4"}]}),
+        (ALPACA, {"instruction": "2+2?", "input": "Now.", "output": "4", "system": ""}),
+        (ALPACA, {"instruction": "2+2?\n\nNow.", "output": "4", "input": None}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_with_other_names_are_the_chats_that_the_named_keys_make(
+    entries, row, kind, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / f"chats.{kind}"
+    path.write_text(json.dumps(row) + "\n")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    keys = parse_keys(entries)
+    template = ChatTemplate(PLAIN, "t.jinja", {}, tokenizer.special_tokens)
+    encode = ChatEncoder(tokenizer, template, keys=keys)
+    wanted = {"messages": [{"role": "user", "content": "2+2?\n\nNow."}, {**A, "content": "4"}]}
+    got = encode(load_chats(str(path), keys)[0])
+    assert parts(tokenizer, got) == parts(tokenizer, encoder_of(tokenizer)(wanted))
+    with pytest.raises(ValueError, match="or name yours in training.chat_keys"):
+        load_chats(str(path))[0]
+
+
+def test_name_that_no_chat_has_is_refused():
+    with pytest.raises(ValueError, match="training.chat_keys .* got 'from=rol'.*role"):
+        parse_keys(["from=rol"])

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 from collections import Counter
@@ -385,6 +386,24 @@ def test_position_of_an_older_version_is_refused():
         make_dataset(documents_of([7])).load_state_dict(old)
 
 
+@pytest.mark.parametrize("mask_type", ["block_causal", None])
+def test_separator_inside_of_a_text_begins_no_document(mask_type, tmp_path, caplog):
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    write_json_lines(tmp_path / "a.jsonl", [f"one {tokenizer.eos_token} two", "three"])
+    config = JobConfig()
+    config.model.attn_mask_type = mask_type
+    training = config.training
+    training.dataset, training.dataset_path = "local", str(tmp_path)
+    training.seq_len, training.local_batch_size = 24, 1
+    loader = build_text_dataloader(1, 0, tokenizer, config)
+    for _, (batch, _) in zip(range(3), loader, strict=False):
+        ids = batch["document_ids"][0].tolist()
+        begins = [i for i in range(24) if i and ids[i] != ids[i - 1]]
+        assert begins == [i for i in range(1, 24) if batch["input"][0, i] == tokenizer.bos_id]
+    assert caplog.text.count("'<|end_of_text|>' (1 times) inside") == 1
+    assert "a.jsonl, line 1: the text has" in caplog.text
+
+
 # ---- files ----
 
 
@@ -475,7 +494,7 @@ def test_names_are_found_in_any_case_and_own_ones_with_capitals(monkeypatch):
 def test_folder_of_two_kinds_is_refused(tmp_path):
     write_json_lines(tmp_path / "a.jsonl", ["one"])
     (tmp_path / "b.txt").write_text("two")
-    with pytest.raises(ValueError, match="one kind.*JSON lines, text"):
+    with pytest.raises(ValueError, match="one kind.*JSON, text"):
         load_local_documents(str(tmp_path))
 
 
@@ -490,11 +509,48 @@ def test_hidden_files_and_the_card_of_a_dataset_are_no_data(tmp_path):
     assert len(local_texts(tmp_path)) == 2
 
 
-def test_parquet_is_read_through_datasets(tmp_path):
-    from datasets import Dataset
+def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
 
-    Dataset.from_list(documents_of([3, 4])).to_parquet(tmp_path / "data.parquet")
-    assert local_texts(tmp_path / "data.parquet") == ["0 1 2", "3 4 5 6"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    columns = {"text": ["one", "2024-05-01"], "score": [0.5, 1.0]}
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, more in {"a": {}, "b": {"perplexity": [3.0, 4.0]}}.items():
+        pyarrow.parquet.write_table(pyarrow.table(columns | more), folder / f"{name}.parquet")
+    assert local_texts(folder) == ["one", "2024-05-01"] * 2
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), folder / "c.parquet")
+    with pytest.raises(
+        ValueError, match=r"c.parquet: need .* under 'text', got the keys \['body'\]"
+    ):
+        load_local_documents(str(folder))
+
+
+def test_copy_of_a_compressed_file_is_made_once_and_again_when_the_file_changes(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "data.txt.gz"
+    for text, changed, copies in [("one", 1, 1), ("one", 1, 1), ("two", 2, 2)]:
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+        os.utime(path, (changed, changed))
+        assert local_texts(path) == [text]
+        assert caplog.text.count("copying ") == copies
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    with pytest.raises(ValueError, match="cannot be copied to .*; set XDG_CACHE_HOME"):
+        load_local_documents(str(path))
+
+
+def test_splits_that_are_held_out_of_training_are_not_read(tmp_path, caplog):
+    for name in ("data/train-00000-of-00001", "data/test-00000-of-00001", "latest", "valid/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_json_lines(tmp_path / f"{name}.jsonl", [name.split("/")[-1].split("-")[0]])
+    assert local_texts(tmp_path) == ["train", "latest"]
+    assert "of 4 files, 2 are named as a test or validation split" in caplog.text
+    (tmp_path / "data" / "train-00000-of-00001.jsonl").unlink()
+    assert local_texts(tmp_path) == ["test", "latest", "a"]
 
 
 @settings(max_examples=60)
@@ -514,6 +570,7 @@ def test_short_text_file_is_one_document(tmp_path):
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(f"First line of {name}\nsecond\n")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "b.txt").write_text((tmp_path / "b.txt").read_text(), encoding="utf-8-sig")
     assert [text.split("\n")[0] for text in local_texts(tmp_path)] == [
         "First line of a.txt",
         "First line of b.txt",

@@ -64,6 +64,14 @@ def test_boundaries_of_other_sources_leave_the_rows_last_label():
     assert ignored(policy(), {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]])}) == [3]
 
 
+def test_row_of_the_data_loader_ends_its_last_document_by_the_end_of_text_token():
+    tokens = TOKENS.clone()
+    batch = {"input": tokens, "document_ids": torch.tensor([[0, 0, 0, 0, 1, 1]])}
+    assert ignored(policy(), batch) == [3]
+    tokens.sample_ids = torch.tensor([[0, 1]])
+    assert ignored(policy(), batch) == [3, 5]
+
+
 def test_padding_counts_in_no_loss():
     batch = {"input": TOKENS, "document_ids": torch.tensor([[0, 0, -1, -1, 1, -1]])}
     assert ignored(policy(), batch) == [1, 2, 3, 4, 5]

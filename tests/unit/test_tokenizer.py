@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from torchtitan.config import JobConfig
+from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.tokenizer import (
     BaseTokenizer,
     HuggingFaceTokenizer,
@@ -98,7 +99,9 @@ def test_one_string_serves_as_begin_and_end(tmp_path):
     assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [2, 3, 2]
 
 
-def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids(tmp_path):
+def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a_name_last(
+    tmp_path,
+):
     config = {
         "bos_token": {"content": "<start>", "lstrip": True},
         "added_tokens_decoder": {
@@ -111,12 +114,12 @@ def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids(tmp_path):
     tokenizer = HuggingFaceTokenizer(path)
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     assert {number: token.content for number, token in added.items()} == {
-        5: "<start>",
-        6: "<tool>",
-        7: "<end>",
+        5: "<tool>",
+        6: "<end>",
+        7: "<start>",
     }
-    assert [added[number].special for number in (5, 6, 7)] == [True, False, True]
-    assert added[5].lstrip and tokenizer.bos_id == 5 and tokenizer.eos_id is None
+    assert [added[number].special for number in (5, 6, 7)] == [False, True, True]
+    assert added[7].lstrip and tokenizer.bos_id == 7 and tokenizer.eos_id is None
     assert tokenizer.get_vocab_size() == 8
 
 
@@ -137,11 +140,6 @@ def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
     assert tokenizer.config is None and tokenizer.bos_id is None and tokenizer.eos_id is None
 
 
-def test_vocab_alone_makes_whole_words_and_blank_lines_keep_their_number(tmp_path):
-    tokenizer = HuggingFaceTokenizer(write_folder(tmp_path, vocab__txt="[UNK]\nhello\n\nworld\n"))
-    assert tokenizer.encode("hello world there") == [1, 3, 0]
-
-
 def test_missing_folder_names_the_config_key():
     with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path"):
         HuggingFaceTokenizer("/nowhere/tok")
@@ -159,6 +157,7 @@ def test_folder_without_tokenizer_lists_what_is_there(tmp_path):
 def test_broken_json_is_named(tmp_path, name):
     if name == "tokenizer_config.json":
         word_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "merges.txt").write_text("")
     (tmp_path / name).write_text('{"version": ')
     with pytest.raises(ValueError, match=name):
         HuggingFaceTokenizer(str(tmp_path))
@@ -185,13 +184,15 @@ def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp
     ("files", "message"),
     [
         ({"tokenizer__json": "[" * 100_000}, "cannot read the tokenizer in .*tokenizer.json"),
-        ({"vocab__json": '{"a":' * 100_000}, "vocab.json is not valid JSON: .*too deeply"),
-        ({"vocab__json": {"a": "b"}}, "vocab.json must give each token a number"),
-        ({"vocab__json": {"a": 0}, "tokenizer_config__json": {"added_tokens_decoder": [1]}},
+        ({"vocab__json": '{"a":' * 100_000, "merges__txt": ""}, "vocab.json is not valid JSON: .*too deeply"),
+        ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "vocab.json must give each token a number"),
+        ({"vocab__json": {"a": 0}, "merges__txt": "", "tokenizer_config__json": {"added_tokens_decoder": [1]}},
          "tokenizer_config.json: added_tokens_decoder must be an object"),
-        ({"vocab__json": {"a": 0},
+        ({"vocab__json": {"a": 0}, "merges__txt": "",
           "tokenizer_config__json": {"bos_token": {"content": "x", "special": "yes"}}},
-         "tokenizer_config.json: a token cannot be used"),
+         "tokenizer_config.json: bos_token cannot be used"),
+        ({"vocab__txt": "a", "tokenizer_config__json": {"tokenizer_class": "BertTokenizer"}},
+         "tokenizer_class 'BertTokenizer' stands for rules .* python -c"),
     ],
 )  # fmt: skip
 def test_content_that_is_no_tokenizer_is_named(tmp_path, files, message):
@@ -200,17 +201,19 @@ def test_content_that_is_no_tokenizer_is_named(tmp_path, files, message):
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "vocab.txt").write_bytes(b"a\n\xff\n")
-    with pytest.raises(ValueError, match="vocab.txt is not text in UTF-8"):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="merges.txt does not fit.*can't decode byte 0xff"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
-def test_lines_of_vocab_txt_end_with_a_newline_only(tmp_path):
+def test_lines_of_merges_end_with_a_newline_only(tmp_path):
     """Published vocabularies have tokens with U+2028 and U+0085."""
-    lines = ["one", "a\u2028b", "\x85", "two"]
-    (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    vocab, merges = {"\u2028": 0, "\x85": 1, "\u2028\x85": 2}, "#version: 0.2\n\u2028 \x85\n"
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
-    assert (tokenizer.token_to_id("a\u2028b"), tokenizer.token_to_id("two")) == (1, 3)
+    assert "\u2028" in tokenizer.get_vocab()
 
 
 def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
@@ -232,3 +235,29 @@ def test_builder_reads_the_assets_path_of_the_config():
     config.model.hf_assets_path = ASSET
     tokenizer = build_hf_tokenizer(config)
     assert isinstance(tokenizer, BaseTokenizer) and tokenizer.tokenizer_path == ASSET
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "begins"),
+    [
+        ({"bos_token": "<s>"}, {}, True),
+        ({"bos_token": "<s>", "add_bos_token": False}, {}, False),
+        ({"bos_token": "<s>", "add_bos_token": False}, {"bos_token": "<s>"}, True),
+        ({"bos_token": "</s>"}, {}, False),  # one separator between documents is enough
+        ({}, {}, False),
+    ],
+)
+def test_documents_begin_as_the_files_and_the_job_say(config, options, begins, tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = write_folder(tmp_path, tokenizer_config__json={"eos_token": "</s>"} | config)
+    word_backend().save(path + "/tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(path, **options)
+    assert tokenizer.begins_documents == begins
+    document = OpenDocument(0, tokenizer, "hello world")
+    assert document.take(9).ids.tolist() == [1] * begins + [3, 4, 2]
+    job = JobConfig()
+    job.model.hf_assets_path, job.training.bos_token = path, options.get("bos_token")
+    build_hf_tokenizer(job)
+    said = "documents of text begin with bos_token '<s>', which transformers does not add"
+    assert (said in caplog.text) == begins
+    assert ("do not begin with bos_token" in caplog.text) == (bool(config) and not begins)

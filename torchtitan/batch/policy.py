@@ -115,8 +115,9 @@ class DocumentPolicy:
             return labels
         ends = last_tokens(self.document_ids(batch))
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-        reads_eos = not has_explicit and not reads_positions(self.attn_mask_type)
-        if reads_eos and self.eos_id is not None:
+        # In a row of the data loader, which has sample_ids, it closes a document, too.
+        reads_eos = batch.sample_ids is not None or not has_explicit
+        if reads_eos and self.eos_id is not None and not reads_positions(self.attn_mask_type):
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
         return labels.masked_fill(ends, IGNORE_INDEX)
 
@@ -131,7 +132,7 @@ class DocumentPolicy:
         Under attn_mask_type "causal" it is the square of each row's length. All pairs of a document
         count: later tokens, and tokens outside of a layer's window or chunk, too.
         """
-        if batch.document_ids is None:
+        if batch.document_ids is None or not self.separates_documents:
             return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2
         # The n-th token of a document adds n^2 - (n - 1)^2 = 2n - 1 to its square.
         added = 2 * positions_from_document_ids(batch.document_ids) + 1

@@ -243,6 +243,9 @@ class Training:
     packing: Literal["concat", "fit", "none"] = "concat"
     # Jinja template of chats; None takes the chat template in model.hf_assets_path
     chat_template: str | None = None
+    # Names in chat files for the keys and roles of messages, for example "conversations=messages",
+    # "from=role", "value=content", "human=user", "gpt=assistant"; a role for a key makes its text a turn
+    chat_keys: list[str] = field(default_factory=list)
     # A chat of more than seq_len tokens stops the run (error), loses the tokens behind that (cut), or is
     # left out (skip)
     too_long: Literal["error", "cut", "skip"] = "error"

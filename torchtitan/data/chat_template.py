@@ -112,6 +112,9 @@ class ChatTemplate:
         tokens = {key: _text_of(config.get(key)) for key in SPECIAL_TOKEN_KEYS}
         known = {key: text for key, text in tokens.items() if text is not None}
         file = Path(path) if path else folder / "chat_template.jinja"
+        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        if tools and not path and for_tools.is_file():
+            file = for_tools
         if path or file.is_file():
             try:
                 source, name = file.read_text(encoding="utf-8"), str(file)
@@ -212,6 +215,22 @@ class ChatTemplate:
         """
         end = text.rstrip()
         return len(end if end.endswith(self._control_tokens) else text)
+
+    def token_at_end(self, text: str) -> str | None:
+        """Return the control token that ends a text, blanks aside; None if it ends with another text."""
+        ends = (token for token in self._control_tokens if text.rstrip().endswith(token))
+        return max(ends, key=len, default=None)
+
+    def stop_token(self, text: str, rest: str) -> str:
+        """Return what a model writes behind a turn to end it: "" if the turn ends with a control token.
+
+        text: through the turn. rest: the text behind it. Where turns have no end of their own, the next
+        turn's first token ends generation.
+        """
+        if text.rstrip().endswith(self._control_tokens):
+            return ""
+        found = self._token.match(rest, len(rest) - len(rest.lstrip()))
+        return rest[: found.end()] if found else ""
 
     def continuation(
         self,

@@ -8,9 +8,12 @@ neither way is sound, the chat is refused.
 n: tokens of a chat.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 _RESULT_ROLES = ("tool", "function", "ipython")
 # Names of the model's thinking in a message, the first being the one that most templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# Keys of a message by which other programs leave it out of the loss: 0 or false.
+_TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
 Span = tuple[int, int]  # the characters [begin, end) of a text
 
@@ -36,11 +41,11 @@ class ChatEncoder:
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
     of messages or both texts. Other keys are ignored, and so are keys whose value is None. A `prompt`
-    beside `messages` is ignored, too.
+    beside `messages` is ignored, too. See `_TRAINING_KEYS` for keys that leave a message out of the loss.
 
     - messages: every token of an assistant's turn is trained, including the end of the turn if the
       marks enclose it. Without marks a turn is the text behind its header, through the control token
-      that ends it.
+      that ends it, or else that begins the next turn.
     - prompt and completion, messages: every token of the completion is trained, but for blanks behind
       the control token that ends it.
     - prompt and completion, texts: no template. The ids are those of both texts joined and the
@@ -51,6 +56,7 @@ class ChatEncoder:
 
     tokenizer: of the model. template: None if the folder has none; then chats are refused.
     tool_template: for samples with tools, if it is another one.
+    keys: see `renamed`.
     """
 
     def __init__(
@@ -58,13 +64,18 @@ class ChatEncoder:
         tokenizer: HuggingFaceTokenizer,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None = None,
+        keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._keys = dict(keys)
         self._tokenizer, self._template = tokenizer, template
         self._tool_template = tool_template or template
         for each in (template, tool_template):
             if each is not None:
                 _check_marks(each)
+        if template is not None:
+            _log_end_of_turn(template)
         self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
+        self.key += f" {self._keys}" if keys else ""
         backend = tokenizer.tokenizer
         processor = backend.post_processor
         if processor and b'"trim_offsets":true' in processor.__getstate__():
@@ -74,7 +85,12 @@ class ChatEncoder:
         self._backend = backend
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: HuggingFaceTokenizer, path: str = "") -> "ChatEncoder":
+    def of_tokenizer(
+        cls,
+        tokenizer: HuggingFaceTokenizer,
+        path: str = "",
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> "ChatEncoder":
         """Return an encoder with the template in a file, or, without a path, of the model's folder.
 
         Raises ValueError for a template that cannot be read.
@@ -82,7 +98,7 @@ class ChatEncoder:
         templates = (
             ChatTemplate.of_tokenizer(tokenizer, path=path, tools=tools) for tools in (False, True)
         )
-        return cls(tokenizer, *templates)
+        return cls(tokenizer, *templates, keys=keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids [n] int32, trained [n] bool).
@@ -90,6 +106,7 @@ class ChatEncoder:
         Raises ValueError, a sentence without the sample's place, for a sample that is no chat, that the
         template cannot render, or in which the labels are unknown or none.
         """
+        sample = renamed(sample, self._keys)
         if problem := _problem_of(sample):
             raise ValueError(problem)
         sample = {key: value for key, value in sample.items() if value is not None}
@@ -110,6 +127,7 @@ class ChatEncoder:
                 "writes a header before them"
             )
         self._warn_of_control_tokens(chat)
+        self._warn_of_quoted_arguments(chat)
         return ids, trained
 
     def _template_for(self, sample: Mapping[str, Any]) -> ChatTemplate:
@@ -157,6 +175,20 @@ class ChatEncoder:
                 first = np.searchsorted(ends, begin, side="right")
                 trained[first : np.searchsorted(begins, end, side="left")] = True
         return np.array(encoding.ids, dtype=np.int32), trained
+
+    def _warn_of_quoted_arguments(self, chat: "_Chat") -> None:
+        for arguments in chat.arguments():
+            if (
+                isinstance(arguments, str)
+                and '"' in arguments
+                and chat.writes(json.dumps(arguments))
+            ):
+                warn_once(
+                    logger,
+                    f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
+                    "JSON string; if the model should write an object, give 'arguments' as an object "
+                    "(this is said only once)",
+                )
 
     def _warn_of_control_tokens(self, chat: "_Chat") -> None:
         for message in chat.messages:
@@ -239,6 +271,19 @@ class _Chat:
                     "the chat has no turn of the role 'assistant', so nothing is to be learned; leave "
                     "it out"
                 )
+        self._join_parts()
+
+    def arguments(self) -> Iterator[Any]:
+        """Yield the arguments of all tool calls."""
+        for message in self.messages:
+            for call in message.get("tool_calls") or []:
+                if isinstance(call, dict):
+                    yield (call.get("function") or call).get("arguments")
+
+    def writes(self, text: str) -> bool:
+        return text in self.template.render(
+            self.messages, add_generation_prompt=False, **self._options
+        )
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """Return the text of the chat, and the spans of its characters that are trained."""
@@ -251,6 +296,11 @@ class _Chat:
             remedy = (
                 "correct the chat, or set training.chat_template to a template file that fits it"
             )
+            if (
+                any(isinstance(arguments, dict) for arguments in self.arguments())
+                and "dict" in reason
+            ):
+                remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
             if "strftime_now" in reason:
                 remedy = (
                     "the date of today would change the data from day to day: set "
@@ -260,9 +310,54 @@ class _Chat:
             raise ValueError(sentence) from None
         if self._num_prompt:
             return text, [self._span_of_completion(text)]
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        is_trained = [self._is_trained(turn) for turn in turns]
         if not self.template.marks_generation:
-            turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
             spans = [self._span_of_turn(text, turn) for turn in turns]
+            text, spans = self._with_stop_tokens(text, spans, turns)
+        elif not all(is_trained) and len(spans) != len(turns):
+            raise ValueError(
+                f"{self.template.name} has {len(spans)} parts between {{% generation %}} marks for "
+                f"{len(turns)} turns of the assistant, so it is unknown which of them "
+                f"{' or '.join(map(repr, _TRAINING_KEYS))} leaves out; leave out the chat"
+            )
+        if len(spans) == len(turns):
+            spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
+        return text, spans
+
+    def _is_trained(self, turn: int) -> bool:
+        """Return whether no key of an assistant's message leaves it out of the loss."""
+        values = {
+            key: self.messages[turn][key] for key in _TRAINING_KEYS if key in self.messages[turn]
+        }
+        for key, value in values.items():
+            if value not in (0, 1):
+                raise ValueError(
+                    f"message {turn + 1} has {key!r} = {value!r}, and only 0 and 1 (or false and true) "
+                    "are known, which leave it out of the loss or not; correct it"
+                )
+        return all(values.values())
+
+    def _with_stop_tokens(
+        self, text: str, spans: list[Span], turns: list[int]
+    ) -> tuple[str, list[Span]]:
+        """Extend turns that have no closing token through the token of the next turn that stops generation.
+
+        Behind the last turn it is the token with which the user's next turn would begin; it is added to
+        the text.
+        """
+        for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
+            rest = text[end:]
+            if turn + 1 == len(self.messages):
+                follow = [*self.messages, {"role": "user", "content": "what the user asks next"}]
+                with contextlib.suppress(ValueError):  # a template may refuse the turn
+                    longer = self._beginning(len(follow), of=follow)
+                    rest = longer[end:] if longer.startswith(text) else ""
+            elif self.messages[turn + 1]["role"] == "assistant":
+                continue
+            stop = self.template.stop_token(text[begin:end], rest)
+            spans[i] = begin, end + len(stop)
+            text = text[:end] + stop if turn + 1 == len(self.messages) and stop else text
         return text, spans
 
     def _span_of_completion(self, text: str) -> Span:
@@ -275,6 +370,28 @@ class _Chat:
                 f"'messages', and {_MARK_IT}"
             )
         return len(before), self.template.end_of_turn(text)
+
+    def _join_parts(self) -> None:
+        """Make contents that are lists of one text that text, if the template writes texts only."""
+        lists = [m["content"] for m in self.messages if _is_list_of(dict, m.get("content"))]
+        lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
+        if not lists:
+            return
+        try:
+            text = self.template.render(self.messages, add_generation_prompt=False, **self._options)
+        except ValueError:
+            text = "".join(map(str, lists))
+        if not any(str(parts) in text for parts in lists):
+            return
+        if any(len(parts) > 1 for parts in lists):
+            raise ValueError(
+                f"{self.template.name} writes texts, and a message's 'content' is a list of several "
+                "parts; write it as one text"
+            )
+        self.messages = [
+            {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
+            for m in self.messages
+        ]
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
         """Return the text of the first messages.
@@ -367,6 +484,27 @@ def _check_marks(template: ChatTemplate) -> None:
         )
 
 
+def _log_end_of_turn(template: ChatTemplate) -> None:
+    """Log which token ends a trained turn; warn if none does."""
+    chat = [{"role": r, "content": "what was written"} for r in ("user", "assistant", "user")]
+    sample = {"messages": [*chat, {"role": "assistant", "content": "what is written"}]}
+    try:
+        text, spans = _Chat(template, sample).text_and_spans()
+    except ValueError:  # the template is made for other chats
+        return
+    tokens = {template.token_at_end(text[begin:end]) for begin, end in spans}
+    if None in tokens:
+        warn_once(
+            logger,
+            f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
+            "learn to stop; set training.chat_template to a copy that writes such a token, for example "
+            "{{ eos_token }}, behind the assistant's text (and inside of {% generation %} marks)",
+        )
+    else:
+        ends = " or ".join(sorted(repr(token) for token in tokens))
+        logger.info(f"{template.name}: a trained turn of the assistant ends with {ends}")
+
+
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
@@ -443,7 +581,7 @@ def _problem_of(sample: Any) -> str | None:
     if not present:
         return (
             "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
-            f"{sorted(sample)}; convert the data to these keys"
+            f"{sorted(sample)}; convert the data, or name yours in training.chat_keys"
         )
     if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
         return (
@@ -452,13 +590,59 @@ def _problem_of(sample: Any) -> str | None:
     return None
 
 
-_CHAT = SampleRule('{"messages": [{"role": "user", "content": "..."}, ...]}', _problem_of)
+_COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+_MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
-def load_chats(path: str) -> Any:
+def parse_keys(entries: Sequence[str]) -> dict[str, str]:
+    """Return `training.chat_keys` as {name in the files: our name}; ValueError for an unknown name."""
+    known = (*_COLUMNS, *_MESSAGE_KEYS, *ROLES)
+    keys = dict(entry.partition("=")[::2] for entry in entries)
+    for theirs, ours in keys.items():
+        if not theirs or ours not in known:
+            raise ValueError(
+                f"training.chat_keys must be a list of 'name in the files=name here', got "
+                f"{theirs + '=' + ours!r}{guess(ours, known)}; names here are {', '.join(known)}"
+            )
+    return keys
+
+
+def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
+    """Return a sample with our names for the keys of the sample and of its messages, and for roles.
+
+    keys: their name -> ours. A key of the sample that is named for a role holds the text of a turn; several
+        for one role are joined by a blank line. These turns are in the order of `keys`, and come first.
+    """
+    if not keys or not isinstance(sample, Mapping):
+        return sample
+    result = {key: value for key, value in sample.items() if key not in keys}
+    turns: dict[str, list[str]] = {}
+    for theirs, ours in keys.items():
+        if ours in ROLES and isinstance(sample.get(theirs), str) and sample[theirs]:
+            turns.setdefault(ours, []).append(sample[theirs])
+        elif ours not in ROLES and sample.get(theirs) is not None:
+            result[ours] = sample[theirs]
+    for name in ("messages", "prompt", "completion"):
+        if _is_list_of(dict, result.get(name)):
+            messages = [{keys.get(k, k): v for k, v in m.items()} for m in result[name]]
+            result[name] = [
+                {**m, "role": keys.get(str(m["role"]), m["role"])} if "role" in m else m
+                for m in messages
+            ]
+    if turns:
+        first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
+        result["messages"] = first + (result.get("messages") or [])
+    return result
+
+
+def _problem_of_renamed(keys: Mapping[str, str], sample: Any) -> str | None:
+    return _problem_of(renamed(sample, keys))
+
+
+def load_chats(path: str, keys: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
 
-    The files are JSON lines, JSON or Parquet, also compressed JSON, with samples for `ChatEncoder`.
+    The files are JSON or Parquet, with samples for a `ChatEncoder` with the same keys.
     Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds other files.
     """
     if not path:
@@ -466,4 +650,6 @@ def load_chats(path: str) -> Any:
             "training.dataset = 'chat' needs training.dataset_path, a .jsonl, .json or .parquet file "
             "or a folder of such files"
         )
-    return load_local_documents(path, _CHAT)
+    example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+    rule = SampleRule(example, (*_COLUMNS, *keys), partial(_problem_of_renamed, dict(keys)))
+    return load_local_documents(path, rule)

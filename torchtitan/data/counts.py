@@ -20,7 +20,7 @@ from torchtitan.data.local_files import record_of
 from torchtitan.data.open_document import PIECE_CHARACTERS
 from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import cache_folder, open_file
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import _rank
 
@@ -126,5 +126,4 @@ def _check_sum(content: bytes | memoryview) -> bytes:
 
 def _file_of(key: object) -> Path:
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache, "torchtitan", f"counts_{digest}")
+    return cache_folder() / f"counts_{digest}"

@@ -49,10 +49,11 @@ class Source:
     weight: float = 1.0
     limit: float | None = None
     seed: int | None = None
-    is_text: bool = True  # the tokenizer's end-of-text token ends each document, and only documents
+    is_text: bool = True
     number: int = 0  # among the sources of a mixture
     order: Order | None = field(init=False, default=None)
     counts: NDArray[np.int64] | None = None  # see `counts.count_tokens`
+    _has_separators: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if not self.is_indexed:
@@ -76,6 +77,13 @@ class Source:
     @property
     def is_indexed(self) -> bool:
         return hasattr(self.data, "__len__")
+
+    def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
+        """Leave out documents before they are divided among lanes, of which one may get no others."""
+        self.data = _Kept(self.data, np.flatnonzero(~is_empty))
+        self.order = Order(len(self.data), self.order.seed)
+        if self.counts is not None:
+            self.counts = self.counts[~is_empty]
 
     def identity(self) -> dict[str, Any]:
         """Return what a saved position depends on; a position of another source is refused."""
@@ -118,11 +126,25 @@ class Source:
         """Return a sample as a document. index: in the data set, None for a stream."""
         content = self.checked(self.encode, sample, index)
         if isinstance(content, str):
+            self._warn_of_separators(content, index)
             document = OpenDocument(index, self.tokenizer, content, source=self.number)
         else:
             document = OpenDocument.of_tokens(index, self.tokenizer, content, self.number)
         document.index = -1 if index is None else index
         return document
+
+    def _warn_of_separators(self, text: str, index: int | None) -> None:
+        """Warn of the first text in which a token that begins or ends documents is spelled out."""
+        tokens = {getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos")}
+        counts = {token: text.count(token) for token in tokens if token}
+        if not self._has_separators and any(counts.values()):
+            self._has_separators = True
+            found = " and ".join(f"{token!r} ({n} times)" for token, n in counts.items() if n)
+            logger.warning(
+                f"{self.where(index)}: the text has {found} inside, which is encoded as that control "
+                "token, as transformers does, and begins no document; take it out if it should separate "
+                "documents or is none (this is said only once)"
+            )
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
         """Return `encode(sample)`; its ValueError gets the document's name."""
@@ -161,6 +183,22 @@ class Source:
         if hasattr(self.data, "where"):
             return self.data.where(index)
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
+
+
+class _Kept:
+    """Some of the documents of a data set."""
+
+    def __init__(self, data: Any, indices: NDArray[np.int64]) -> None:
+        self._data, self._indices = data, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[int(self._indices[index])]
+
+    def where(self, index: int) -> str:
+        return self._data.where(int(self._indices[index]))
 
 
 class IndexedFeed:

@@ -243,8 +243,8 @@ class Lane:
         source = self._sources[number]
         raise ValueError(
             f"dataset {source.name!r}{source.path and f' in {source.path}'}: "
-            f"{MAX_EMPTY_DOCUMENTS_IN_A_ROW} documents in a row gave no tokens; give it documents that "
-            "are not empty"
+            f"{MAX_EMPTY_DOCUMENTS_IN_A_ROW} documents in a row gave no tokens, because they are empty "
+            "or training.too_long leaves them out; give it other documents, or raise training.seq_len"
         )
 
     def _furthest_behind(self, documents: dict[int, OpenDocument], share_of_open: float) -> int:

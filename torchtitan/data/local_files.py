@@ -2,21 +2,28 @@
 
 JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
 where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
-Parquet and compressed JSON go through the `datasets` library and its memory-mapped cache.
+A compressed file, and the columns that are read of a Parquet file, are first copied to such a file in
+the cache, once for all runs and all processes of a machine.
 """
 
+import bz2
+import fcntl
+import gzip
 import hashlib
 import json
+import lzma
 import os
+import re
+import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import cache_folder, open_file
+from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
@@ -29,6 +36,7 @@ class SampleRule(NamedTuple):
     """The samples that files of JSON must hold, checked when they are read."""
 
     example: str  # a sample as JSON
+    columns: tuple[str, ...]  # the keys that are read
     problem_of: Callable[
         [Any], str | None
     ]  # sample -> the end of an error's sentence; None if it is good
@@ -46,7 +54,7 @@ def _problem_of_text(sample: Any) -> str | None:
     return f"need an object with a string under 'text', got {got}"
 
 
-TEXT = SampleRule('{"text": "..."}', _problem_of_text)
+TEXT = SampleRule('{"text": "..."}', ("text",), _problem_of_text)
 
 
 def locate(index: int, ends: list[int]) -> tuple[int, int]:
@@ -57,144 +65,165 @@ def locate(index: int, ends: list[int]) -> tuple[int, int]:
     return file, index - (ends[file - 1] if file else 0)
 
 
-class _FilesOfDocuments:
-    """Documents of several files by number. A subclass counts a file's documents, and reads one."""
+class LocalDocuments:
+    """Documents of several files by number; `where(i)` is a document's name for messages."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._stats = [path.stat() for path in paths]
-        self._ends = list(accumulate(map(self._count, paths)))
+    def __init__(self, files: "list[_File]") -> None:
+        self._files = files
+        self._ends = list(accumulate(map(len, files)))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
-    def _open(self, file_index: int) -> BinaryIO:
-        """Open a file; raises ValueError if it has changed since the start."""
-        path, before = self._paths[file_index], self._stats[file_index]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, number = locate(index, self._ends)
+        return self._files[file].read(number)
+
+    def where(self, index: int) -> str:
+        file, number = locate(index, self._ends)
+        return self._files[file].where(number)
+
+
+class _File:
+    """A file of documents. A subclass counts and reads them.
+
+    name: for messages. content: the file that is read, which may be a copy in the cache.
+    """
+
+    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
+        self.name, self.content, self.rule = name, content, rule
+        self.before = content.stat()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, number: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def where(self, number: int) -> str:
+        return str(self.name)
+
+    def open(self) -> BinaryIO:
+        """Open the file; raises ValueError if it has changed since the start."""
         try:
-            file = open_file(path, "rb")
+            file = open_file(self.content, "rb")
         except FileNotFoundError:
             now = "has vanished"
         else:
             stat = os.fstat(file.fileno())
-            if (stat.st_size, stat.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+            if (stat.st_size, stat.st_mtime_ns) == (self.before.st_size, self.before.st_mtime_ns):
                 return file
             file.close()
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
-            f"{path} had {before.st_size:,} bytes when the job started, and {now}; do not change data "
-            "while a job reads them"
+            f"{self.content} had {self.before.st_size:,} bytes when the job started, and {now}; do not "
+            "change data while a job reads them"
         )
 
+    def checked(self, sample: Any, number: int) -> dict[str, Any]:
+        if problem := self.rule.problem_of(sample):
+            raise ValueError(f"{self.where(number)}: {problem}")
+        return sample
 
-class JsonLinesDocuments(_FilesOfDocuments):
-    """Documents of JSON-lines files: one object per line that follows the rule.
+
+class _Lines(_File):
+    """A file of JSON lines: one object per line that follows the rule.
 
     Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
     document is read.
     """
 
-    def __init__(self, paths: list[Path], rule: SampleRule = TEXT) -> None:
-        self._rule = rule
-        self._line_starts: list[array[int]] = []
-        super().__init__(paths)
-
-    def _count(self, path: Path) -> int:
-        starts = array("Q")  # byte offsets of the lines that are not blank
+    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
+        super().__init__(name, content, rule)
+        self._starts = starts = array("Q")  # byte offsets of the lines that are not blank
         position = 0
-        with open_file(path, "rb") as file:
+        with open_file(content, "rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(position)
                 position += len(line)
-        self._line_starts.append(starts)
-        return len(starts)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        file_index, line_index = locate(index, self._ends)
-        with self._open(file_index) as file:
-            file.seek(self._line_starts[file_index][line_index])
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, number: int) -> dict[str, Any]:
+        with self.open() as file:
+            file.seek(self._starts[number])
             line = file.readline()
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
             raise ValueError(
-                f"{self.where(index)}: not valid JSON ({error}); every line must be one object like "
-                f"{self._rule.example}"
+                f"{self.where(number)}: not valid JSON ({error}); every line must be one object like "
+                f"{self.rule.example}"
             ) from None
-        return _checked(sample, self._rule, lambda: self.where(index))
+        return self.checked(sample, number)
 
-    def where(self, index: int) -> str:
+    def where(self, number: int) -> str:
         """Return the document's name for messages; reads the file up to the document."""
-        file_index, line_index = locate(index, self._ends)
-        start, number = self._line_starts[file_index][line_index], 1
-        with open_file(self._paths[file_index], "rb") as file:
+        line_number, start = 1, self._starts[number]
+        with open_file(self.content, "rb") as file:
             while file.tell() < start:
                 file.readline()
-                number += 1
-        return f"{self._paths[file_index]}, line {number}"
+                line_number += 1
+        return f"{self.name}, {'row' if self.name.suffix == '.parquet' else 'line'} {line_number}"
 
 
-class TextDocuments(_FilesOfDocuments):
-    """Documents of plain text files in UTF-8: a short file is one document.
+class _List(_File):
+    """A file that is one JSON list of samples."""
+
+    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
+        super().__init__(name, content, rule)
+        try:
+            self._samples = json.loads(content.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
+                f"object like {rule.example} per line"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, number: int) -> dict[str, Any]:
+        return self.checked(self._samples[number], number)
+
+    def where(self, number: int) -> str:
+        return f"{self.name}, entry {number + 1}"
+
+
+class _Text(_File):
+    """A file of plain text in UTF-8: a short file is one document.
 
     A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
     size. The cuts are found when a document is read, so opening a file of any size is quick.
     """
 
-    def _count(self, path: Path) -> int:
-        return -(-path.stat().st_size // TEXT_DOCUMENT_BYTES)
+    def __len__(self) -> int:
+        return -(-self.before.st_size // TEXT_DOCUMENT_BYTES)
 
-    def __getitem__(self, index: int) -> dict[str, str]:
-        file_index, part = locate(index, self._ends)
-        with self._open(file_index) as file:
-            start, end = _cut(file, part), _cut(file, part + 1)
+    def read(self, number: int) -> dict[str, Any]:
+        with self.open() as file:
+            start, end = _cut(file, number), _cut(file, number + 1)
             file.seek(start)
             content = file.read(end - start)
         try:
-            return {"text": content.decode("utf-8")}
+            return {"text": content.decode("utf-8" if start else "utf-8-sig")}
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.where(index)} is not UTF-8 text: {error.reason} at byte "
-                f"{start + error.start}; convert the file to UTF-8"
+                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
+                "convert the file to UTF-8"
             ) from error
 
-    def where(self, index: int) -> str:
-        return str(self._paths[locate(index, self._ends)[0]])
 
+def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
+    """Return the documents of a file, or of all files in and below a folder.
 
-class _Samples:
-    """Samples with `len()` and `[i]` that follow a rule. where: of all of them, for messages.
-
-    has_all_keys: of a `datasets.Dataset`, where a row has None for each key that only other rows have.
-    """
-
-    def __init__(self, samples: Any, rule: SampleRule, where: str, has_all_keys: bool) -> None:
-        self._samples, self._rule, self._where = samples, rule, where
-        self._has_all_keys = has_all_keys
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self._samples[index]
-        if self._has_all_keys:
-            sample = _without_none(sample)
-        return _checked(sample, self._rule, lambda: self.where(index))
-
-    def where(self, index: int) -> str:
-        return f"{self._where} {index + 1}"
-
-
-def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
-    """Return the documents, with `len()` and `[i]`, of a file or of all files in and below a folder.
-
-    rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused, and the
-        documents have a `where(i)`, their names for messages.
+    rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
     Raises FileNotFoundError if `path` does not exist, ValueError if it holds no data files, files of
     several kinds, or files of an unknown kind.
     """
-    known = [kind for kind in _OPENERS if kind != "text" or rule is TEXT]
+    known = [kind for kind in dict.fromkeys(_KINDS.values()) if kind != "text" or rule is TEXT]
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
@@ -208,6 +237,7 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
         if len({_kind_of(file) for file in paths}) > 1:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
+        paths = _without_held_out(paths, root)
     kinds = {_kind_of(file) for file in paths}
     if len(kinds) != 1 or not kinds <= {*known}:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
@@ -215,66 +245,163 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> Any:
             f"training.dataset_path must be a data file or a folder with files of one kind "
             f"({', '.join(known)}), got {path!r} with {found}"
         )
-    kind = kinds.pop()
-    if kind == "JSON lines":
-        return _open_json(paths, rule)
-    documents = _OPENERS[kind](paths)
-    return documents if rule is TEXT else _Samples(documents, rule, f"{path}, row", True)
+    return LocalDocuments([_open(file, rule) for file in paths])
 
 
-def _open_json(paths: list[Path], rule: SampleRule) -> JsonLinesDocuments | _Samples:
-    path = paths[0]
-    with open_file(path, "rb") as file:
-        is_list = len(paths) == 1 and file.read(1024).lstrip()[:1] == b"["
-    if not is_list:
-        return JsonLinesDocuments(paths, rule)
+def _open(path: Path, rule: SampleRule) -> _File:
+    content = path
+    if path.suffix in _DECOMPRESS:
+        content = _copy_in_cache(path, "", _unpacked(path))
+    elif path.suffix == ".parquet":
+        columns = _columns_of(path, rule)
+        content = _copy_in_cache(path, f"{columns}", _rows_as_lines(path, columns))
+    kind = _kind_of(path)
+    if kind == "text":
+        return _Text(path, content, rule)
+    with open_file(content, "rb") as file:
+        head = file.read(1024)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(
+            f"{path} is in UTF-16 or UTF-32, and JSON must be in UTF-8; convert it: "
+            "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+        )
+    is_list = kind == "JSON" and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    return (_List if is_list else _Lines)(path, content, rule)
+
+
+# ---- copies of compressed files and of Parquet ----
+
+
+def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
+    """Return a file with the content, written once for this path, size, time of change and options."""
+    stat = path.stat()
+    key = repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns, options))
+    copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    if copy.exists():
+        return copy
+    unfinished = copy.with_suffix(".unfinished")
     try:
-        return _Samples(json.loads(path.read_bytes()), rule, f"{path}, entry", False)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(unfinished, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # one process of the machine writes, the others wait
+            if copy.exists():
+                unfinished.unlink(missing_ok=True)
+                return copy
+            file.truncate(0)  # a process may have been killed while it wrote
+            logger.info(f"copying {path} as plain text to {copy}")
+            for block in content:
+                file.write(block)
+            file.flush()
+            unfinished.replace(copy)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be copied to {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder with "
+            "more room, or give a file that is plain JSON lines"
+        ) from None
+    return copy
 
 
-def load_with_datasets(problem: str, remedy: str, *arguments: Any, **options: Any) -> Any:
-    """Return `datasets.load_dataset(...)`; its errors become ValueErrors.
-
-    problem, remedy: the beginning and the end of such an error's message.
-    """
-    from datasets import load_dataset  # slow, and most local files are read without it
-
+def _unpacked(path: Path) -> Iterator[bytes]:
     try:
-        return load_dataset(*arguments, **options)
-    except Exception as error:
-        while error.__cause__ is not None:  # the outer errors give no reason
-            error = error.__cause__
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{problem}: {reason}; {remedy}") from None
+        with open_file(path, "rb") as packed, _DECOMPRESS[path.suffix](packed) as content:
+            while block := content.read(2**20):
+                yield block
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(
+            f"{path} cannot be unpacked: {error}; fetch or write the file again"
+        ) from None
 
 
-def _open_with_datasets(builder: str, kind: str, paths: list[Path]) -> Any:
-    others = f", or one of {len(paths) - 1} files beside it," if len(paths) > 1 else ""
-    problem = f"{paths[0]}{others} cannot be read as {kind}"
-    files = [str(path) for path in paths]
-    remedy = "fetch or write the file again"
-    return load_with_datasets(problem, remedy, builder, data_files=files, split="train")
+def _open_zst(packed: BinaryIO) -> Any:
+    import pyarrow  # slow; Python's own library reads zst from 3.14 on
+
+    return pyarrow.CompressedInputStream(packed, "zstd")
 
 
-# Kind of file -> how to open all files of that kind.
-_OPENERS: dict[str, Callable[[list[Path]], Any]] = {
-    "JSON lines": partial(_open_json, rule=TEXT),
-    "text": TextDocuments,
-    "parquet": partial(_open_with_datasets, "parquet", "Parquet"),
-    "compressed JSON lines": partial(_open_with_datasets, "json", "compressed JSON lines"),
+_DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zst,
 }
-_KINDS = dict.fromkeys([".jsonl", ".json"], "JSON lines") | dict.fromkeys([".txt", ".md"], "text")
-_KINDS[".parquet"] = "parquet"
+
+
+def _open_parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet  # slow
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
+        ) from None
+
+
+def _columns_of(path: Path, rule: SampleRule) -> list[str]:
+    """Return the columns of a Parquet file that samples have; ValueError if it lacks what they need."""
+    schema = _open_parquet(path).schema_arrow
+    columns = [name for name in rule.columns if name in schema.names]
+    if not columns:
+        raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(schema.names))}")
+    if any(schema.field(name).type.num_fields for name in columns):
+        logger.info(
+            f"{path}: keys whose value is null are left out, because Parquet gives every row the keys "
+            "of all rows; use JSON lines if a null means something"
+        )
+    return columns
+
+
+def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
+    """Yield the rows of a Parquet file as lines of JSON."""
+    number = 0
+    for batch in _open_parquet(path).iter_batches(1024, columns=columns):
+        lines = []
+        for row in batch.to_pylist():
+            number += 1
+            try:
+                lines.append(json.dumps(_without_none(row), ensure_ascii=False))
+            except TypeError as error:  # a date, bytes, ...
+                raise ValueError(
+                    f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values "
+                    "as texts"
+                ) from None
+        yield "".join(f"{line}\n" for line in lines).encode()
+
+
+# ---- the files of a folder ----
+
+_KINDS = dict.fromkeys([".jsonl", ".json"], "JSON") | dict.fromkeys([".txt", ".md"], "text")
+_KINDS[".parquet"] = "Parquet"
 
 
 def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file, a key of _OPENERS, by the end of its name; None if unknown."""
-    is_compressed = path.suffix in (".gz", ".zst", ".bz2", ".xz")
-    if is_compressed and Path(path.stem).suffix in (".jsonl", ".json"):
-        return "compressed JSON lines"
+    """Return the kind of a file by the end of its name, before that of a compression; None if unknown."""
+    if path.suffix in _DECOMPRESS:
+        path = path.with_suffix("")
+        return None if path.suffix == ".parquet" else _KINDS.get(path.suffix)
     return _KINDS.get(path.suffix)
+
+
+# The names of splits by which `datasets` divides the files of a folder.
+_TRAINED = re.compile(r"(^|[-._ 0-9/])(train|training)([-._ 0-9/]|$)")
+_HELD_OUT = re.compile(
+    r"(^|[-._ 0-9/])(test|testing|eval|evaluation|valid|validation|val|dev)([-._ 0-9/]|$)"
+)
+
+
+def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
+    """Leave out the test and validation splits of a folder that has a training split, too."""
+    names = {path: str(path.relative_to(root)) for path in paths}
+    held_out = [path for path in paths if _HELD_OUT.search(names[path])]
+    if held_out and any(_TRAINED.search(name) for name in names.values()):
+        logger.warning(
+            f"{root}: of {len(paths)} files, {len(held_out)} are named as a test or validation split and "
+            f"are not read ({', '.join(names[path] for path in held_out[:5])}); to read such a file, "
+            "give its own path as dataset_path"
+        )
+        return [path for path in paths if path not in held_out]
+    return paths
 
 
 def _without_none(value: Any) -> Any:
@@ -282,12 +409,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _checked(sample: Any, rule: SampleRule, where: Callable[[], str]) -> dict[str, Any]:
-    if problem := rule.problem_of(sample):
-        raise ValueError(f"{where()}: {problem}")
-    return sample
 
 
 def _cut(file: Any, part: int) -> int:

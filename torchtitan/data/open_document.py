@@ -153,7 +153,8 @@ class OpenDocument:
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:
     """Return token ids; only the first piece has a begin-of-text id, the last an end-of-text id."""
-    tokens = tokenizer.encode(text, add_bos=is_first, add_eos=is_last)
+    add_bos = is_first and getattr(tokenizer, "begins_documents", True)
+    tokens = tokenizer.encode(text, add_bos=add_bos, add_eos=is_last)
     # The post-processor of some tokenizers adds these ids to every text.
     if not is_first and getattr(tokenizer, "hf_adds_bos", False):
         tokens = tokens[1:]

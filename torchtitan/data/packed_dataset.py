@@ -111,7 +111,10 @@ class PackedDataset(IterableDataset):
         return any(isinstance(source.encode, ChatTokens) for source in self._sources)
 
     def log_chats(self) -> None:
-        """Log what is trained of each source of chats. Collective: the ranks count together."""
+        """Log what is trained of each source of chats, and leave out the chats without tokens.
+
+        Collective: the ranks count together. Call it before iterating or loading a position.
+        """
         for name, source in zip(self.source_names, self._sources, strict=True):
             if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
                 continue
@@ -129,6 +132,8 @@ class PackedDataset(IterableDataset):
                     f"training.seq_len = {self._packing.seq_len} (or trains nothing before that token); "
                     "raise training.seq_len"
                 )
+            if num_left_out:
+                source.leave_out(tokens == 0)
 
     def __iter__(self) -> Iterator[Row | None]:
         if self._ran_out:

@@ -34,6 +34,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.config.job_config import section
 from torchtitan.config.manager import ConfigManager, exit_on_config_error
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.job import resolve_job
 from torchtitan.tools.logging import init_logger
@@ -99,6 +100,9 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
         loader = spec.build_dataloader_fn(
             dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config
         )
+        dataset = getattr(loader, "dataset", None)
+        if config.training.too_long != "error" and isinstance(dataset, PackedDataset):
+            dataset.log_chats()  # which leaves out the chats that training leaves out
         for input_dict, labels in loader:
             yield policy.training_batch(input_dict, labels)
 

@@ -11,11 +11,11 @@ from torchtitan.config.checks.common import guess
 from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats
+from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.lanes import Packing
-from torchtitan.data.local_files import load_local_documents, load_with_datasets
+from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
@@ -31,12 +31,18 @@ from torchtitan.tools.logging import logger
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    problem = f"cannot load the dataset {path!r} from the hub"
-    remedy = (
-        "set training.dataset_path (or validation.dataset_path) to a copy on this machine, or "
-        "training.dataset to 'local'"
-    )
-    return load_with_datasets(problem, remedy, path, name="en", split=split, streaming=True)
+    from datasets import load_dataset  # slow, and files of this machine are read without it
+
+    try:
+        return load_dataset(path, name="en", split=split, streaming=True)
+    except Exception as error:
+        while error.__cause__ is not None:  # the outer errors give no reason
+            error = error.__cause__
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"cannot load the dataset {path!r} from the hub: {reason}; set training.dataset_path (or "
+            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
+        ) from None
 
 
 def _load_python_docs(path: str, split: str) -> Any:
@@ -72,7 +78,8 @@ def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encod
             "training.dataset = 'chat' needs a tokenizer of Hugging Face files, whose chat template it "
             f"renders, got {type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
         )
-    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "")
+    keys = parse_keys(training.chat_keys)
+    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "", keys)
     return ChatTokens(encoder, training.seq_len, training.too_long)
 
 
@@ -122,6 +129,8 @@ def open_source(
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
     logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
+    if loader is load_chats:
+        loader = partial(load_chats, keys=parse_keys(options.chat_keys if options else []))
     data = loader(path)
     make_encoder = DATASETS[name].make_encoder
     if make_encoder is None:
@@ -258,8 +267,11 @@ def _build(
         section.seq_len,
         getattr(tokenizer, "eos_id", None) or 0,
         positions=reads_positions(mask_type),
-        # An end-of-text token may also end a turn of a chat, and there is none before padding.
-        document_ids=training.packing != "concat" or not all(s.is_text for s in sources),
+        # End-of-text tokens may also be inside of documents, and are not read.
+        document_ids=training.packing != "concat"
+        or mask_type != "causal"
+        or training.mask_boundary_loss is True
+        or not all(s.is_text for s in sources),
         sources=len(sources) > 1,
     )
     planned = all(source.is_indexed and source.limit is not None for source in sources)

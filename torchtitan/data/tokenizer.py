@@ -4,7 +4,6 @@
 """
 
 from abc import ABC, abstractmethod
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,8 @@ from torchtitan.tools.logging import logger
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Keys of tokenizer_config.json that name one special token each.
-SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos pad unk sep cls mask".split())
+# Keys of tokenizer_config.json that name one special token each, in the order of the ids of new tokens.
+SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class BaseTokenizer(ABC):
@@ -44,6 +43,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
     `default_add_eos`) are `add_bos_token` and `add_eos_token` of tokenizer_config.json, else False.
 
     bos_token, eos_token: replace the tokens that the files name.
+    begins_documents: whether documents begin with the begin-of-text token: not if the files say
+        `add_bos_token = false`, or if it is the end-of-text token, too.
 
     Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
     file cannot be read, or if the vocabulary lacks bos_token or eos_token.
@@ -78,17 +79,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
         # Loads `tokenizers`: slow, and programs with a tokenizer of their own don't need it.
         from torchtitan.data import tokenizer_files as files
 
-        self.tokenizer: Tokenizer = files.load_backend(folder)
-        config_path = folder / "tokenizer_config.json"
-        self.config: dict | None = files.read_json(config_path)
-        config = self.config or {}
-        # In file order, which decides new ids, and in runs of special and other tokens, because
-        # `add_special_tokens` would mark every token as special.
-        for is_special, run in groupby(
-            files.declared_tokens(config, config_path), lambda t: t.special
-        ):
-            add = self.tokenizer.add_special_tokens if is_special else self.tokenizer.add_tokens
-            add(list(run))
+        self.tokenizer: Tokenizer
+        self.config: dict | None
+        self.tokenizer, self.config = files.load(folder)
+        config, config_path = self.config or {}, folder / "tokenizer_config.json"
+        is_bos_chosen = self.bos_token is not None
         # One string may be both tokens, so each token is looked up separately.
         for kind in ("bos", "eos"):
             token = getattr(self, f"{kind}_token")
@@ -106,6 +101,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.hf_adds_eos = self.eos_id is not None and self.eos_id in added_ids
         self.default_add_bos = bool(config.get("add_bos_token", False))
         self.default_add_eos = bool(config.get("add_eos_token", False))
+        declines = config.get("add_bos_token") is False and not is_bos_chosen
+        # The end of one document separates it from the next, if the same token begins documents.
+        self.begins_documents = not declines and self.bos_id not in (None, self.eos_id)
 
     def encode(
         self,
@@ -164,7 +162,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
-    """Return the tokenizer in `model.hf_assets_path`.
+    """Return the tokenizer in `model.hf_assets_path`; logs how documents of text begin and end.
 
     Warns if it has no end-of-text token, because then nothing marks the end of a packed document.
     """
@@ -182,4 +180,9 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
             job_config.model.hf_assets_path,
             special,
         )
+    elif tokenizer.bos_id is not None and not tokenizer.hf_adds_bos:
+        begin = f"begin with bos_token {tokenizer.bos_token!r}, which transformers does not add"
+        if not tokenizer.begins_documents:
+            begin = f"do not begin with bos_token {tokenizer.bos_token!r}"
+        logger.info(f"documents of text {begin}, and end with {tokenizer.eos_token!r}")
     return tokenizer

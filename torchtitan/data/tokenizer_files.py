@@ -1,78 +1,191 @@
-"""Reading a tokenizer from the files of a model's folder.
+"""Reading a tokenizer from a folder of Hugging Face files, as `transformers` 5 reads it.
 
-The first of these that exists is used:
+tokenizer.json is the whole tokenizer. Without it, vocab.json and merges.txt are, for a class of
+`_OWN_RULES`. tokenizer_config.json (with special_tokens_map.json and added_tokens.json in folders that are
+older than `added_tokens_decoder`) names special tokens and adds those that tokenizer.json lacks.
 
-1. `tokenizer.json`: the whole tokenizer in one file.
-2. `vocab.json` or `vocab.txt`, with `merges.txt`: byte-level BPE.
-3. `vocab.json` or `vocab.txt` without `merges.txt`: one id per whitespace-separated word.
-
-Special tokens come from `tokenizer_config.json`, if it exists.
+`transformers` builds some classes by rules of their own, whatever tokenizer.json says. A folder in which
+the two differ, or whose class is unknown here, is refused.
 """
 
+import json
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
 from torchtitan.tools.files import read_json_object
+from torchtitan.tools.logging import logger
+
+# Classes for which tokenizer.json is used as it is, without "Fast".
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
+_END = "<|endoftext|>"
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Class -> (its normalizer, the pattern of its words, names of special tokens that a config may leave out).
+_OWN_RULES = {
+    "GPT2Tokenizer": (None, None, ("bos_token", "eos_token", "unk_token")),
+    "Qwen2Tokenizer": (normalizers.NFC(), _QWEN_WORDS, ("eos_token", "unk_token", "pad_token")),
+}
 
 
-def load_backend(folder: Path) -> Tokenizer:
-    """Return the tokenizer in `folder`, without the special tokens of `tokenizer_config.json`."""
-    whole = folder / "tokenizer.json"
-    if whole.is_file():
-        try:
-            backend = Tokenizer.from_file(str(whole))
-        except Exception as error:  # the library raises bare Exception for any bad content
-            raise ValueError(
-                f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
-            ) from error
-        # The file's truncation and padding are for another program's batches.
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]:
+    """Return the tokenizer in a folder and its config, in which special tokens of older files are merged.
 
-    listing, merges_path = folder / "vocab.txt", folder / "merges.txt"
-    vocab = read_json(folder / "vocab.json")
-    if vocab is not None:
-        if wrong := [entry for entry in vocab.items() if type(entry[1]) is not int]:
-            raise ValueError(
-                f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}"
+    name: of the class without "Fast"; None: the one that transformers takes.
+    """
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path)
+    has_decoder = "added_tokens_decoder" in (config or {})
+    older = None if has_decoder else read_json(folder / "special_tokens_map.json")
+    if older is not None:
+        config = (config or {}) | older
+    stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
+    name = _class_of(folder, stated) if name is None else name
+    if name in _OWN_RULES:
+        config = dict.fromkeys(_OWN_RULES[name][2], _END) | (config or {})
+    backend = _backend(folder, name, config or {})
+    in_file = backend.get_added_tokens_decoder()
+    by_id = {} if has_decoder else read_json(folder / "added_tokens.json") or {}
+    known = {token.content for token in in_file.values()}
+    tokens = sorted(by_id.keys() - known, key=by_id.__getitem__)
+    # In runs, because `add_special_tokens` would mark every token as special.
+    declared = [*map(AddedToken, tokens), *_declared_tokens(config or {}, config_path, backend)]
+    for is_special, run in groupby(declared, lambda token: token.special):
+        (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
+    if name in _OWN_RULES and (difference := _difference(backend, name, config or {}, in_file)):
+        if stated in _GENERIC:
+            logger.warning(
+                f"transformers 5 reads the tokenizer in {folder} as a {name}, because config.json has the "
+                f"model_type 'qwen2', and gives other ids than tokenizer.json, which has {difference}; "
+                f"the ids here are those of tokenizer.json, as the class {stated} says"
             )
-    elif listing.is_file():
-        # A token's id is the number of its line, blank lines included.
-        lines = enumerate(_read_lines(listing))
-        vocab = {line.strip(): number for number, line in lines if line.strip()}
-    else:
-        found = sorted(entry.name for entry in folder.iterdir())
-        raise FileNotFoundError(
-            f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json or vocab.txt "
-            f"(with merges.txt for BPE); files there: {', '.join(found) or 'none'}"
+            return load(folder, stated)
+        raise ValueError(
+            f"the tokenizer in {folder} has {difference} than transformers makes of a {name}, so ids "
+            f"differ; to train with the ids of transformers, {_convert(folder)}; to train with those of "
+            "tokenizer.json, give a folder without config.json, in which tokenizer_class is "
+            "'PreTrainedTokenizerFast'"
         )
-    if not merges_path.is_file():
-        backend = Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
-        backend.pre_tokenizer = pre_tokenizers.Whitespace()
-        return backend
+    return backend, config
 
-    pairs = [line.split() for line in _read_lines(merges_path) if not line.startswith("#")]
-    merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
+
+def _convert(folder: Path) -> str:
+    return (
+        f'write tokenizer.json with: python -c "from transformers import AutoTokenizer as A; '
+        f"t = A.from_pretrained('{folder}'); type(t).__name__ = 'PreTrainedTokenizerFast'; "
+        "t.save_pretrained('NEW_FOLDER')\" and set model.hf_assets_path to the new folder"
+    )
+
+
+def _class_of(folder: Path, stated: str) -> str:
+    """Return the class that transformers takes for a folder, without "Fast", "" if there is none."""
+    model = (read_json(folder / "config.json") or {}).get("model_type")
+    # transformers reads the model's type first for qwen2, and if no class is stated.
+    if model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe")):
+        return "Qwen2Tokenizer"
+    return stated
+
+
+def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
+    """Return the tokenizer without the tokens that tokenizer_config.json adds."""
+    whole = folder / "tokenizer.json"
+    if name not in ("", *_GENERIC, *_OWN_RULES):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class {name!r} stands for rules that are not "
+            f"known here; {_convert(folder)}"
+        )
+    rules = _OWN_RULES.get(name)
+    if not whole.is_file():
+        if name in _GENERIC or not (folder / "merges.txt").is_file():
+            found = sorted(entry.name for entry in folder.iterdir())
+            raise FileNotFoundError(
+                f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json and "
+                f"merges.txt of {' or '.join(_OWN_RULES)}; files there: {', '.join(found) or 'none'}; "
+                f"if these are files of a tokenizer, {_convert(folder)}"
+            )
+        return _byte_level(folder, *(rules or _OWN_RULES["GPT2Tokenizer"])[:2], config)
     try:
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # also a bare Exception, for a merge of unknown tokens
-        raise ValueError(f"{merges_path} does not fit the vocabulary beside it: {error}") from error
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+        backend = Tokenizer.from_file(str(whole))
+    except Exception as error:  # the library raises bare Exception for any bad content
+        raise ValueError(
+            f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
+        ) from error
+    # The file's truncation and padding are for another program's batches.
+    backend.no_truncation()
+    backend.no_padding()
     return backend
 
 
-def _read_lines(path: Path) -> list[str]:
+def _words(pattern: str | None, config: dict) -> pre_tokenizers.PreTokenizer:
+    has_prefix = bool(config.get("add_prefix_space", False))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix, use_regex=pattern is None)
+    if pattern is None:
+        return byte_level
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
+def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, AddedToken]) -> str:
+    """Return in what a tokenizer differs from the one that a class builds of its vocabulary, or "".
+
+    in_file: the added tokens of tokenizer.json, which the class ignores if the config declares some.
+    """
+    normalizer, pattern, _ = _OWN_RULES[name]
+    rules = Tokenizer(models.BPE())
+    rules.pre_tokenizer = _words(pattern, config)
+    if normalizer is not None:
+        rules.normalizer = normalizer
+    ours, theirs = (
+        json.loads(each.to_str().replace('"trim_offsets":true', '"trim_offsets":false'))
+        for each in (backend, rules)
+    )
+    options = {key: value for key, value in ours["model"].items() if key not in ("vocab", "merges")}
+    if any({**options, "type": options["type"] != "BPE"}.values()):
+        return f"another model ({options})"
+    keys = [key for key in ("normalizer", "pre_tokenizer") if ours[key] != theirs[key]]
+    declared = {int(number) for number in config.get("added_tokens_decoder") or {}}
+    if declared and not in_file.keys() <= declared:
+        keys.append("set of added tokens")
+    named = {config.get(key) for key in SPECIAL_TOKEN_KEYS if isinstance(config.get(key), str)}
+    added = backend.get_added_tokens_decoder().values()
+    if any(t.lstrip or t.rstrip or t.single_word for t in added if t.content in named):
+        keys.append("way of stripping blanks around special tokens")
+    return " and ".join(f"another {key}" for key in keys)
+
+
+def _byte_level(folder: Path, normalizer: Any, pattern: str | None, config: dict) -> Tokenizer:
+    vocab = read_json(folder / "vocab.json") or {}
+    if wrong := [entry for entry in vocab.items() if type(entry[1]) is not int]:
+        raise ValueError(f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}")
+    path = folder / "merges.txt"
     try:
         # Not splitlines, because tokens may hold Unicode's other line separators.
-        return path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}; fetch the file again") from error
+        lines = path.read_text(encoding="utf-8").split("\n")
+        pairs = [line.split() for line in lines if not line.startswith("#version")]
+        merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # bad UTF-8; a bare Exception for a merge of unknown tokens
+        raise ValueError(f"{path} does not fit the vocabulary beside it: {error}") from error
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = _words(pattern, config)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    return backend
 
 
 def read_json(path: Path) -> dict | None:
@@ -85,34 +198,49 @@ def read_json(path: Path) -> dict | None:
         raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
 
 
-def declared_tokens(config: dict, config_path: Path) -> list[AddedToken]:
-    """Return the tokens that tokenizer_config.json declares: first bos_token, eos_token, ..."""
+def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Iterator[AddedToken]:
+    """Yield the tokens that a config declares, in the order in which new ones get ids.
+
+    Those of `added_tokens_decoder` replace the flags in tokenizer.json. The others, which have a name or
+    are in a list, are new, or else they have flags already.
+    """
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(
             f"{config_path}: added_tokens_decoder must be an object, got a {type(by_id).__name__}"
         )
-    entries = [(key, config.get(key)) for key in SPECIAL_TOKEN_KEYS]
-    entries += [
-        (f"added_tokens_decoder[{token_id}]", entry)
-        for token_id, entry in by_id.items()
-        if isinstance(entry, dict) and "content" in entry
-    ]
-    defaults = dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
-    defaults |= {"normalized": True, "special": True}
-    tokens = []
-    for key, entry in entries:
-        text = token_text(entry, key, config_path)
-        if entry is None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for number in sorted(by_id, key=int):
+        entry = by_id[number]
+        token = _token(entry, f"added_tokens_decoder[{number}]", config_path, special=False)
+        known.add(token.content)
+        yield token
+    named = {key: config.get(key) for key in SPECIAL_TOKEN_KEYS}
+    named |= {key: text for key, text in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens") or config.get("model_specific_special_tokens") or []
+    lists = (extra, config.get("additional_special_tokens") or [])
+    if isinstance(extra, dict):
+        named |= extra
+    listed = next((entries for entries in lists if isinstance(entries, list) and entries), [])
+    for key, entry in [*named.items(), *(("additional_special_tokens", e) for e in listed)]:
+        if isinstance(entry, bool):  # add_bos_token
             continue
-        flags = {"special": True}
-        if isinstance(entry, dict):
-            flags = {name: entry.get(name, default) for name, default in defaults.items()}
-        try:
-            tokens.append(AddedToken(text, **flags))
-        except TypeError as error:  # a flag that is not a bool
-            raise ValueError(f"{config_path}: a token cannot be used: {error}") from error
-    return tokens
+        if entry is not None and token_text(entry, key, config_path) not in known:
+            token = _token(entry, key, config_path, special=True)
+            known.add(token.content)
+            yield token
+
+
+def _token(entry: Any, key: str, config_path: Path, special: bool) -> AddedToken:
+    text = token_text(entry, key, config_path)
+    flags = {"special": special, "normalized": not special}
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    if isinstance(entry, dict):
+        flags |= {name: entry[name] for name in names if name in entry}
+    try:
+        return AddedToken(text, **flags)
+    except TypeError as error:  # no text, or a flag that is not a bool
+        raise ValueError(f"{config_path}: {key} cannot be used: {error}") from error
 
 
 def token_text(entry: Any, key: str, config_path: Path) -> str | None:

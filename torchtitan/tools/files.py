@@ -80,6 +80,12 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
+def cache_folder() -> Path:
+    """Return the folder for files that later runs can use again; it may not exist yet."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache, "torchtitan")
+
+
 def find_shipped(path: str) -> str:
     """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing.
 

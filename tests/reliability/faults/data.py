@@ -179,7 +179,7 @@ FAULTS = [
         "JSON list that is not whole",
         "data.json",
         '[{"text": "one"}, ',
-        "…data.json is not valid JSON: …",
+        "…data.json begins like a list, and is not valid JSON: …",
         "The file was cut off while it was written.",
         "Write it again.",
     ),
@@ -187,7 +187,7 @@ FAULTS = [
         "compressed file that is none",
         "data.jsonl.gz",
         bytes(range(256)) * 20,
-        "…data.jsonl.gz cannot be read as compressed JSON lines: Not a gzipped file (…); …",
+        "…data.jsonl.gz cannot be unpacked: Not a gzipped file (…); …",
         "The name is wrong, or the file is an error page.",
         FETCH_AGAIN,
     ),
@@ -195,8 +195,8 @@ FAULTS = [
         "compressed file that is cut off",
         "data.jsonl.gz",
         gzip.compress((GOOD_LINE * 500 + "".join(map(str, range(5000)))).encode())[:2000],
-        "…data.jsonl.gz cannot be read as compressed JSON lines: Compressed file ended before the "
-        "end-of-stream marker was reached; …",
+        "…data.jsonl.gz cannot be unpacked: Compressed file ended before the end-of-stream marker was "
+        "reached; …",
         "A download was interrupted.",
         FETCH_AGAIN,
     ),
@@ -207,6 +207,14 @@ FAULTS = [
         "…data.parquet cannot be read as Parquet: Parquet magic bytes not found in footer. …",
         "A download was interrupted.",
         FETCH_AGAIN,
+    ),
+    file_fault(
+        "JSON in UTF-16",
+        "data.jsonl",
+        GOOD_LINE.encode("utf-16"),
+        "…data.jsonl is in UTF-16 or UTF-32, and JSON must be in UTF-8; convert it: iconv …",
+        "PowerShell's > wrote the file.",
+        "Convert the file with iconv.",
     ),
     file_fault(
         "folder without data",
@@ -277,11 +285,12 @@ FAULTS = [
         FETCH_AGAIN,
     ),
     tokenizer_fault(
-        "vocabulary that is not UTF-8",
-        {"vocab.txt": b"\xff\xfe\n"},
-        "…vocab.txt is not text in UTF-8: 'utf-8' codec can't decode byte 0xff …; fetch the file again",
-        "The file is in another encoding, or damaged.",
-        FETCH_AGAIN,
+        "tokenizer of a class with rules of its own",
+        {"tokenizer.json": WHOLE, "tokenizer_config.json": '{"tokenizer_class": "T5Tokenizer"}'},
+        "…tokenizer_config.json: tokenizer_class 'T5Tokenizer' stands for rules that are not known here; "
+        "write tokenizer.json with: python -c …",
+        "transformers builds the tokenizer by rules that are not in tokenizer.json.",
+        "Run the command, and name the new folder.",
     ),
     tokenizer_fault(
         "token ids beyond the model's vocabulary",

@@ -1,0 +1,377 @@
+"""What `transformers` makes of a tokenizer's folder is its meaning: equal ids, or a refusal by name.
+
+Each folder of the zoo is small and made here. Texts are random: controls, emoji, mixed scripts, blanks,
+and the spellings of special tokens.
+"""
+
+import json
+import random
+import re
+
+import pytest
+import transformers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
+from tokenizers import pre_tokenizers as pre
+
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+
+NUM_TEXTS = 2000
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog's back; it's 12345 + 678 = 13023!",
+    "Größe naïve café ñandú Ελληνικά русский 漢字かな 한국어 العربية हिन्दी",
+    "def f(x):\n\treturn {'a': [1, 2]}\r\n\r\n    # end",
+    "one two three four five six seven eight nine ten hello world",
+] * 4
+SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = LLAMA_3.replace("{1,3}", "")
+ALPHABET = (
+    [*"abcXYZ019 .,'!-_", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\x00", "\x1b", "\x7f", "\u200b", "\ufeff"]
+    + ["é", "e\u0301", "ﬁ", "İ", "ß", "漢", "か", "한", "ع", "हि", "🙂", "👩‍👩‍👧", "🇩🇪", "\u2028", "\u00a0", "▁", "Ġ", "##"]
+    + ["hello", " world", "Hello", "it's", "12345", "[CLS]", "[MASK]", "<0x0A>", "<|", "|>"]
+    + SPECIAL + [" <|end|> ", "<|END|>", "<tool>", "<late>", "x<s>y"]
+)  # fmt: skip
+
+
+def texts(seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return ["", *("".join(draw.choices(ALPHABET, k=draw.randint(1, 14))) for _ in range(NUM_TEXTS))]
+
+
+def template(before: str = "<s> ", after: str = "", tokens=("<s>", "</s>")):
+    def make(t: Tokenizer) -> processors.PostProcessor:
+        known = [(token, t.token_to_id(token)) for token in tokens]
+        return processors.TemplateProcessing(
+            f"{before}$A{after}", f"{before}$A{after} {before}$B{after}", known
+        )
+
+    return make
+
+
+def special(content: str, **flags: bool) -> AddedToken:
+    return AddedToken(content, **{"special": True, "normalized": False} | flags)
+
+
+def bpe(
+    pre_tokenizer=None, normalizer=None, post=None, tokens=(), initial=True, **options
+) -> Tokenizer:
+    t = Tokenizer(models.BPE(**options))
+    t.pre_tokenizer = pre_tokenizer or pre.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    alphabet = pre.ByteLevel.alphabet() if initial else []
+    named = ["<unk>"] if options.get("unk_token") else []
+    if options.get("byte_fallback"):
+        named += [f"<0x{byte:02X}>" for byte in range(256)]
+    if normalizer is not None:
+        t.normalizer = normalizer
+    t.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=700, initial_alphabet=alphabet, special_tokens=named, show_progress=False
+        ),
+    )
+    return finished(t, tokens or SPECIAL, post)
+
+
+def finished(t: Tokenizer, tokens, post=None) -> Tokenizer:
+    for token in tokens:
+        token = special(token) if isinstance(token, str) else token
+        (t.add_special_tokens if token.special else t.add_tokens)([token])
+    if post is not None:
+        t.post_processor = post(t)
+    return t
+
+
+def unigram(byte_fallback: bool = False, normalizer=None) -> Tokenizer:
+    t = Tokenizer(models.Unigram())
+    t.pre_tokenizer = pre.Metaspace()
+    t.normalizer = normalizer or normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    t.decoder = decoders.Metaspace()
+    named = ["<unk>", "<s>", "</s>"]
+    t.train_from_iterator(
+        CORPUS,
+        trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=named, unk_token="<unk>", show_progress=False
+        ),
+    )
+    if byte_fallback:
+        content = json.loads(t.to_str())
+        content["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
+        content["model"]["byte_fallback"] = True
+        t = Tokenizer.from_str(json.dumps(content))
+    return finished(t, SPECIAL, template(after=" </s>", before=""))
+
+
+def word_piece(lowercase: bool = True) -> Tokenizer:
+    t = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    t.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    t.pre_tokenizer = pre.BertPreTokenizer()
+    t.decoder = decoders.WordPiece()
+    named = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    t.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=named, show_progress=False)
+    )
+    return finished(t, named, template("[CLS] ", " [SEP]", ("[CLS]", "[SEP]")))
+
+
+def llama_2(legacy: bool = False) -> Tokenizer:
+    metaspace = pre.Metaspace(prepend_scheme="first", split=False)
+    prepended = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    t = bpe(
+        pre.Metaspace(), None, template(), initial=False, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )  # fmt: skip
+    content = json.loads(t.to_str())
+    made = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None, "normalizer": None}))
+    if legacy:
+        made.normalizer = prepended
+    else:
+        made.pre_tokenizer = metaspace
+    return made
+
+
+def split(pattern: str) -> pre.PreTokenizer:
+    return pre.Sequence(
+        [
+            pre.Split(Regex(pattern), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+FLAGS = {
+    "lstrip": False,
+    "rstrip": False,
+    "single_word": False,
+    "normalized": False,
+    "special": True,
+}
+
+
+def declared(content: str, **flags: bool) -> dict:
+    return {"content": content, **FLAGS, **flags}
+
+
+def byte_level(**options) -> Tokenizer:
+    return bpe(**options)
+
+
+QWEN = {"pre_tokenizer": split(QWEN_2), "normalizer": normalizers.NFC()}
+ALL_FLAGS = [
+    *SPECIAL,
+    special("<tool>", lstrip=True),
+    special("<late>", single_word=True),
+    AddedToken("hello", normalized=True),
+    AddedToken("Café", normalized=True, rstrip=True),
+    AddedToken("12345", normalized=False, single_word=True),
+]
+OWN = "PreTrainedTokenizerFast"
+
+# Name -> (tokenizer, tokenizer_config.json without the class, class, other files).
+ZOO = {
+    "byte-level": (byte_level, {}, OWN, {}),
+    "no class": (byte_level, {}, None, {}),
+    "class of transformers 5": (byte_level, {}, "TokenizersBackend", {}),
+    "class of a slow tokenizer": (byte_level, {}, "PreTrainedTokenizer", {}),
+    "class of llama 2 for byte-level": (byte_level, {}, "LlamaTokenizerFast", {}),
+    "class without fast": (byte_level, {}, "LlamaTokenizer", {}),
+    "prefix space": (lambda: bpe(pre.ByteLevel(add_prefix_space=True)), {}, OWN, {}),
+    "prefix space only in the config": (byte_level, {"add_prefix_space": True}, OWN, {}),
+    "llama 3": (lambda: bpe(split(LLAMA_3), post=template(), ignore_merges=True), {}, OWN, {}),
+    "qwen 2": (lambda: bpe(**QWEN), {}, "Qwen2Tokenizer", {}),
+    "qwen 2 fast": (lambda: bpe(**QWEN), {}, "Qwen2TokenizerFast", {}),
+    "qwen 2 with declared tokens": (
+        lambda: bpe(**QWEN),
+        {"added_tokens_decoder": {str(449 + i): declared(t) for i, t in enumerate(SPECIAL)}},
+        "Qwen2Tokenizer",
+        {},
+    ),
+    "qwen 2 with some declared tokens": (
+        lambda: bpe(**QWEN), {"added_tokens_decoder": {"453": declared("<|end|>")}}, "Qwen2Tokenizer", {}),
+    "qwen 2 with flags": (
+        lambda: bpe(**QWEN, tokens=[*SPECIAL[:4], special("<|end|>", rstrip=True)]), {}, "Qwen2Tokenizer", {}),
+    "qwen 2 with flags of its eos": (
+        lambda: bpe(**QWEN, tokens=[*SPECIAL[:4], special("<|end|>", rstrip=True)]),
+        {"eos_token": "<|end|>"}, "Qwen2Tokenizer", {}),
+    "qwen 2 with a template": (lambda: bpe(**QWEN, post=template()), {}, "Qwen2Tokenizer", {}),
+    "qwen 3 by the model": (byte_level, {}, OWN, {"config.json": {"model_type": "qwen3"}}),
+    "qwen 3 without a class": (lambda: bpe(**QWEN), {}, None, {"config.json": {"model_type": "qwen3_moe"}}),
+    "qwen 3 without a class for another pattern": (byte_level, {}, None, {"config.json": {"model_type": "qwen3"}}),
+    "qwen 2 with whole words": (lambda: bpe(**QWEN, ignore_merges=True), {}, "Qwen2Tokenizer", {}),
+    "class of qwen 2 for another pattern": (byte_level, {}, "Qwen2Tokenizer", {}),
+    "gpt 2": (byte_level, {}, "GPT2Tokenizer", {}),
+    "gpt 2 fast with prefix space": (
+        lambda: bpe(pre.ByteLevel(add_prefix_space=True)), {"add_prefix_space": True}, "GPT2TokenizerFast", {}),
+    "class of gpt 2 for another pattern": (lambda: bpe(split(LLAMA_3)), {}, "GPT2Tokenizer", {}),
+    "metaspace": (llama_2, {}, OWN, {}),
+    "llama 2": (lambda: llama_2(True), {"legacy": True}, "LlamaTokenizer", {}),
+    "llama 2 without bos": (lambda: llama_2(True), {"add_bos_token": False}, "LlamaTokenizerFast", {}),
+    "llama 2 with eos": (lambda: llama_2(True), {"add_bos_token": True, "add_eos_token": True}, "LlamaTokenizerFast", {}),
+    "bos asked for": (byte_level, {"add_bos_token": True}, OWN, {}),
+    "eos asked for": (byte_level, {"add_eos_token": True}, OWN, {}),
+    "bos asked for, llama": (byte_level, {"add_bos_token": True}, "LlamaTokenizerFast", {}),
+    "bos refused": (lambda: bpe(post=template()), {"add_bos_token": False}, OWN, {}),
+    "unigram": (unigram, {}, OWN, {}),
+    "unigram with bytes": (lambda: unigram(True), {}, OWN, {}),
+    "class of t5": (unigram, {}, "T5TokenizerFast", {}),
+    "class of gemma": (lambda: llama_2(True), {}, "GemmaTokenizerFast", {}),
+    "word piece": (word_piece, {"bos_token": None, "eos_token": "[SEP]"}, OWN, {}),
+    "class of bert": (word_piece, {"bos_token": None, "eos_token": "[SEP]"}, "BertTokenizer", {}),
+    "lower case": (lambda: bpe(normalizer=normalizers.Sequence(
+        [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])), {}, OWN, {}),
+    "stripped": (lambda: bpe(normalizer=normalizers.Strip()), {}, OWN, {}),
+    "digits and punctuation": (lambda: bpe(pre.Sequence(
+        [pre.Digits(individual_digits=True), pre.Punctuation(), pre.ByteLevel(add_prefix_space=False)])), {}, OWN, {}),
+    "template and byte-level": (lambda: bpe(post=lambda t: processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template("<s> ", " </s>")(t)])), {}, OWN, {}),
+    "every flag": (lambda: bpe(tokens=ALL_FLAGS), {}, OWN, {}),
+    "flags that strip": (lambda: bpe(tokens=[*SPECIAL[:3], special("<|user|>", rstrip=True), special(
+        "<|end|>", lstrip=True, rstrip=True)]), {"eos_token": "<|end|>"}, OWN, {}),
+    "normalized special tokens": (lambda: bpe(normalizer=normalizers.Lowercase(), tokens=[
+        *SPECIAL[:4], special("<|end|>", normalized=True)]), {"eos_token": "<|end|>"}, OWN, {}),
+    "other flags in the decoder": (byte_level, {"added_tokens_decoder": {
+        "460": declared("<|end|>", rstrip=True), "459": declared("<|user|>", special=False)}}, OWN, {}),
+    "new tokens in the decoder": (byte_level, {"added_tokens_decoder": {
+        "720": declared("<late>", lstrip=True), "711": declared("<tool>", special=False)}}, OWN, {}),
+    "new tokens in the decoder, llama": (byte_level, {"added_tokens_decoder": {
+        "720": declared("<late>", lstrip=True)}}, "LlamaTokenizerFast", {}),
+    "eos as an object": (byte_level, {"eos_token": {"__type": "AddedToken", **declared("<|end|>", rstrip=True)}}, OWN, {}),
+    "eos that is no token": (byte_level, {"eos_token": "<late>"}, OWN, {}),
+    "pad of the vocabulary": (byte_level, {"pad_token": "hello", "unk_token": "<unk>"}, OWN, {}),
+    "additional tokens": (byte_level, {"additional_special_tokens": ["<|user|>", "<tool>"]}, OWN, {}),
+    "additional objects": (byte_level, {"additional_special_tokens": [
+        {"__type": "AddedToken", **declared("<tool>", lstrip=True)}]}, OWN, {}),
+    "extra tokens": (byte_level, {"extra_special_tokens": ["<late>", "<tool>"]}, OWN, {}),
+    "extra tokens by name": (byte_level, {"extra_special_tokens": {"tool_token": "<tool>"}}, OWN, {}),
+    "all lists": (byte_level, {"image_token": "[CLS]", "extra_special_tokens": {"tool_token": "<tool>"},
+        "additional_special_tokens": ["<late>"], "pad_token": "[MASK]"}, OWN, {}),
+    "lists beside the decoder": (byte_level, {"additional_special_tokens": ["<late>", "<|user|>"],
+        "added_tokens_decoder": {"720": declared("<tool>")}, "eos_token": "[CLS]"}, OWN, {}),
+    "map of special tokens": (byte_level, {"eos_token": None, "bos_token": None}, OWN, {
+        "special_tokens_map.json": {"eos_token": "</s>", "bos_token": declared("<s>", rstrip=True),
+                                    "additional_special_tokens": ["<late>"]}}),
+    "map beside the decoder": (byte_level, {"added_tokens_decoder": {}}, OWN, {
+        "special_tokens_map.json": {"eos_token": "<|end|>"}, "added_tokens.json": {"<tool>": 705}}),
+    "map beside the config": (byte_level, {}, OWN, {"special_tokens_map.json": {"eos_token": "<|end|>"}}),
+    "added tokens by id": (byte_level, {"additional_special_tokens": ["[CLS]"]}, OWN, {
+        "added_tokens.json": {"<tool>": 462, "<late>": 461, "<|end|>": 460}}),
+    "no config": (byte_level, None, None, {}),
+    "truncation": (lambda: (t := bpe(), t.enable_truncation(3), t.enable_padding(length=9, pad_token='<unk>'))[0], {}, OWN, {}),
+}  # fmt: skip
+
+
+# Classes of folders with vocab.json and merges.txt in place of tokenizer.json.
+FILES = {
+    "gpt 2": "GPT2Tokenizer",
+    "qwen 2": "Qwen2TokenizerFast",
+    "generic": "PreTrainedTokenizerFast",
+    "llama": "LlamaTokenizer",
+}
+REFUSED = {
+    "qwen 2 with whole words": "another model .*'ignore_merges': True",
+    "qwen 3 without a class for another pattern": "another normalizer and another pre_tokenizer",
+    "qwen 2 with some declared tokens": "another set of added tokens",
+    "qwen 2 with flags of its eos": "another way of stripping",
+    "class of qwen 2 for another pattern": "another normalizer and another pre_tokenizer",
+    "class of gpt 2 for another pattern": "another pre_tokenizer than .* a GPT2Tokenizer",
+    "class of t5": "tokenizer_class 'T5Tokenizer' stands for rules",
+    "class of gemma": "tokenizer_class 'GemmaTokenizer' stands for rules",
+    "class of bert": "tokenizer_class 'BertTokenizer' stands for rules",
+}
+
+
+def write(folder, make, config, name, files) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    make().save(str(folder / "tokenizer.json"))
+    if config is not None:
+        config = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>"} | config
+        config = {key: value for key, value in config.items() if value is not None}
+        files = files | {"tokenizer_config.json": config}
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content))
+    return str(folder)
+
+
+def added(t: Tokenizer) -> dict[int, tuple]:
+    return {
+        number: (x.content, x.special, x.lstrip, x.rstrip, x.single_word, x.normalized)
+        for number, x in t.get_added_tokens_decoder().items()
+    }
+
+
+def assert_equal(folder: str, theirs, seed: int) -> None:
+    ours = HuggingFaceTokenizer(folder)
+    for kind in ("bos", "eos"):
+        theirs_of = getattr(theirs, f"{kind}_token"), getattr(theirs, f"{kind}_token_id")
+        assert (getattr(ours, f"{kind}_token"), getattr(ours, f"{kind}_id")) == theirs_of
+    assert added(ours.tokenizer) == added(theirs.backend_tokenizer)
+    sample = texts(seed)
+    for with_special in (False, True):
+        wanted = theirs(sample, add_special_tokens=with_special).input_ids
+        options = {"add_bos": False, "add_eos": False, "add_special_tokens": with_special}
+        got = [ours.encode(text, **options) for text in sample]
+        differing = [(t, a, b) for t, a, b in zip(sample, wanted, got, strict=True) if a != b]
+        assert not differing, (len(differing), differing[0])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_folder_means_what_transformers_makes_of_it_or_is_refused(name, tmp_path):
+    folder = write(tmp_path / "t", *ZOO[name])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    if name not in REFUSED:
+        assert_equal(folder, theirs, seed=len(name))
+        return
+    with pytest.raises(ValueError, match=REFUSED[name]) as refused:
+        HuggingFaceTokenizer(folder)
+    command = re.search('python -c "(.*?)"', str(refused.value))[1]
+    kind = type(theirs).__name__
+    try:
+        exec(command.replace("NEW_FOLDER", str(tmp_path / "new")), {})
+    finally:
+        for cls in {*type(theirs).__mro__}:  # the command renames the class in its own process
+            if cls.__name__ == "PreTrainedTokenizerFast":
+                cls.__name__ = kind
+    assert_equal(str(tmp_path / "new"), theirs, seed=1)
+
+
+def test_generic_class_of_a_qwen_2_model_is_read_as_tokenizer_json_with_a_warning(tmp_path, caplog):
+    """transformers 5 ignores the class of these models, and their own tokenizers have Qwen 2's rules."""
+    make, config, name, files = ZOO["byte-level"]
+    files = {"config.json": {"model_type": "qwen2"}}
+    folder = write(tmp_path / "t", make, config, name, files)
+    ours = HuggingFaceTokenizer(folder)
+    assert added(ours.tokenizer) == added(make())
+    assert "reads the tokenizer in" in caplog.text and "as a Qwen2Tokenizer" in caplog.text
+    write(tmp_path / "q", lambda: bpe(**QWEN), config, name, files)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "q"))
+    assert_equal(str(tmp_path / "q"), theirs, seed=3)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_vocabulary_and_merges_are_read_by_the_rules_of_their_class_or_refused(name, tmp_path):
+    make = (lambda: bpe(**QWEN)) if name == "qwen 2" else byte_level
+    decoder = {"added_tokens_decoder": {"720": declared("<s>"), "721": declared("</s>")}}
+    folder = write(tmp_path / "t", make, decoder, FILES[name], {})
+    model = json.loads((tmp_path / "t" / "tokenizer.json").read_text())["model"]
+    (tmp_path / "t" / "tokenizer.json").unlink()
+    (tmp_path / "t" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+    (tmp_path / "t" / "merges.txt").write_text("\n".join(merges) + "\n")
+    if name in ("gpt 2", "qwen 2"):
+        assert_equal(folder, transformers.AutoTokenizer.from_pretrained(folder), seed=2)
+        return
+    with pytest.raises(FileNotFoundError, match="it needs tokenizer.json.*python -c"):
+        HuggingFaceTokenizer(folder)
