@@ -13,7 +13,6 @@ from torchtitan.config.checks import check_job_config
 from torchtitan.config.checks.common import problem_in
 from torchtitan.config.checks.unused import warn_of_settings_without_effect, without_effect
 from torchtitan.config.checks.values import settings_of
-from torchtitan.tools import logging as titan_logging
 from torchtitan.train import Trainer
 
 PACKAGE = str(Path(torchtitan.__file__).parent)
@@ -116,8 +115,7 @@ def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path,
         ("checkpoint.verify_on_load", False, "checkpoint.initial_load_path", "somewhere"),
     ],
 )
-def test_warning_names_key_and_need_once(key, value, needed, switch, monkeypatch, caplog):
-    monkeypatch.setattr(titan_logging, "_logged", set())
+def test_warning_names_key_and_need_once(key, value, needed, switch, caplog):
     config = JobConfig()
     warn_of_settings_without_effect(config)
     assert not caplog.records
