@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -98,6 +99,15 @@ def nothing_was_said():
     """What is said once per process is said once per test."""
     with saying_once_per(set()):
         yield
+
+
+@pytest.fixture
+def own_flavors(monkeypatch):
+    """Undo what `tests.reliability.tiny_flavor` changes in this process."""
+    monkeypatch.setitem(llama3_args, "debugmodel", llama3_args["debugmodel"])
+    monkeypatch.delitem(sys.modules, "tests.reliability.tiny_flavor", raising=False)
+    yield
+    sys.modules.pop("tests.reliability.tiny_flavor", None)
 
 
 @pytest.fixture(autouse=True, scope="module")

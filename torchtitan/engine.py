@@ -389,6 +389,7 @@ class TrainingEngine(EngineState):
         self.forward_only = forward_only
         self._given_layout = layout
         self._said = set()
+        torch_versions.warn_if_newer(torch.__version__)
         host.move_in(self)
         with saying_once_per(self._said), on_error(self.close):
             # torch keeps every process group in pg_map and offers no other list (read in torch 2.13);
@@ -400,7 +401,6 @@ class TrainingEngine(EngineState):
                 self.device, self.parallel_dims, has_last_stage(job_config, self.parallel_dims)
             )
             job_config.maybe_log()
-            torch_versions.warn_if_newer(torch.__version__)
             self.seed = build.choose_seed(job_config, self.parallel_dims, self.device)
             self.build_data()
             parts = build.build(

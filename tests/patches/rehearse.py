@@ -9,10 +9,13 @@ import importlib
 import json
 import multiprocessing as mp
 import os
+import random
 import socket
 import sys
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 
 HEAVY = (
@@ -28,23 +31,33 @@ def run_rank(folder: str, checks: list[str], rank: int, ranks: int, port: int, r
     sys.path[0] = folder
     sys.path.append(str(Path(__file__).parent))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["MASTER_ADDR"] = "localhost"
     values = {}
     try:
         module = importlib.import_module("reference_checks")
-        for name in checks:
+        for i, name in enumerate(checks):
+            os.environ["MASTER_PORT"] = str(port + i)  # the last check's may not be free again yet
             values[name] = getattr(module, name)()
     except BaseException:
         values["error"] = traceback.format_exc()
     if rank == 0 or "error" in values and not Path(result).exists():
-        Path(result).write_text(json.dumps(values))
+        part = Path(f"{result}.{rank}")
+        part.write_text(json.dumps(values))
+        part.replace(result)
     os._exit(0)  # without waiting for groups whose other rank may have failed
 
 
+def free_port() -> int:
+    """Return the first of 40 ports below those that the system deals out to other tests."""
+    while True:
+        port = random.randrange(15000, 30000, 40)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("localhost", port))
+            return port
+
+
 def run(job: dict) -> None:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     folder, checks, ranks, result = (job[key] for key in ("folder", "checks", "ranks", "result"))
     context = mp.get_context("fork")
     processes = [
@@ -53,9 +66,14 @@ def run(job: dict) -> None:
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + 500
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        wait([p.sentinel for p in processes if p.is_alive()], timeout=5)
+        if Path(result).exists() and "error" in json.loads(Path(result).read_text()):
+            break  # the other rank would wait for this one
     for process in processes:
-        process.join(500)
         process.kill()
+        process.join()
 
 
 if __name__ == "__main__":

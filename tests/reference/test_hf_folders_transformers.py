@@ -218,7 +218,7 @@ def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tm
     edit(tmp_path / "config.json", quantization_config=fp8, auto_map={"AutoConfig": "c.C"})
     with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf_quantized = true"):
         logits_of(tmp_path)
-    config = job(checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+    config = job(checkpoint=Checkpoint(initial_load_in_hf=True, initial_load_in_hf_quantized=True))
     with TrainingEngine.from_hf(tmp_path, config) as engine:
         ours = engine.forward_step({"input": TOKENS})[0].clone()
         engine.save_hf(tmp_path / "out")
@@ -228,16 +228,25 @@ def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tm
     assert_same_logits(ours, opened(tmp_path / "out"))
     edit(tmp_path / "config.json", quantization_config=fp8 | {"weight_block_size": [1, 128]})
     with pytest.raises(ValueError, match=r"weight_block_size = \[1, 128\], and only square"):
-        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+        logits_of(
+            tmp_path,
+            checkpoint=Checkpoint(initial_load_in_hf=True, initial_load_in_hf_quantized=True),
+        )
     edit(tmp_path / "config.json", quantization_config=fp8)
     # A quantized file without a scale, or with a tensor that the model lacks.
     scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file({n: t for n, t in tensors.items() if n != scale}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="it has no scales of model.layers.0.mlp.up_proj.weight"):
-        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+        logits_of(
+            tmp_path,
+            checkpoint=Checkpoint(initial_load_in_hf=True, initial_load_in_hf_quantized=True),
+        )
     save_file(tensors | {"model.extra.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="not in the model: model.extra.weight"):
-        logits_of(tmp_path, checkpoint=Checkpoint(initial_load_in_hf_quantized=True))
+        logits_of(
+            tmp_path,
+            checkpoint=Checkpoint(initial_load_in_hf=True, initial_load_in_hf_quantized=True),
+        )
 
 
 # ---- exports ----

@@ -144,7 +144,7 @@ def test_control_token_in_a_user_s_text_is_encoded_as_one_and_warned_of_once(tok
     encode({"messages": [CHAT[1], {"role": "assistant", "content": "<|im_start|>"}]})
     for result in ([{"text": 4}, 5], {"text": "<|im_start|>"}, "6"):
         encode({"messages": [{"role": "tool", "content": result}, CHAT[2]]})
-    warnings = [record.message for record in caplog.records]
+    warnings = [x.message for x in caplog.records if x.levelno >= logging.WARNING]
     assert len(warnings) == 2  # each token once
     assert warnings[0].startswith(
         "a message of the role 'user' has '<|im_end|>' in its text, which is encoded as that control"

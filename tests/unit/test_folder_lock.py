@@ -53,7 +53,7 @@ def test_killed_owner_gives_the_folder_up_while_its_forked_child_lives(tmp_path)
     "program", ["torchtitan.train", "torchtitan.rl.train", "torchtitan.rl.serve"]
 )
 def test_second_job_in_a_dump_folder_is_refused_before_it_touches_anything(
-    program, tmp_path, monkeypatch, capsys
+    program, tmp_path, own_flavors, monkeypatch, capsys
 ):
     """A server's idle clients wait in files there, which a server removes at its start."""
     waiting = tmp_path / "waiting_models/rank-0/model.safetensors"

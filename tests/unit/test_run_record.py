@@ -137,7 +137,7 @@ def test_wrong_name_of_a_setting_to_allow_is_refused():
         record_of(config_with(checkpoint__allow_changed=["lora.alfa"]), 8, None)
 
 
-def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path):
+def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path, own_flavors):
     """Not with as many other documents, or another epsilon or base of the model's positions."""
     from tests.reliability.jobs import TINY_JOB
     from torchtitan.config import ConfigManager

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
+from torchtitan.tools import torch_parts
 from torchtitan.tools.files import read_json_object
 
 
@@ -34,12 +35,11 @@ class QuantizedReader(QuantizedHuggingFaceStorageReader):
 
     def _load_quantization_metadata(self) -> None:
         metadata = HuggingFaceStorageReader.read_metadata(self)
-        self._build_weight_scale_mapping(
-            {
-                index.fqn: os.path.basename(entry.relative_path)
-                for index, entry in metadata.storage_data.items()
-            }
-        )
+        files = {
+            index.fqn: os.path.basename(entry.relative_path)
+            for index, entry in metadata.storage_data.items()
+        }
+        torch_parts.map_scales(self, files)
 
 
 class MXFP4Reader(QuantizedReader):

@@ -423,8 +423,10 @@ def model_inputs(
         masks["attention_masks"] = model.get_attention_masks(
             input_batch=batch.tokens, tokenizer=tokenizer, extra_inputs=for_masks
         )
+    from_loader = batch.sample_ids is not None  # its rows always have document ids
     for key in BOUNDARY_KEYS:
-        if entries.pop(key, None) is not None and not policy.separates_documents:
+        is_given = entries.pop(key, None) is not None
+        if is_given and not from_loader and not policy.separates_documents:
             warn_once(
                 logger,
                 f"the batch's {key!r} keep no documents apart under model.attn_mask_type = "

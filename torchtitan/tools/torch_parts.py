@@ -181,6 +181,8 @@ checkpoint: checkpoint.enable; set it to false
     plan_caches torch.distributed.checkpoint:SavePlanner _cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan _cached_metadata
     pending_plan 2.12-2.15 torch.distributed.checkpoint:DefaultSavePlanner._pending_local_plan | not needed
     plan_key torch.distributed.checkpoint:DefaultSavePlanner._cached_plans_key
+quantized: quantized Hugging Face weights; convert them first
+    map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
 hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false
     join_files torch.distributed.checkpoint._consolidate_hf_safetensors:_consolidate_safetensors_files
     write_index torch.distributed.checkpoint._consolidate_hf_safetensors:_write_overall_metadata_file

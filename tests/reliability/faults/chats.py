@@ -125,9 +125,9 @@ FAULTS = [
         "chat under other keys",
         {"conversations": [QUESTION, ANSWER]},
         "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
-        "['conversations']; convert the data to these keys",
+        "['conversations']; convert the data, or name yours in training.chat_keys",
         "The data are in another tool's format.",
-        "Rename the column.",
+        "Set training.chat_keys, or rename the column.",
     ),
     Fault(
         name="chat that is longer than a row",

@@ -169,8 +169,8 @@ FAULTS = [
     ),
     token_fault(
         "token files without a token",
-        "dataset 'tokens' in …tokens: 100000 documents in a row gave no tokens; give it documents that "
-        "are not empty",
+        "dataset 'tokens' in …tokens: 100000 documents in a row gave no tokens, because they are empty or "
+        "training.too_long leaves them out; give it other documents, or raise training.seq_len",
         "The program that wrote the files got empty texts.",
         "Write the pair again.",
         pair(lambda _: None, ids=[]),

@@ -397,7 +397,7 @@ def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
         generator.update_weights(Broken(version=2, digest=None))
     read = []
     pairs = ((read.append(name), (name, torch.zeros(1)))[1] for name in "abc")
-    monkeypatch.setattr(openai, "save_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(openai, "save_tensors", lambda *_: 1 / 0)
     monkeypatch.setattr(openai, "_MAX_FILE_BYTES", 4)
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))

@@ -52,7 +52,7 @@ _NEEDS: list[tuple[str, str, str, Callable[[JobConfig], bool] | None]] = [
     ),
     ("training", "data_seed", "training.shuffle", None),
     ("training", "dataset", "no [[training.mixture]]", lambda c: not c.training.mixture),
-    ("training", "chat_template too_long", 'a dataset = "chat"', _reads_chats),
+    ("training", "chat_template chat_keys too_long", 'a dataset = "chat"', _reads_chats),
     *(
         (
             f"{name}.dataloader",
