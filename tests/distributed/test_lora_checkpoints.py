@@ -201,7 +201,7 @@ def run_job(folder, last, *flags):
         trainer.train()
 
 
-def test_base_of_adapters_is_not_removed_with_old_steps(tmp_path):
+def test_base_of_adapters_is_not_removed_with_old_steps(tmp_path, own_flavors):
     """Neither by the run of the adapters nor by a later one of the base's folder."""
     lora = ("--model.converters=lora", "--lora.rank=4")
     not_loaded = ("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler")

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from scripts.checkpoint_conversion import numerical_tests_example
 from scripts.checkpoint_conversion.numerical_tests_example import (
     compare_logits,
     main,
@@ -61,8 +62,14 @@ def test_program_reports_and_ends_with_an_error_if_models_differ(hf_folder, monk
     arguments = [hf_folder, "--model_name=tiny_qwen3", "--seq_len=40"]
     run_main(monkeypatch, *arguments, "--model_flavor=sdpa")
     assert "KL divergence (mean over tokens) " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="the models differ by more than 0.001"):
+    with pytest.raises(SystemExit, match="has weights of a model with rope_theta"):
         run_main(monkeypatch, *arguments, "--model_flavor=other_theta")
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            numerical_tests_example, "compare_logits", lambda a, b: compare_logits(a, 2 * b)
+        )
+        with pytest.raises(SystemExit, match="the models differ by more than 0.001"):
+            run_main(monkeypatch, *arguments, "--model_flavor=sdpa")
     with pytest.raises(SystemExit, match="error: model.flavor must be a flavor of 'tiny_qwen3'"):
         run_main(monkeypatch, *arguments, "--model_flavor=8B")
 
