@@ -163,7 +163,7 @@ compile: compile.enable; set it to false
     compiled_function torch._dynamo.eval_frame:_TorchDynamoContext._torchdynamo_orig_callable
     OptimizedModule torch._dynamo:OptimizedModule._orig_mod
     compiled_call torch.nn:Module._compiled_call_impl
-    inductor_config torch._inductor.config emulate_precision_casts post_grad_custom_post_pass
+    inductor_config torch._inductor.config emulate_precision_casts
     inductor_options torch._inductor:list_options
     GraphPass torch._inductor.custom_graph_pass:CustomGraphPass
 async save: checkpoint.async_mode = 'async'; set it to 'disabled'
