@@ -25,6 +25,7 @@ from torchtitan.checkpoint.states import LR_SCHEDULER, OPTIMIZER
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import has_value_head
 from torchtitan.config.job_config import Training
+from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.determinism import (
@@ -174,7 +175,7 @@ def build(
             getattr(dataset, "num_documents", None),
             seed,
             model_args,
-            getattr(dataset, "_sources", ()),
+            dataset.sources if isinstance(dataset, PackedDataset) else (),
         )
         warn_of_shared_folder(checkpointer)
         update = Update(

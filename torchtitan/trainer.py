@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.device import batch_memory
-from torchtitan.config.checks.unused import warn_of_settings_without_effect
+from torchtitan.config.checks.unused import tell_settings_without_effect
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
@@ -27,7 +27,7 @@ from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.listeners.source_losses import SourceLosses
-from torchtitan.optim.lr_scheduler import follow_own_schedule
+from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
 from torchtitan.reference import Batches, is_overridden
 from torchtitan.step.forward import on_error
 from torchtitan.step.update import OptimStepResult
@@ -50,7 +50,7 @@ class Trainer(TrainingEngine):
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
         with on_error(self.close):
-            warn_of_settings_without_effect(job_config)
+            tell_settings_without_effect(job_config)
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
@@ -336,6 +336,16 @@ class Trainer(TrainingEngine):
         if config.training.epochs is not None and isinstance(dataset, PackedDataset):
             if dataset.is_resumed:  # perhaps after steps of another global batch
                 config.training.steps = self.step + dataset.num_steps_left
+                if isinstance(self.lr_schedulers, LRSchedulersContainer):
+                    build = self.train_spec.build_lr_schedulers_fn
+                    steps = config.training.steps
+                    for own, new in zip(
+                        self.lr_schedulers,
+                        build(self.optimizers, config.lr_scheduler, steps),
+                        strict=True,
+                    ):
+                        own.lr_lambdas = new.lr_lambdas
+                    follow_own_schedule(self.lr_schedulers)
         self.metrics_processor.start(self.step)
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug

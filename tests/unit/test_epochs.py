@@ -1,5 +1,7 @@
 """After `epochs = k`, every document has been read k times, and nothing else."""
 
+import json
+import shutil
 from collections import Counter
 from itertools import islice
 
@@ -26,6 +28,64 @@ METHODS = ["concat", "fit", "none"]
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def loader_of(folder, rows, *flags, name="local", begins_documents=True):
+    """Return the data loader of one rank for a file of texts, or of chats."""
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    flags = [f"--training.dataset={name}", f"--training.dataset_path={folder}/rows.jsonl", *flags]
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
+    tokenizer.begins_documents = begins_documents
+    return build_text_dataloader(
+        dp_world_size=1,
+        dp_rank=0,
+        tokenizer=tokenizer,
+        job_config=ConfigManager().parse_args(["--training.seq_len=32", *flags]),
+    )
+
+
+def test_documents_that_begin_with_no_token_are_counted_as_they_are_read(tmp_path):
+    rows = [{"text": text} for text in ("a story", "another one", "x")]
+    loader = loader_of(tmp_path, rows, "--training.epochs=1", begins_documents=False)
+    assert len(list(islice(loader, loader.dataset.num_steps_left))) == 1
+
+
+def test_chats_that_are_left_out_have_no_rows_in_an_epoch(tmp_path):
+    turn = {"role": "user", "content": "hi"}
+    answers = [{"role": "assistant", "content": "yes " * n} for n in (2, 90, 3, 90, 4)]
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
+    flags = [f"--training.chat_template={template}", "--training.too_long=skip"]
+    chats = [{"messages": [turn, answer]} for answer in answers]
+    loader = loader_of(tmp_path, chats, "--training.epochs=1", *flags, name="chat")
+    loader.dataset.log_chats()
+    rows = list(islice(loader, loader.dataset.num_steps_left))
+    assert sum(labels.ne(IGNORE_INDEX).sum().item() for _, labels in rows) > 0
+
+
+def test_learning_rate_lasts_for_the_steps_left_after_a_resume_with_more_rows(tmp_path):
+    text = '{"text": "the fox and the crow met at the well again"}\n' * 32
+    (tmp_path / "t.jsonl").write_text(text)
+
+    def run(rows):
+        flags = [f"--training.global_batch_size={rows}", "--training.local_batch_size=2"]
+        flags += ["--training.epochs=1", f"--training.dataset_path={tmp_path}/t.jsonl"]
+        flags += ["--training.dataset=local", "--training.seq_len=32", "--training.packing=none"]
+        flags += ["--checkpoint.enable", "--checkpoint.interval=4", f"--job.dump_folder={tmp_path}"]
+        flags += ["--checkpoint.keep_latest_k=0", "--checkpoint.no-last-save-model-only"]
+        flags += ["--model.args=dim=32, n_layers=1, n_heads=2", "--activation_checkpoint.mode=none"]
+        with Trainer(
+            ConfigManager().parse_args([*flags, "--lr_scheduler.warmup_steps=1"])
+        ) as trainer:
+            trainer.train()
+            return trainer.step, next(iter(trainer.lr_schedulers)).lr_lambdas[0]
+
+    assert run(2)[0] == 16
+    for step in (8, 12, 16):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    steps, factor = run(4)  # 8 rows were read, 24 are left
+    assert steps == 4 + 6
+    assert factor(steps - 1) > 0
 
 
 def tokens_in(batches, method, padding_id=0):
@@ -177,7 +237,7 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
                 MixtureSource("tokens", path, weight=0.7, epochs=1.5),
             ]
         n_steps = 3 if number + 1 < len(phases) else None
-        merged = {}
+        merged, steps_left = {}, set()
         for rank in range(ranks):
             loader = build_text_dataloader(
                 dp_world_size=ranks,
@@ -186,9 +246,11 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
                 job_config=config,
             )
             loader.load_state_dict(states)
+            steps_left.add(loader.dataset.num_steps_left)
             read = [(x["input"], labels) for x, labels in islice(loader, n_steps)]
             batches += read
             merged |= loader.state_dict()
+        assert len(steps_left) == 1  # otherwise a rank would wait for the others
         states = merged
     padding_id = HuggingFaceTokenizer("tests/assets/tokenizer").eos_id
     read = tokens_in(batches, method, padding_id)

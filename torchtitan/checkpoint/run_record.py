@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
+from torchtitan.config.checks.unused import without_effect
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of as record_of_files
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -100,7 +101,10 @@ def record_of(
     """
     record: dict[str, Any] = {"seed": seed}
     has_adapters, validates = "lora" in config.model.converters, config.validation.enable
+    unread = without_effect(config)
     for key in (_OPTIMIZER, *_WHICH_IS_USED, *_FUNCTION, *_DATA):
+        if key in unread:
+            continue
         section, name = key.split(".")
         if name.endswith(("dataset_path", "chat_template")) or key == "training.mixture":
             continue  # their content is compared
@@ -112,7 +116,7 @@ def record_of(
         facts = facts_of(model_args) | {"attn_mask_type": model_args.attn_mask_type}
         record |= {f"{_MODEL_ARGS}{name}": json.dumps(x, default=str) for name, x in facts.items()}
     record |= _contents(config, sources)
-    known = {key.removeprefix(_CONTENT) for key in record} | {*_FUNCTION, *_DATA}
+    known = {*_FUNCTION, *_DATA, *(key for key in record if key.startswith(_MODEL_ARGS))}
     for name in config.checkpoint.allow_changed:
         if name not in known:
             raise ConfigError(

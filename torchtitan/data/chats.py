@@ -309,6 +309,11 @@ class _Chat:
             sentence = f"{self.template.name} cannot render the chat: {reason}; {remedy}"
             raise ValueError(sentence) from None
         if self._num_prompt:
+            if not all(map(self._is_trained, range(self._num_prompt, len(self.messages)))):
+                raise ValueError(
+                    "a message of the completion is left out of the loss, which only 'messages' can "
+                    "say; write the sample with 'messages'"
+                )
             return text, [self._span_of_completion(text)]
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         is_trained = [self._is_trained(turn) for turn in turns]

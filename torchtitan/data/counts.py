@@ -19,6 +19,7 @@ from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of
 from torchtitan.data.open_document import PIECE_CHARACTERS
 from torchtitan.data.token_files import tokenizer_hash
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
 from torchtitan.tools.files import cache_folder, open_file
 from torchtitan.tools.logging import logger
@@ -44,6 +45,7 @@ def _all_counts(source: Source) -> NDArray[np.int64]:
     made_with = tokenizer_hash(source.tokenizer) or repr(source.tokenizer)
     key = [source.name, source.path, len(source.data), record_of(source.path), made_with]
     key.append(getattr(source.encode, "key", None))
+    key.append(getattr(source.tokenizer, "begins_documents", None))
     cached = _read(key)
     if all(all_ranks(cached is not None and cached.shape == (len(source.data), 3))):
         return cached
@@ -56,11 +58,12 @@ def _all_counts(source: Source) -> NDArray[np.int64]:
 def _count(source: Source) -> NDArray[np.int64]:
     indices = range(_rank(), len(source.data), num_ranks())
     counts = np.zeros((len(indices), 3), np.int64)
-    backend = getattr(source.tokenizer, "tokenizer", None)
+    own = source.tokenizer
+    backend = own.tokenizer if type(own) is HuggingFaceTokenizer else None
     texts: dict[int, str] = {}  # short ones, which are encoded together, on all processors
     num_ends = 0  # of tokens that begin or end a document
     if backend is not None:
-        num_ends = len(source.tokenizer.encode("", add_bos=True, add_eos=True))
+        num_ends = len(own.encode("", add_bos=own.begins_documents, add_eos=True))
         num_ends -= len(backend.encode("").ids)
     reported = time.monotonic()
     for i, index in enumerate(indices):

@@ -135,9 +135,11 @@ class Source:
 
     def _warn_of_separators(self, text: str, index: int | None) -> None:
         """Warn of the first text in which a token that begins or ends documents is spelled out."""
+        if self._has_separators:
+            return
         tokens = {getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos")}
         counts = {token: text.count(token) for token in tokens if token}
-        if not self._has_separators and any(counts.values()):
+        if any(counts.values()):
             self._has_separators = True
             found = " and ".join(f"{token!r} ({n} times)" for token, n in counts.items() if n)
             logger.warning(

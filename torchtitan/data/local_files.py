@@ -354,8 +354,19 @@ def _columns_of(path: Path, rule: SampleRule) -> list[str]:
 
 def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
     """Yield the rows of a Parquet file as lines of JSON."""
+    import pyarrow
+
     number = 0
-    for batch in _open_parquet(path).iter_batches(1024, columns=columns):
+    batches = _open_parquet(path).iter_batches(1024, columns=columns)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
+            ) from None
+        if batch is None:
+            return
         lines = []
         for row in batch.to_pylist():
             number += 1

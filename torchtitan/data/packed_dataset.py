@@ -51,7 +51,7 @@ class PackedDataset(IterableDataset):
         planned: bool = False,
     ) -> None:
         self._packing, self._infinite = packing, infinite
-        self._sources = [
+        self.sources = [
             replace(
                 source,
                 number=number,
@@ -62,7 +62,7 @@ class PackedDataset(IterableDataset):
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._rows = rows or 1
         num_rows = self._rows * dp_world_size  # of the global batch
-        shards = [s.data.num_shards for s in self._sources if not s.is_indexed]
+        shards = [s.data.num_shards for s in self.sources if not s.is_indexed]
         self._num_lanes = math.gcd(num_rows, *shards) if rows else dp_world_size
         self._rows_per_lane = num_rows // self._num_lanes
         if self._num_lanes % dp_world_size:
@@ -74,7 +74,7 @@ class PackedDataset(IterableDataset):
                 f"the divisor {self._num_lanes} in common; train on {ranks}, or copy the data to this "
                 "machine"
             )
-        self._plan = Plan(self._sources, packing) if planned else None
+        self._plan = Plan(self.sources, packing) if planned else None
         self._lanes: dict[
             int, Lane | PlannedLane
         ] = {}  # the lanes that this process reads, by number
@@ -85,13 +85,13 @@ class PackedDataset(IterableDataset):
     @property
     def num_documents(self) -> int | None:
         """The number of documents of all readers; None if a source is a stream."""
-        counts = [len(s.data) for s in self._sources if s.is_indexed]
-        return sum(counts) if len(counts) == len(self._sources) else None
+        counts = [len(s.data) for s in self.sources if s.is_indexed]
+        return sum(counts) if len(counts) == len(self.sources) else None
 
     @property
     def source_names(self) -> list[str]:
         """The names of the sources, with a number where several have the same name."""
-        names = [source.name for source in self._sources]
+        names = [source.name for source in self.sources]
         return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
 
     @property
@@ -108,14 +108,14 @@ class PackedDataset(IterableDataset):
 
     @property
     def has_chats(self) -> bool:
-        return any(isinstance(source.encode, ChatTokens) for source in self._sources)
+        return any(isinstance(source.encode, ChatTokens) for source in self.sources)
 
     def log_chats(self) -> None:
         """Log what is trained of each source of chats, and leave out the chats without tokens.
 
         Collective: the ranks count together. Call it before iterating or loading a position.
         """
-        for name, source in zip(self.source_names, self._sources, strict=True):
+        for name, source in zip(self.source_names, self.sources, strict=True):
             if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
                 continue
             tokens, trained, whole = count_tokens(source).T
@@ -132,7 +132,7 @@ class PackedDataset(IterableDataset):
                     f"training.seq_len = {self._packing.seq_len} (or trains nothing before that token); "
                     "raise training.seq_len"
                 )
-            if num_left_out:
+            if num_left_out and self._plan is None:  # a plan has no rows for them
                 source.leave_out(tokens == 0)
 
     def __iter__(self) -> Iterator[Row | None]:
@@ -164,7 +164,7 @@ class PackedDataset(IterableDataset):
         number, lane = next(iter(self._lanes.items()))
         needed = self._packing.seq_len + 1
         return (
-            f"dataset {self._sources[0].name!r} is too small: reader {number + 1} of {self._num_lanes} "
+            f"dataset {self.sources[0].name!r} is too small: reader {number + 1} of {self._num_lanes} "
             f"(one per rank) got {lane.num_left_over} tokens, and one row takes "
             f"seq_len + 1 = {needed}; use more data, a smaller seq_len, or fewer ranks"
         )
@@ -184,7 +184,7 @@ class PackedDataset(IterableDataset):
         if self._plan is not None:
             lane = PlannedLane(self._plan, self._packing, number, self._num_lanes)
         else:
-            lane = Lane(self._sources, self._packing, number, self._num_lanes)
+            lane = Lane(self.sources, self._packing, number, self._num_lanes)
         if self._saved:
             lane.load(self._saved[number])
         return lane
@@ -204,7 +204,7 @@ class PackedDataset(IterableDataset):
         return {
             "num_lanes": self._num_lanes,
             "row": self._row,
-            "sources": [source.identity() for source in self._sources],
+            "sources": [source.identity() for source in self.sources],
             "plan": None if self._plan is None else self._plan.identity(),
             "numbers": list(self._lanes),
             "lanes": [lane.state() for lane in self._lanes.values()],
@@ -234,7 +234,7 @@ class PackedDataset(IterableDataset):
         lanes: dict[int, Any] = {}
         for state in states:
             lanes |= zip(state["numbers"], state["lanes"], strict=True)
-        lanes = self._in_this_plan(states[0].get("plan"), lanes, num_saved)
+        lanes, num_saved = self._in_this_plan(states[0].get("plan"), lanes, num_saved)
         rows = {state["row"] for state in states}
         self._row = rows.pop() % self._rows if len(rows) == 1 else 0
         if num_saved != self._num_lanes or not lanes.keys() >= set(self._lanes_of_rank()):
@@ -243,7 +243,7 @@ class PackedDataset(IterableDataset):
         self._lanes, self.is_resumed, self._ran_out = {}, True, False
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> None:
-        own = [source.identity() for source in self._sources]
+        own = [source.identity() for source in self.sources]
         if len(own) != len(saved):
             raise ValueError(
                 f"the checkpoint's data position is for {len(saved)} sources, but training.mixture has "
@@ -262,8 +262,14 @@ class PackedDataset(IterableDataset):
                     f"{_order_of(mine['seed'])}: resume with the same order, or {_BEGIN_AGAIN}"
                 )
 
-    def _in_this_plan(self, saved: Any, lanes: dict[int, Any], num_saved: int) -> dict[int, Any]:
-        """Return the lanes' states; those of fewer passes that have ended go on with the next pass."""
+    def _in_this_plan(
+        self, saved: Any, lanes: dict[int, Any], num_saved: int
+    ) -> tuple[dict[int, Any], int]:
+        """Return the lanes' states in this run's plan, and the number of these lanes.
+
+        A global batch of another size goes on behind the last step's rows, and more passes behind the
+        last row.
+        """
         own = self._plan and self._plan.identity()
         if (saved and saved[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(plan[1] for plan in (saved, own) if plan), strict=False)
@@ -272,11 +278,25 @@ class PackedDataset(IterableDataset):
                 "the checkpoint's data position is for rows of another training.epochs, packing or "
                 f"seq_len, or of other documents: resume with the same, or {_BEGIN_AGAIN}"
             )
-        end = sum(saved[1]) if saved else 0
-        if saved and all(base + n * num_saved >= end for _, [(base, n, _)], _ in lanes.values()):
-            # The rest of the last step was padding.
-            return {number: ([], [(end, 0, [])], []) for number in lanes}
-        return lanes
+        if not saved:
+            return lanes, num_saved
+        end = sum(saved[1])
+        is_over = all(base + n * num_saved >= end for _, [(base, n, _)], _ in lanes.values())
+        if not is_over and num_saved == self._num_lanes:
+            return lanes, num_saved
+        places = {(base, n, len(left)) for _, [(base, n, left)], _ in lanes.values()}
+        if not is_over and len(places) > 1:
+            raise ValueError(
+                "the data position is within a step: resume with the same training.global_batch_size, "
+                f"or {_BEGIN_AGAIN}"
+            )
+        base, n, _ = next(iter(places))
+        place = (
+            [],
+            [(min(base + n * num_saved, end), 0, [])],
+            [],
+        )  # the rest of a last step is padding
+        return dict.fromkeys(range(self._num_lanes), place), self._num_lanes
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
         """Divide what the saved lanes had left among this dataset's number of lanes."""
@@ -285,7 +305,7 @@ class PackedDataset(IterableDataset):
                 f"the data position has {len(saved)} of {num_saved} lanes (rows of the global batch): "
                 f"the checkpoint is damaged; {_BEGIN_AGAIN}"
             )
-        if not all(source.is_indexed for source in self._sources):
+        if not all(source.is_indexed for source in self.sources):
             raise ValueError(
                 f"the data position of a stream in {num_saved} parts does not divide among "
                 f"{self._num_lanes}: resume on as many ranks with the same training.global_batch_size, "

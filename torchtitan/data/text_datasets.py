@@ -284,7 +284,7 @@ def _build(
             "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set it "
             "to train, and to validate, on the same rows on any number of ranks"
         )
-    if not (infinite or planned):  # each rank reads a part of a stream to its end
+    if not is_training and not sources[0].is_indexed:  # each rank reads its part of a stream
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)
     loader_options = {**asdict(section.dataloader), "batch_size": batch_size}

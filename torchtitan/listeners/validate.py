@@ -167,9 +167,9 @@ class Validator(BaseValidator):
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
         max_batches, global_batch_size = config.steps, self.job_config.training.global_batch_size
-        if max_batches != -1 and global_batch_size > 0:
-            batch_size = getattr(self.validation_dataloader, "batch_size", None)
-            max_batches *= global_batch_size // self._dp_world_size // (batch_size or 1)
+        batch_size = getattr(self.validation_dataloader, "batch_size", None)
+        if max_batches != -1 and global_batch_size > 0 and batch_size:
+            max_batches *= max(1, global_batch_size // self._dp_world_size // batch_size)
         num_batches = 0
         if max_batches:
             batch = next(batches, None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torchtitan.config.checks.common import value_of
 from torchtitan.config.checks.values import settings_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.tools.logging import logger, warn_once
+from torchtitan.tools.logging import logger
 
 
 def _reads_chats(config: JobConfig) -> bool:
@@ -52,7 +52,7 @@ _NEEDS: list[tuple[str, str, str, Callable[[JobConfig], bool] | None]] = [
     ),
     ("training", "data_seed", "training.shuffle", None),
     ("training", "dataset", "no [[training.mixture]]", lambda c: not c.training.mixture),
-    ("training", "chat_template chat_keys too_long", 'a dataset = "chat"', _reads_chats),
+    ("training", "chat_keys too_long", 'a dataset = "chat"', _reads_chats),
     *(
         (
             f"{name}.dataloader",
@@ -172,11 +172,11 @@ def without_effect(job_config: JobConfig) -> dict[str, str]:
     return unread
 
 
-def warn_of_settings_without_effect(job_config: JobConfig) -> None:
+def tell_settings_without_effect(job_config: JobConfig) -> None:
     unread = without_effect(job_config)
     by_need = [
         f"{', '.join(key for key in unread if unread[key] == needed)} (without {needed})"
         for needed in dict.fromkeys(unread.values())
     ]
     if by_need:
-        warn_once(logger, f"settings that have no effect: {'; '.join(by_need)}")
+        logger.info("settings that have no effect: %s", "; ".join(by_need))
