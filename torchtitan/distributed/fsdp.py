@@ -352,6 +352,12 @@ def accumulate_gradients(model: nn.Module) -> None:
         model.set_is_last_backward(False)
 
 
+def store_gradients(model: nn.Module) -> None:
+    """Add gradients to the sums in reduce_dtype, after a backward that ran no hook of FSDP."""
+    for group in _param_groups(_units_of(model)):
+        torch_parts.fsdp_post_backward(group)
+
+
 def reduce_accumulated_gradients(model: nn.Module) -> None:
     """Reduce the gradients accumulated since `accumulate_gradients`. No-op without FSDP."""
     if not isinstance(model, FSDPModule):
@@ -365,7 +371,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
     # Source of torch 2.13: what FSDP's hooks do at the end of a backward through the whole model.
     model.set_is_last_backward(True)
     for group in _param_groups(_units_of(model)):
-        group.post_backward()
+        torch_parts.fsdp_post_backward(group)
     torch_parts.fsdp_end_backward(torch_parts.fsdp_state(model))
 
 

@@ -156,6 +156,8 @@ def with_reductions(actions: list[Action]) -> list[Action]:
 
 def with_resharding(actions: list[Action]) -> list[Action]:
     """Add RESHARD for stages that are not among the next three: a rank may hold many stages."""
+    if len({action.stage for action in actions}) <= _ACTIVE_STAGES:
+        return actions
     result: list[Action] = []
     gathered: set[int] = set()
     for i, action in enumerate(actions):

@@ -183,6 +183,11 @@ class PipelineSchedule:
     ) -> list[Any] | Any | None:
         lists = {"input_shapes": input_shapes, "context_mbs": context_mbs}
         is_split, microbatches = self._microbatches(forward_only, args, lists, **inputs)
+        if self.has_last_stage and not forward_only and (loss_fn or self.loss_fn) is None:
+            raise ValueError(
+                "a pipeline's step needs a loss function, got None; give loss_fn to this call or to the "
+                "schedule"
+            )
         self._connect()
         n = len(microbatches.args)
         if input_shapes is None:
@@ -315,7 +320,9 @@ class PipelineSchedule:
                     source = index - 1 if kind == "RECV_F" else index + 1
                     hidden[key] = stage.empty_hidden(microbatch)
                     receiving[key] = self._message(dist.irecv, hidden[key], source)
-            while sending and sending[0][0].is_completed():
+            # gloo completes a send only when it is waited for. All receives precede what follows, so
+            # waiting for an old send ends.
+            while sending and (sending[0][0].is_completed() or len(sending) > 4 * self.num_stages):
                 sending.pop(0)[0].wait()  # raises if the message got lost
         for work, _ in sending:
             work.wait()

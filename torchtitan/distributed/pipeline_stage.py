@@ -13,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from torchtitan.distributed.fsdp import accumulate_gradients, reduce_accumulated_gradients
+from torchtitan.distributed.fsdp import (
+    accumulate_gradients,
+    reduce_accumulated_gradients,
+    store_gradients,
+)
 
 InputShape = tuple[int, int]
 """(B, T) of a microbatch's input"""
@@ -54,7 +58,7 @@ class PipelineStage:
         self._contexts: Sequence[ContextFactory] = ()
         self._forwards: dict[int, _Forward] = {}  # by microbatch, until its backward
         # Between the halves of backward:
-        self._weight_halves: dict[int, list[_WeightHalf]] = {}
+        self._weight_halves: dict[int, tuple[Any, list[_WeightHalf]]] = {}
         self._postponed: dict[int, Tensor | None] = {}  # first stage: the output's gradient
 
     def begin_step(
@@ -131,7 +135,7 @@ class PipelineStage:
         with self._contexts[microbatch]():
             if start is not None:
                 torch.autograd.backward([start], None if gradient is None else [gradient])
-        return None if hidden is None else hidden.grad
+        return None if hidden is None else _gradient_of(hidden)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Return only the gradient of the hidden states; `backward_weight` continues from here."""
@@ -140,17 +144,22 @@ class PipelineStage:
             return None
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
-            self._weight_halves[microbatch] = _backward_input(start, gradient, hidden)
-        return hidden.grad
+            halves = _backward_input(start, gradient, hidden)
+        # On torch 2.11 and 2.12 only the output's edge keeps nodes of Python functions alive.
+        self._weight_halves[microbatch] = start, halves
+        return _gradient_of(hidden)
 
     def backward_weight(self, microbatch: int) -> None:
         """Accumulate the weights' gradients after `backward_input`."""
         if self.is_first:
             self.backward(microbatch, self._postponed.pop(microbatch))
             return
+        _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            for half in self._weight_halves.pop(microbatch):
+            # Halves of several nodes first: they pass through nodes that a half of one node frees.
+            for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
+        store_gradients(self.submod)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients accumulated since `begin_step` over FSDP's ranks."""
@@ -166,6 +175,11 @@ class _Forward(NamedTuple):
 
     start: Tensor | GradientEdge | None
     hidden: Tensor | None
+
+
+def _gradient_of(hidden: Tensor) -> Tensor:
+    """Return the gradient; zeros if the loss does not depend on the hidden states."""
+    return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
 
 # ---- backward in two halves ----

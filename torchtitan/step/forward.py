@@ -636,8 +636,8 @@ class Runner:
                 return on_output(logits, microbatch)
             return zero_loss(logits) if backward else None
 
-        # On the last stage torch calls loss_fn(output, target) for each microbatch. The target is the
-        # Microbatch itself, so that `call` runs on_output. Torch puts the results into `outputs`, those
+        # On the last stage the schedule calls loss_fn(output, target) for each microbatch. The target is the
+        # Microbatch itself, so that `call` runs on_output. The schedule puts the results into `outputs`, those
         # of calls without backward too.
         outputs: list[Any] = []
         inputs = {

@@ -132,6 +132,7 @@ fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with da
     fsdp_reset 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
     fsdp_reset 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
     fsdp_training_state torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState
+    fsdp_post_backward torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward
     fsdp_end_backward torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback
     fsdp_forwards torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext.post_forward_order
     fsdp_order torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._post_forward_indices
@@ -189,14 +190,27 @@ hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf =
     SHARDED_FILE_KEY torch.distributed.checkpoint._hf_utils:CUSTOM_METADATA_KEY
 """
 
+
+def _is_ddp(config: Any) -> bool:
+    parallelism = config.parallelism
+    return parallelism.data_parallel_replicate_degree > 1 and all(
+        degree == 1
+        for degree in (
+            parallelism.data_parallel_shard_degree,
+            parallelism.context_parallel_degree,
+            parallelism.expert_parallel_degree,
+        )
+    )
+
+
 # Whether a job, with this config and number of ranks, uses a feature. For the others no setting tells: a
 # missing part raises at its first use.
 _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
-    "fsdp": lambda c, n: n > 1 and c.parallelism.data_parallel_shard_degree != 1,
+    "fsdp": lambda c, n: n > 1 and not _is_ddp(c),
     "fsdp within": lambda c, n: str(c.parallelism.fsdp_reshard_after_forward).isdecimal(),
-    "ddp": lambda c, n: c.parallelism.data_parallel_replicate_degree > 1,
+    "ddp": lambda c, n: _is_ddp(c),
     "async tp": lambda c, n: c.parallelism.enable_async_tensor_parallel,
     "ac": lambda c, n: c.activation_checkpoint.mode != "none",
     "selective ac": lambda c, n: (
@@ -207,7 +221,9 @@ _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "compile": lambda c, n: c.compile.enable,
     "checkpoint": lambda c, n: c.checkpoint.enable,
     "async save": lambda c, n: c.checkpoint.enable and c.checkpoint.async_mode == "async",
-    "pinned save": lambda c, n: c.checkpoint.async_mode == "async_with_pinned_mem",
+    "pinned save": lambda c, n: (
+        c.checkpoint.enable and c.checkpoint.async_mode == "async_with_pinned_mem"
+    ),
     "hf": lambda c, n: n > 1 and c.checkpoint.enable and c.checkpoint.last_save_in_hf,
     "gc debug": lambda c, n: c.training.gc_debug,
     "fake ranks": lambda c, n: c.comm.mode == "local_tensor",

@@ -305,7 +305,7 @@ class LocalTrainingClient(AsyncNames):
             raise
 
     def _state_path(self, name: str) -> str:
-        path = os.path.join(self.states_folder, name)
+        path = os.path.normpath(os.path.join(self.states_folder, name))
         folder, target = os.path.realpath(self.states_folder), os.path.realpath(path)
         if target == folder or os.path.commonpath([folder, target]) != folder:
             raise ValueError(
