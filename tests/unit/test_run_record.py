@@ -90,8 +90,6 @@ def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **change
         ("training.dataset", "local"),
         ("training.packing", "fit"),
         ("training.shuffle", True),
-        ("training.data_seed", 3),
-        ("training.too_long", "cut"),
         ("training.eos_token", "x"),
         ("validation.dataset", "local"),
     ],
@@ -107,6 +105,20 @@ def test_other_meaning_is_refused_with_the_setting_that_allows_it(key, value, ca
     resumed(saved=changes, **changes)
     if key.startswith(("training.data", "training.packing", "training.shuffle")):
         resumed(loaded=["optimizer"], **changes)  # the data begin again
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reader", "needed"),
+    [
+        ("training.data_seed", 3, "training__shuffle", True),
+        ("training.too_long", "cut", "training__dataset", "chat"),
+    ],
+)
+def test_settings_are_compared_where_something_reads_them(key, value, reader, needed):
+    changes = {key.replace(".", "__"): value}
+    resumed(**changes)
+    with pytest.raises(ValueError, match=f"{key} was"):
+        resumed(saved={reader: needed}, **{reader: needed}, **changes)
 
 
 def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
