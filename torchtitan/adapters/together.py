@@ -75,7 +75,7 @@ def reasons_for_turns(
     schedule = job_config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        f"{schedule} computes gradients of the stages' own parameters only": parallel_dims.pp_enabled
+        f"shared passes were not tried under {schedule}": parallel_dims.pp_enabled
         and ("ZeroBubble" in schedule or "DualPipe" in schedule),
     }
     return [reason for reason, applies in reasons.items() if applies]
