@@ -37,9 +37,13 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
 
 
 def train_on_full_disk(folder: str, n_models: int, n_steps: int, flags=()) -> list:
-    """As `train`, where states should wait in files, and the last rank's disk is full."""
+    """As `train`, where states should wait in files, and the last rank's disk is full.
+
+    The limit is below a state's 0.6 MiB, and above what the process logs into pytest's own file: a
+    process whose output cannot be written ends.
+    """
     is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
-    with files_of_at_most(1000) if is_last else contextlib.nullcontext():
+    with files_of_at_most(256 * 1024) if is_last else contextlib.nullcontext():
         return train(folder, n_models, n_steps, flags, serve=("--rl.serve.max_host_mib=1",))
 
 
