@@ -14,7 +14,6 @@ import pytest
 import tomli
 import tomli_w
 import torch
-import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from tyro.extras import get_parser
@@ -195,28 +194,6 @@ def test_dashes_none_and_nested_sections_work_as_flags():
     assert config.debug.seed is None
     assert config.training.max_norm == 2
     assert config.model.attn_type == "flex"
-
-
-def test_parser_gets_the_named_keys_and_agrees_with_one_that_gets_all(monkeypatch):
-    args = [
-        "--training.steps=3",
-        "--training.steps",
-        "4",
-        "--training.dataloader.num-workers=2",
-        "--checkpoint.enable",
-        "--profiling.no_enable_memory_snapshot",
-        "--model.converters=a,b",
-        "--model.args=dim=64, n_layers=2",
-        "--debug.seed=None",
-    ]
-    parsers = []
-    cli = tyro.cli
-    monkeypatch.setattr(tyro, "cli", lambda kind, **of: parsers.append(kind) or cli(kind, **of))
-    config = parse(*args)
-    (parser,) = parsers
-    sections = {"training", "checkpoint", "profiling", "model", "debug"}
-    assert {field.name for field in dataclasses.fields(parser)} == sections
-    assert config == cli(JobConfig, args=args, registry=custom_registry, use_underscores=True)
 
 
 @pytest.mark.parametrize(

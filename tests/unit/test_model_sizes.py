@@ -27,7 +27,7 @@ num_experts = 4
 
 
 def args_of(config):
-    return resolve_job(config, builds_data=False).model_args[config.model.flavor]
+    return resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
 
 
 def test_table_changes_fields_of_the_flavor_and_leaves_the_flavor_alone(tmp_path):

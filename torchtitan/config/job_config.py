@@ -7,13 +7,46 @@ table. `--help` prints the comment behind or above a field. Annotations must sta
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
 
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
+
+
+class Section:
+    """A table of settings. `freeze` ends its changes; a copy of it can be changed again."""
+
+    __slots__ = ("_job",)  # what froze it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if resolved_job(self) is not None:
+            raise FrozenInstanceError(
+                f"{type(self).__name__}.{name} = {value!r} cannot be set, because the config of a job "
+                "stays as it was checked; change a copy, and build the job from that: "
+                "copy.deepcopy(job_config)"
+            )
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__  # of copies, which are not frozen
+
+
+def resolved_job(config: Any) -> Any:
+    """Return what `torchtitan.job.resolve_job` made of a config; None if it can still be changed."""
+    return getattr(config, "_job", None)
+
+
+def freeze(config: Any, job: Any) -> None:
+    """Refuse changes of a section and the sections in it from here on. job: see `resolved_job`."""
+    for own in fields(config):
+        value = getattr(config, own.name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Section):
+                freeze(part, job)
+    object.__setattr__(config, "_job", job)
 
 
 def section(kind: type, text: str = "") -> Any:
@@ -25,7 +58,7 @@ def section(kind: type, text: str = "") -> Any:
 
 
 @dataclass
-class Job:
+class Job(Section):
     config_file: str | None = None  # TOML file to read; flags on the command line win over it
     dump_folder: str = "./outputs"  # Root folder of everything this job writes
     # Free text about the purpose of this job; logged when it starts
@@ -39,7 +72,7 @@ class Job:
 
 
 @dataclass
-class Profiling:
+class Profiling(Section):
     enable_profiling: bool = False  # Record traces with torch.profiler
     save_traces_folder: str = "profile_traces"  # Folder for the traces, under the dump folder
     profile_freq: int = 10  # Steps per profiling cycle, and between memory snapshots
@@ -51,7 +84,7 @@ class Profiling:
 
 
 @dataclass
-class Metrics:
+class Metrics(Section):
     log_freq: int = 10  # Log metrics every this many steps
     enable_tensorboard: bool = False  # Write metrics for TensorBoard
     # Print metrics without colours; NO_COLOR in the environment does the same
@@ -66,7 +99,7 @@ class Metrics:
 
 
 @dataclass
-class Model:
+class Model(Section):
     name: str = "llama3"  # Model family (train spec)
     flavor: str = "debugmodel"  # Size of the model, by its name in the family's flavor table
     # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
@@ -95,7 +128,7 @@ class Model:
 
 
 @dataclass
-class ParameterGroup:
+class ParameterGroup(Section):
     # Regular expression that is searched for in the names of parameters, such as "norm|bias" or
     # "^layers\\.0\\."; a parameter belongs to the first table that fits
     pattern: str = ""
@@ -109,7 +142,7 @@ class ParameterGroup:
 
 
 @dataclass
-class Muon:
+class Muon(Section):
     """The options of torch.optim.Muon, by its names."""
 
     momentum: float = 0.95  # Decay of the average of gradients
@@ -126,7 +159,7 @@ class Muon:
 
 
 @dataclass
-class Optimizer:
+class Optimizer(Section):
     # Adam, AdamW, or Muon for the matrices in layers and AdamW for all other parameters
     name: str = "AdamW"
     lr: float = 8e-4  # Learning rate at the peak of the schedule
@@ -148,7 +181,7 @@ class Optimizer:
 
 
 @dataclass
-class LRScheduler:
+class LRScheduler(Section):
     warmup_steps: int = 200  # Steps over which the learning rate rises linearly to its peak
     total_steps: int | None = None  # Steps the schedule spans; None takes training.steps
     # Share of the steps that decay, at the end; None decays from the end of the warm-up on
@@ -162,7 +195,7 @@ class LRScheduler:
 
 
 @dataclass
-class DataLoader:
+class DataLoader(Section):
     num_workers: int = 0  # Processes that load data; 0 loads in the training process
     # Keep the workers from one epoch to the next; needs num_workers > 0
     persistent_workers: bool = False
@@ -173,7 +206,7 @@ class DataLoader:
 
 
 @dataclass
-class MixtureSource:
+class MixtureSource(Section):
     dataset: str = "local"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset
     weight: float = (
@@ -183,7 +216,7 @@ class MixtureSource:
 
 
 @dataclass
-class Training:
+class Training(Section):
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
     # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
@@ -254,7 +287,7 @@ class Training:
 
 
 @dataclass
-class Parallelism:
+class Parallelism(Section):
     # Replicas of the weights: more than 1 is DDP, or HSDP if the shard degree is above 1 too
     data_parallel_replicate_degree: int = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
@@ -315,7 +348,7 @@ class Parallelism:
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Section):
     enable: bool = False  # Save checkpoints, and continue from the newest one found
     # With torchft, save the data position of every replica separately
     enable_ft_dataloader_checkpoints: bool = True
@@ -357,7 +390,7 @@ class Checkpoint:
 
 
 @dataclass
-class ActivationCheckpoint:
+class ActivationCheckpoint(Section):
     # Activations to recompute in backward instead of keeping them
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     # For mode selective: a number n recomputes every n-th layer, "op" decides per operator
@@ -379,7 +412,7 @@ class ActivationCheckpoint:
 
 
 @dataclass
-class Compile:
+class Compile(Section):
     enable: bool = False  # Compile with torch.compile
     # Parts to compile: model, loss
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
@@ -395,7 +428,7 @@ class Compile:
 
 
 @dataclass
-class Float8Linear:
+class Float8Linear(Section):
     enable_fsdp_float8_all_gather: bool = False  # Gather weights over FSDP ranks in float8
     # Compute all float8 scales in one go after the optimizer step
     precompute_float8_dynamic_scale_for_fsdp: bool = False
@@ -408,7 +441,7 @@ class Float8Linear:
 
 
 @dataclass
-class MXLinear:
+class MXLinear(Section):
     # Kernel that casts along the first dimension
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     recipe_name: str = "mxfp8_cublas"  # Named MX recipe of torchao
@@ -417,32 +450,32 @@ class MXLinear:
 
 
 @dataclass
-class QuantizedLinear:
+class QuantizedLinear(Section):
     float8: Float8Linear = section(Float8Linear, "Float8 linears")
     mx: MXLinear = section(MXLinear, "MX linears")
 
 
 @dataclass
-class Float8GroupedMM:
+class Float8GroupedMM(Section):
     # Parts of names of the modules whose grouped matrix multiplications use float8
     fqns: list[str] | str = field(default_factory=list)
 
 
 @dataclass
-class MXGroupedMM:
+class MXGroupedMM(Section):
     recipe_name: Literal["mxfp8"] = "mxfp8"  # Named MX recipe of torchao
     # Parts of names of the modules whose grouped matrix multiplications use MX types
     fqns: list[str] | str = field(default_factory=list)
 
 
 @dataclass
-class QuantizedGroupedMM:
+class QuantizedGroupedMM(Section):
     float8: Float8GroupedMM = section(Float8GroupedMM, "Float8 grouped matrix multiplication")
     mx: MXGroupedMM = section(MXGroupedMM, "MX grouped matrix multiplication")
 
 
 @dataclass
-class Quantize:
+class Quantize(Section):
     linear: QuantizedLinear = section(QuantizedLinear, "Quantized linears")
     grouped_mm: QuantizedGroupedMM = section(
         QuantizedGroupedMM, "Quantized grouped matrix multiplication, for mixtures of experts"
@@ -450,7 +483,7 @@ class Quantize:
 
 
 @dataclass
-class LoRA:
+class LoRA(Section):
     rank: int = 8  # Rows of A and columns of B
     alpha: float = 16.0  # An adapter's product is multiplied by alpha / rank
     use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
@@ -475,7 +508,7 @@ class LoRA:
 
 
 @dataclass
-class Comm:
+class Comm(Section):
     init_timeout_seconds: int = 300  # Limit of a collective's time up to and including step 1
     train_timeout_seconds: int = 100  # Limit of a collective's time after step 1
     # Events that NCCL's flight recorder keeps; 0 turns it off. At most 100 under Gloo, which never
@@ -490,13 +523,13 @@ class Comm:
 
 
 @dataclass
-class MemoryEstimation:
+class MemoryEstimation(Section):
     enable: bool = False  # Estimate the memory a job needs, without allocating it
     disable_fake_mode: bool = False  # Estimate with real tensors
 
 
 @dataclass
-class FaultTolerance:
+class FaultTolerance(Section):
     enable: bool = False  # Train with torchft replicas
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
     process_group_timeout_ms: int = 10000  # Time-out of that group, in milliseconds
@@ -508,13 +541,13 @@ class FaultTolerance:
 
 
 @dataclass
-class Experimental:
+class Experimental(Section):
     custom_import: str = ""  # Dotted name of a module to import when the trainer starts
     custom_args_module: str = ""  # Old name of job.custom_config_module
 
 
 @dataclass
-class Validation:
+class Validation(Section):
     enable: bool = False  # Measure the loss on held-out data
     # Dataset, by its registered name; None takes the held-out part of training.dataset, or
     # training.dataset itself if it has no held-out part
@@ -536,7 +569,7 @@ class Validation:
 
 
 @dataclass
-class Debug:
+class Debug(Section):
     seed: int | None = None  # Seed of all random numbers; None lets rank 0 draw one
     deterministic: bool = False  # Use deterministic algorithms only; slower
     # Warn, instead of failing, if no deterministic algorithm exists
@@ -550,8 +583,8 @@ class Debug:
 
 
 @dataclass
-class JobConfig:
-    """All settings of a job; built once, checked once, then only read."""
+class JobConfig(Section):
+    """All settings of a job; `torchtitan.job.resolve_job` checks and freezes a copy of them."""
 
     job: Job = section(Job)
     profiling: Profiling = section(Profiling)

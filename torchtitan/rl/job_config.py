@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
-from torchtitan.config.job_config import section
+from torchtitan.config.job_config import Section, section
 from torchtitan.loss.aggregation import LossAggregation
 from torchtitan.tools.errors import ConfigError
 
 
 @dataclass
-class RLTask:
+class RLTask(Section):
     # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
     # from a file), or one that the module of experimental.custom_import registers
     name: str = "sum_digits"
@@ -53,7 +53,7 @@ class RLTask:
 
 
 @dataclass
-class RLAdvantage:
+class RLAdvantage(Section):
     # The baseline of a reward: the mean over its prompt's completions, the mean over the other
     # completions (rloo), none, or a critic's value of each token (gae)
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
@@ -67,7 +67,7 @@ class RLAdvantage:
 
 
 @dataclass
-class RLCritic:
+class RLCritic(Section):
     # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face
     # files, which may be of a language model; empty takes the policy's weights
     initial_load_path: str = ""
@@ -82,7 +82,7 @@ class RLCritic:
 
 
 @dataclass
-class RLLoss:
+class RLLoss(Section):
     # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
     # dro, cross_entropy, or one that the module of experimental.custom_import registers
     name: str = "grpo"
@@ -121,7 +121,7 @@ class RLLoss:
 
 
 @dataclass
-class RLBatch:
+class RLBatch(Section):
     seq_len: int | None = None  # Length limit of a row, in tokens; None takes training.seq_len
     # Rows per data-parallel rank in one forward pass; None takes training.local_batch_size
     local_batch_size: int | None = None
@@ -139,7 +139,7 @@ class RLBatch:
 
 
 @dataclass
-class RLGenerator:
+class RLGenerator(Section):
     # Sample with the trainer's own modules, with vLLM, which has to be installed, or with an HTTP
     # server that has OpenAI's /v1/completions with token ids
     backend: Literal["local", "vllm", "openai"] = "local"
@@ -192,7 +192,7 @@ class RLGenerator:
 
 
 @dataclass
-class RLSampling:
+class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
     temperature: float = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
@@ -205,7 +205,7 @@ class RLSampling:
 
 
 @dataclass
-class RLWeightSync:
+class RLWeightSync(Section):
     # How weights reach the generator: it shares the trainer's tensors (reference), or gets copies
     # (broadcast); auto shares them if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
@@ -216,7 +216,7 @@ class RLWeightSync:
 
 
 @dataclass
-class RLServe:
+class RLServe(Section):
     # Address to listen at; the default cannot be reached from another machine
     host: str = "127.0.0.1"
     # Host names of this server that clients may use, besides localhost and IP addresses
@@ -238,7 +238,7 @@ class RLServe:
 
 
 @dataclass
-class RL:
+class RL(Section):
     num_prompts_per_step: int = 16  # Prompts per step
     num_samples_per_prompt: int = 16  # Completions of each prompt
     # Number of parts of a step's samples, each with whole prompts and an optimizer update of its own
