@@ -14,7 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
 from torchtitan.config.checks.common import import_named, refuse
 from torchtitan.config.checks.model import model_sizes
-from torchtitan.config.job_config import freeze, resolved_job
+from torchtitan.config.fields import freeze, resolved_job
 from torchtitan.config.toml_values import with_values
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.model_converter import known_converter_names

@@ -17,8 +17,7 @@ from typing import Any, get_type_hints
 import tomli
 import tyro
 
-from torchtitan.config.checks.common import import_named, is_path, refuse
-from torchtitan.config.checks.values import unavailable
+from torchtitan.config.checks.common import import_named, is_path
 from torchtitan.config.job_config import FaultTolerance, JobConfig
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.tools.errors import ConfigError
@@ -211,8 +210,7 @@ class ConfigManager:
         return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
-        """Copy values of old keys to the new ones; refuse old tokenizer files and missing features."""
-        refuse(unavailable(self.config))
+        """Copy values of old keys to the new ones; refuse old tokenizer files."""
         job, model = self.config.job, self.config.model
         if old_name := self.config.experimental.custom_args_module:
             logger.warning(

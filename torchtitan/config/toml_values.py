@@ -100,7 +100,6 @@ def convert(value: Any, annotation: Any) -> Any:
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
-    expected = describe(annotation)
     accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
@@ -112,13 +111,12 @@ def convert(value: Any, annotation: Any) -> Any:
                 return convert(value, member)
             except TypeError:
                 continue
-        expected = " or ".join(describe(a) for a in arguments if a is not type(None))
     elif origin is Literal:
         kinds = {type(choice) for choice in arguments}
         if value in arguments and kind in kinds:
             return value
         if kind in kinds:  # the caller's message shows the value
-            raise TypeError(f"expected {expected}")
+            raise TypeError(f"expected {describe(annotation)}")
     elif origin in (list, tuple):
         if kind is list and origin is tuple and arguments and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
@@ -133,13 +131,17 @@ def convert(value: Any, annotation: Any) -> Any:
             return value if kind is origin else origin(value)
         except OverflowError as error:
             raise TypeError("the number is too large") from error
-    raise TypeError(f"expected {expected}, got {kind.__name__}")
+    raise TypeError(f"expected {describe(annotation)}, got {kind.__name__}")
 
 
 def describe(annotation: Any) -> str:
     """Return the type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
+    if get_origin(annotation) is Annotated:
+        return describe(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in get_args(annotation) if a is not type(None))
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation.__name__
     if _is_list_of_tables(annotation):

@@ -4,8 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from torchtitan.config.checks import values
-from torchtitan.config.job_config import JobConfig, Muon, Optimizer, ParameterGroup
+from torchtitan.config.job_config import JobConfig, Muon, ParameterGroup
 
 
 def groups(job_config: JobConfig) -> Iterator[str]:
@@ -27,10 +26,6 @@ def groups(job_config: JobConfig) -> Iterator[str]:
                 f"{key}.muon = False has no effect with optimizer.name = "
                 f"{job_config.optimizer.name!r}; remove it, or set the name to 'Muon'"
             )
-        own = {name: x for name, x in vars(table).items() if x is not None}
-        del own["pattern"], own["muon"]
-        for problem in values.numbers(JobConfig(optimizer=Optimizer(**own))):
-            yield problem.replace("optimizer", key, 1)
 
 
 def muon(job_config: JobConfig) -> Iterator[str]:
