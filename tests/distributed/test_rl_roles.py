@@ -84,7 +84,7 @@ def run_part_with_onednn(dump_folder, flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "onednn_is_faster", lambda: True)
         patch.setattr(products, "_LEAST_MULTIPLICATIONS", 64)
-        return run_part(dump_folder, flags), products._replacement
+        return run_part(dump_folder, flags), products._is_used
 
 
 def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):

@@ -462,12 +462,13 @@ class Quantize(Section):
 
 @dataclass
 class LoRA(Section):
-    rank: int = 8  # Rows of A and columns of B
-    alpha: float = 16.0  # An adapter's product is multiplied by alpha / rank
+    rank: Positive = 8  # Rows of A and columns of B
+    # An adapter's product is multiplied by alpha / rank
+    alpha: PositiveFloat = 16.0
     use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
     # Part of an adapter's input that training sets to zero. Masks depend on the layout, and a resumed
     # run draws others
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
     # Layers with an adapter: "all-linear", or dotted parts of their names, PEFT's or ours, such as
     # q_proj, wq, mlp, layers.0
     target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])

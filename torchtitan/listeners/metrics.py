@@ -257,11 +257,7 @@ class MetricsProcessor:
 
     def should_log(self, step: int) -> bool:
         """True on the first step, the last, and every `metrics.log_freq` steps."""
-        return (
-            step == 1
-            or step % self.job_config.metrics.log_freq == 0
-            or step == self.num_steps
-        )
+        return step == 1 or step % self.job_config.metrics.log_freq == 0 or step == self.num_steps
 
     def log(
         self,

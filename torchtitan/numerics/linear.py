@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.numerics import products
 from torchtitan.tools import torch_parts
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def is_slow_product(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
     if not is_slow_product(x):
+        if bias is None and products.is_used(x, weight):
+            product = torch.ops.torchtitan.mm(x.flatten(0, -2), weight.t())
+            return product.view(*x.shape[:-1], len(weight))
         return F.linear(x, weight, bias)
     rounded = [None if t is None else t.to(torch.bfloat16) for t in (x, weight, bias)]
     return _RoundedLinear.apply(*rounded)

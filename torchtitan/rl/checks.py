@@ -4,10 +4,18 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torchtitan.config import JobConfig as BaseJobConfig
-from torchtitan.config.checks.common import clash, divides, is_file, problem_in, refuse, value_of
+from torchtitan.config.checks.common import (
+    clash,
+    divides,
+    is_file,
+    no_effect,
+    problem_in,
+    refuse,
+    value_of,
+)
 from torchtitan.config.checks.values import single_values
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
@@ -236,9 +244,9 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
 def _critic(job_config: JobConfig) -> Iterator[str]:
     rl, steps = job_config.rl, job_config.training.steps
     if not job_config.has_critic:
-        keys = ["advantage.gamma", "advantage.lam", "advantage.whiten"]
-        keys += [f"critic.{name}" for name in vars(rl.critic)]
-        yield from _not_read(rl, keys, "advantage.name", "gae")
+        keys = ("rl.advantage.gamma", "rl.advantage.lam", "rl.advantage.whiten", "rl.critic.")
+        why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
+        yield from no_effect(job_config, keys, why)
         return
     yield from problem_in(GAE, rl.advantage.gamma, rl.advantage.lam)
     yield from clash(
@@ -331,20 +339,15 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
 
 def _generator(job_config: JobConfig) -> Iterator[str]:
     generator = job_config.rl.generator
-    for backend, names in {
-        "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
-        "openai": (
-            "url",
-            "model",
-            "reload_url",
-            "max_requests",
-            "timeout_seconds",
-            "weight_transfer",
-        ),
-    }.items():
+    of_server = ("url", "model", "reload_url", "max_requests", "timeout_seconds", "weight_transfer")
+    for backend, names in (
+        ("vllm", ("memory_share", "tensor_parallel_degree", "max_seq_len")),
+        ("openai", of_server),
+    ):
         if generator.backend != backend:
-            keys = [f"generator.{name}" for name in names]
-            yield from _not_read(job_config.rl, keys, "generator.backend", backend)
+            keys = tuple(f"rl.generator.{name}" for name in names)
+            why = f"with rl.generator.backend = {generator.backend!r}; set that to {backend!r}"
+            yield from no_effect(job_config, keys, why)
     if generator.backend == "openai":
         yield from _server(job_config)
     if generator.adapters:
@@ -385,16 +388,6 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
             f"{generator.ranks}, weight_transfer = {generator.weight_transfer!r} and adapters = "
             f"{generator.adapters}; set one of them, or turn delta off"
         )
-
-
-def _not_read(rl: RL, keys: Sequence[str], choice: str, reader: str) -> Iterator[str]:
-    """Yield a problem for each key that is set although only `choice` = `reader` reads it."""
-    for key in keys:
-        if value_of(rl, key) != value_of(RL(), key):
-            yield (
-                f"rl.{key} = {value_of(rl, key)} is read by rl.{choice} = {reader!r} only, got "
-                f"{value_of(rl, choice)!r}; take one of the keys out"
-            )
 
 
 def _server(job_config: JobConfig) -> Iterator[str]:

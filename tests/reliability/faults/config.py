@@ -214,7 +214,7 @@ FAULTS = [
     flag_fault(
         "option of Muon for another optimizer",
         ("--optimizer.muon.momentum=0.9",),
-        "optimizer.muon.momentum = 0.9 has no effect with optimizer.name = 'AdamW'; remove it, or …",
+        "optimizer.muon.momentum = 0.9 has no effect with optimizer.name = 'AdamW'; set the name to …",
         "The optimizer's name was left out.",
         "Set optimizer.name to Muon.",
     ),

@@ -424,7 +424,7 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
         ({"timeout_seconds": 0.0}, "rl.generator.timeout_seconds must be above 0"),
         ({"max_requests": 0}, "rl.generator.max_requests must be at least 1"),
         ({"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
-        ({"backend": "local"}, "rl.generator.url = http://a is read by .*'openai' only"),
+        ({"backend": "local"}, "rl.generator.url = 'http://a' has no effect .*; set that to 'openai'"),
         ({"rescore": True}, "rescore would hide how far"),
     ],
 )

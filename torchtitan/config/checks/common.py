@@ -11,6 +11,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.errors import ConfigError
 
@@ -98,6 +99,13 @@ def clash(key: str, reason: str, others: dict[str, Any]) -> Iterator[str]:
     for other, value in others.items():
         if value:
             yield f"{key} {reason}, got {other} = {value!r}; change one of the two"
+
+
+def no_effect(config: JobConfig, keys: tuple[str, ...], why: str) -> Iterator[str]:
+    """The rule that the settings whose keys begin with `keys` have their defaults. why: no reader."""
+    for setting in settings_of(config):
+        if setting.key.startswith(keys) and setting.value != setting.default:
+            yield f"{setting.key} = {setting.value!r} has no effect {why}, or remove it"
 
 
 def data_sections(job_config: JobConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from torchtitan.config.checks.common import no_effect
 from torchtitan.config.job_config import JobConfig, Muon, ParameterGroup
 
 
@@ -30,12 +31,9 @@ def groups(job_config: JobConfig) -> Iterator[str]:
 
 def muon(job_config: JobConfig) -> Iterator[str]:
     options, name = job_config.optimizer.muon, job_config.optimizer.name
-    changed = {key: x for key, x in vars(options).items() if x != getattr(Muon(), key)}
-    for key, value in changed.items() if name != "Muon" else ():
-        yield (
-            f"optimizer.muon.{key} = {value!r} has no effect with optimizer.name = {name!r}; remove it, "
-            "or set the name to 'Muon'"
-        )
+    if name != "Muon":
+        why = f"with optimizer.name = {name!r}; set the name to 'Muon'"
+        yield from no_effect(job_config, ("optimizer.muon.",), why)
     coefficients = options.ns_coefficients
     if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
         yield (
