@@ -7,7 +7,7 @@ once, as bf16 instructions do.
 
 import platform
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,12 @@ from torch.nn import functional as F
 from torchtitan.numerics import products
 from torchtitan.tools import torch_parts
 
-if TYPE_CHECKING:
-    from torchtitan.numerics.low_rank import LowRank
+
+class Adapter(Protocol):
+    """What an adapter adds to a layer's output for one x, such as a `LowRank`."""
+
+    def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
 
 # Set when the first Linear is built, because code that is being compiled cannot query the CPU.
 _cpu_multiplies_bf16: bool | None = None
@@ -65,7 +69,7 @@ def project(
     *,
     product: Callable[..., Tensor] = linear,
     in_fp32: bool,
-    low_rank: "Callable[[Tensor], LowRank | None] | None" = None,
+    low_rank: Callable[[Tensor], Adapter | None] | None = None,
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
@@ -91,7 +95,7 @@ def project(
 
 
 def _with_adapter(
-    adapter: "LowRank | None",
+    adapter: Adapter | None,
     product: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
@@ -109,7 +113,7 @@ class Linear(nn.Linear):
     """
 
     product: Callable[..., Tensor] = staticmethod(linear)
-    low_rank: "Callable[..., LowRank | None] | None" = None
+    low_rank: Callable[..., Adapter | None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
