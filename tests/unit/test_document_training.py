@@ -187,5 +187,5 @@ def test_newline_after_a_turns_end_of_text_belongs_to_the_chat_by_positions_only
     by_positions = logits("positions", row | positions, "flex", "position_block_causal")
     torch.testing.assert_close(by_positions, alone, **ROUNDING["float32"])
     torch.testing.assert_close(by_eos[:, :6], alone[:, :6], **ROUNDING["float32"])
-    # docs/documents.md has this number.
+    # docs/measured.md has this number.
     assert (by_eos - alone)[:, 6:].abs().max().item() == pytest.approx(0.12, abs=0.01)
