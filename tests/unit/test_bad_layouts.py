@@ -276,7 +276,11 @@ BAD_LAYOUTS = {
         2,
         {"pipeline_parallel_degree": 2, "optimizer.early_step_in_backward": True},
         {},
-        ["optimizer.early_step_in_backward", "got parallelism.pipeline_parallel_degree = 2", "change one"],
+        [
+            "optimizer.early_step_in_backward",
+            "got parallelism.pipeline_parallel_degree = 2",
+            "change one",
+        ],
     ),
     # --- expert parallelism ---
     "ep, experts": (
@@ -299,13 +303,21 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 4},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "= 2 * 1 * 1 / 1, got 4 with 2", "the choices are 1, 2"],
+        [
+            "expert_parallel_degree must divide",
+            "= 2 * 1 * 1 / 1, got 4 with 2",
+            "the choices are 1, 2",
+        ],
     ),
     "ep, ranks of other stages": (
         2,
         {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "= 1 * 1 * 1 / 1, got 2 with 1", "the choices are 1"],
+        [
+            "expert_parallel_degree must divide",
+            "= 1 * 1 * 1 / 1, got 2 with 1",
+            "the choices are 1",
+        ],
     ),
     "ep, split experts": (
         4,
@@ -327,7 +339,11 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 2, "optimizer.early_step_in_backward": True},
         {"model": MOE},
-        ["optimizer.early_step_in_backward", "got parallelism.expert_parallel_degree = 2", "change one"],
+        [
+            "optimizer.early_step_in_backward",
+            "got parallelism.expert_parallel_degree = 2",
+            "change one",
+        ],
     ),
 }
 

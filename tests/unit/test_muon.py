@@ -371,7 +371,10 @@ GROUPS = r"optimizer\.groups\[0\]\."
         (table(beta2=-0.1), GROUPS + "beta2 must be at least 0, got -0.1"),
         (table(muon=False), GROUPS + "muon = False has no effect .* 'AdamW'; remove it"),
         ({"optimizer__groups": [{"pattern": "norm"}]}, r"groups\[0\] must be .*, got a dict"),
-        (table() | {"optimizer__early_step_in_backward": True}, "got the number of optimizer.groups = 1"),
+        (
+            table() | {"optimizer__early_step_in_backward": True},
+            "got the number of optimizer.groups = 1",
+        ),
         (
             {"optimizer__name": "Muon", "optimizer__early_step_in_backward": True},
             "early_step_in_backward .*got optimizer.name = 'Muon'; change one of the two",

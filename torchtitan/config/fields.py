@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 
@@ -57,7 +57,9 @@ class Setting(NamedTuple):
 
 
 # Each rule about all settings reads the hints of all sections, which takes 2 ms.
-_hints_of = functools.cache(functools.partial(get_type_hints, include_extras=True))
+_hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
+    functools.partial(get_type_hints, include_extras=True)
+)
 
 
 def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Iterator[Setting]:
@@ -95,8 +97,9 @@ class Range:
 
     def problem(self, value: Any) -> str | None:
         """Return what a value outside must be, such as "at most 10"; None for a value inside."""
-        if value == self.special or not isinstance(value, numbers.Real):
-            return None if value == self.special else "a number"
+        is_number = isinstance(value, numbers.Real)
+        if value == self.special or not is_number:
+            return "a number" if not is_number else None
         # Comparisons with nan are false, so the condition states what is allowed: nan then fails.
         if self.smallest <= value <= self.largest and value != self.excluded:
             return None

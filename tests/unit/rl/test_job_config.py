@@ -102,7 +102,10 @@ BAD_VALUES = [
         {"rl__generator__backend": "vllm", "rl__generator__rescore": True},
         "rl.generator.rescore would hide how far",
     ),
-    ({"rl__generator__memory_share": 0.5}, "memory_share = 0.5 has no effect with rl.generator.backend = 'local'"),
+    (
+        {"rl__generator__memory_share": 0.5},
+        "memory_share = 0.5 has no effect with rl.generator.backend = 'local'",
+    ),
     (
         {"rl__generator__backend": "vllm", "rl__generator__memory_share": 1.5},
         "memory_share must be at most 1, got 1.5",

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from torchtitan.config.checks.common import no_effect
-from torchtitan.config.fields import Positive, PositiveFloat
+from torchtitan.config.fields import Range
 from torchtitan.config.job_config import JobConfig
 
 _NAME = "lora"
@@ -22,10 +22,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
             f'model.converters must name "lora" once and last, because other converters replace '
             f"layers, got {converters}; reorder it"
         )
-    for key, (limits,) in {
-        "rank": Positive.__metadata__,
-        "alpha": PositiveFloat.__metadata__,
-    }.items():
+    for key, limits in (("rank", Range(1, 10**9)), ("alpha", Range(0, 10**9, excluded=0))):
         for layer, value in getattr(settings, f"{key}_pattern").items():
             problem = limits.problem(value)
             if key == "rank" and not isinstance(value, int):
