@@ -62,7 +62,7 @@ def check_job_config(
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:
     """Raise ConfigError at the first rule the config breaks for its model's `TrainSpec`."""
-    check_flavor(job_config, train_spec)
+    refuse(model.flavor(job_config, train_spec))
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
         model.attention(job_config, model_args),
