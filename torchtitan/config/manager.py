@@ -19,7 +19,7 @@ import tyro
 
 from torchtitan.config.checks.common import import_named, is_path
 from torchtitan.config.job_config import FaultTolerance, JobConfig
-from torchtitan.config.toml_values import section_from_table
+from torchtitan.config.toml_values import with_values
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
@@ -207,7 +207,7 @@ class ConfigManager:
         )
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
-        return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
+        return with_values(cls(), data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
         """Copy values of old keys to the new ones; refuse old tokenizer files."""

@@ -184,10 +184,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"the model knows, got {seq_len} with {training.seq_len}; raise training.seq_len"
         )
     yield from divides("rl.batch.pad_multiple", batch.pad_multiple, "the row length", seq_len)
-    if limit is not None and batch.local_batch_size is not None:
-        yield (
-            f"rl.batch.local_batch_size and rl.batch.max_tokens_per_microbatch both set the rows "
-            f"of a microbatch, got {batch.local_batch_size} and {limit}; take one of the keys out"
+    if limit is not None:
+        yield from clash(
+            "rl.batch.max_tokens_per_microbatch",
+            "sets the rows of a microbatch",
+            {"rl.batch.local_batch_size": batch.local_batch_size},
         )
     if limit is not None and limit < seq_len:
         yield (
@@ -195,11 +196,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"raise it, or lower rl.batch.seq_len"
         )
     loss = job_config.rl.loss
-    if batch.skip_zero_advantage and (loss.kl_coef > 0 or loss.entropy_coef > 0):
-        yield (
-            f"rl.batch.skip_zero_advantage leaves out samples whose policy loss is 0, but their KL and "
-            f"entropy terms are not 0, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
-            f"{loss.entropy_coef}; turn it off, or set both to 0"
+    if batch.skip_zero_advantage:
+        yield from clash(
+            "rl.batch.skip_zero_advantage",
+            "leaves out samples whose policy loss is 0, with their KL and entropy terms",
+            {"rl.loss.kl_coef": loss.kl_coef, "rl.loss.entropy_coef": loss.entropy_coef},
         )
     mask_type = job_config.model.attn_mask_type
     if batch.packing and not reads_positions(mask_type):
@@ -501,19 +502,13 @@ def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
 def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
     if not rl.generator.rescore:
         return
-    if rl.async_steps:
-        yield (
-            f"rl.generator.rescore takes log-probs from the current weights, and with rl.async_steps = "
-            f"{rl.async_steps} episodes are drawn with earlier weights; turn one of them off"
-        )
-    if rl.generator.backend != "local":
-        yield (
-            f"rl.generator.rescore would hide how far rl.generator.backend = {rl.generator.backend!r} "
-            "differs from the trainer's policy, because every ratio would be 1; turn rescore off"
-        )
-    if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
-        yield (
-            f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
-            f"differs from the trainer's policy in {trainer_dtype}, because every ratio would be 1; "
-            "turn rescore off, or leave the dtype out"
-        )
+    has_other_type = trainer_dtype and rl.generator.dtype not in (None, trainer_dtype)
+    yield from clash(
+        "rl.generator.rescore",
+        "would hide how far the generator differs from the trainer's policy, as every ratio would be 1",
+        {
+            "rl.async_steps": rl.async_steps,  # draws with earlier weights
+            "rl.generator.backend": rl.generator.backend.removeprefix("local"),
+            "rl.generator.dtype": rl.generator.dtype if has_other_type else None,
+        },
+    )

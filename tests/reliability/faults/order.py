@@ -160,16 +160,16 @@ FAULTS = [
     mixture_fault(
         "path beside a mixture",
         mixture(path=f"{jobs.ROOT}/tests"),
-        "training.dataset_path = '…tests' would not be read beside [[training.mixture]]; make it a table "
-        "of the mixture, or leave it out",
+        "[[training.mixture]] has its own datasets, whose passes end at different steps; each table can "
+        "have the key, got training.dataset_path = '…tests'; change one of the two",
         "The key is from a config without a mixture.",
         "Make it a table of its own.",
     ),
     mixture_fault(
         "epochs beside a mixture",
         mixture("--training.epochs=2"),
-        "training.epochs = 2.0 has no meaning for [[training.mixture]], whose sources end at different "
-        "steps; set training.steps, and `epochs` in the tables to limit a source",
+        "[[training.mixture]] has its own datasets, whose passes end at different steps; each table can "
+        "have the key, got training.epochs = 2.0; change one of the two",
         "Which of the datasets should be read twice is unknown.",
         "Set training.steps.",
     ),

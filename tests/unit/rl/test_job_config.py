@@ -80,7 +80,7 @@ BAD_VALUES = [
     ({"rl__batch__max_tokens_per_microbatch": 100}, "must hold a row of 2048 tokens"),
     (
         {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
-        "take one of the keys out",
+        "got rl.batch.local_batch_size = 2; change one of the two",
     ),
     (
         {"rl__batch__skip_zero_advantage": True, "rl__loss__entropy_coef": 0.01},
@@ -95,7 +95,7 @@ BAD_VALUES = [
         {"rl__generator__backend": "vllm", "rl__weight_sync__mode": "reference"},
         "rl.generator.backend = 'vllm' has weights of its own",
     ),
-    ({"rl__async_steps": 2, "rl__generator__rescore": True}, "with rl.async_steps = 2"),
+    ({"rl__async_steps": 2, "rl__generator__rescore": True}, "got rl.async_steps = 2"),
     ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "rl.async_steps = 1 draws"),
     ({"optimizer__early_step_in_backward": True}, "early_step_in_backward = true"),
     (

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from torchtitan.config.checks.common import compiled_model, is_path, needs, one_of
+from torchtitan.config.checks.common import clash, compiled_model, is_path, needs, one_of
 from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
@@ -139,15 +139,11 @@ def profiling_cycle(profiling: Profiling) -> Iterator[str]:
 
 def data(job_config: JobConfig) -> Iterator[str]:
     training = job_config.training
-    if training.mixture and training.dataset_path:
-        yield (
-            f"training.dataset_path = {training.dataset_path!r} would not be read beside "
-            "[[training.mixture]]; make it a table of the mixture, or leave it out"
-        )
-    if training.mixture and training.epochs is not None:
-        yield (
-            f"training.epochs = {training.epochs} has no meaning for [[training.mixture]], whose sources "
-            "end at different steps; set training.steps, and `epochs` in the tables to limit a source"
+    if training.mixture:
+        yield from clash(
+            "[[training.mixture]]",
+            "has its own datasets, whose passes end at different steps; each table can have the key",
+            {"training.dataset_path": training.dataset_path, "training.epochs": training.epochs},
         )
     if training.mixture and job_config.validation.enable and job_config.validation.dataset is None:
         yield (
