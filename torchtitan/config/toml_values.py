@@ -43,7 +43,8 @@ def with_values(instance: Any, table: Any, section: str = "") -> Any:
     for name, value in table.items():
         key = f"{section}.{name}" if section else name
         current, kind = getattr(instance, name), hints[name]
-        classes = [x for x in (kind, *get_args(kind)) if dataclasses.is_dataclass(x)]
+        members: tuple[Any, ...] = (kind, *get_args(kind))
+        classes = [x for x in members if isinstance(x, type) and dataclasses.is_dataclass(x)]
         if _is_list_of_tables(kind) and type(value) is list:
             tables = enumerate(value)
             values[name] = [with_values(classes[0](), part, f"{key}[{i}]") for i, part in tables]
