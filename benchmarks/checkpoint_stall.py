@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode
 from torchtitan.checkpoint.states import live_states
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine

@@ -27,7 +27,7 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 def words_of(controller: Controller, dtype: torch.dtype | None) -> Tensor:
     """All weights as integers of their bits [n]."""
-    weights = WeightStream.of_engine(controller.trainer.engine, OurNames(), dtype=dtype)
+    weights = WeightStream.from_engine(controller.trainer.engine, OurNames(), dtype=dtype)
     size = (dtype or torch.float32).itemsize
     tensors = [bytes_of(tensor) for _, tensor in copied(weights, None) if tensor.itemsize == size]
     return torch.cat(tensors).view(WORDS[size])

@@ -100,7 +100,7 @@ def run(folder: str, flags: list[str], args: argparse.Namespace) -> dict[str, An
                     n_bytes, pushed = 0, time.perf_counter()
                     if way == ON_THREAD:
                         link.broadcast(("weights", True))
-                        weights = WeightStream.of_engine(
+                        weights = WeightStream.from_engine(
                             trainer.engine, OurNames(), dtype=remote.weight_dtype
                         )
                         pairs = copied(weights, torch.device("cpu"))

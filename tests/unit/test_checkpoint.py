@@ -35,8 +35,7 @@ from torchtitan.checkpoint.folder import (
     remove_folder,
 )
 from torchtitan.checkpoint.retention import Retention, Terminate, estimated_bytes, purge_thread
-from torchtitan.checkpoint.saver import Saver
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode, Saver
 from torchtitan.components import checkpoint as reference
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
@@ -1125,7 +1124,7 @@ def test_parameters_moved_by_a_client_are_still_the_ones_saved(tmp_path):
 def test_model_parts_share_one_state_dict():
     wrapper = ModelWrapper([nn.ModuleDict({"a": nn.Linear(1, 1)}), nn.ModuleDict({"b": Net()})])
     assert wrapper.state_dict().keys() == wrapper.cache_state_dict.keys()
-    wrapper.load_state_dict({k: torch.ones_like(v) for k, v in wrapper._get_state_dict().items()})
+    wrapper.load_state_dict({k: torch.ones_like(v) for k, v in wrapper.whole().items()})
     assert all((t == 1).all() for t in wrapper.state_dict().values())
     assert {"a.weight", "b.layers.1.bias"} <= wrapper.state_dict().keys()
 

@@ -16,31 +16,24 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.base import AdapterFiles
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
-from torchtitan.checkpoint.saver import Saver, is_rank_zero
-from torchtitan.checkpoint.selection import (
-    Selection,
-    Source,
-    at_path,
-    holds_weights_only,
-    initial_source,
-)
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
+from torchtitan.checkpoint.selection import Facts, Selection, at_path, initial_checkpoint
 from torchtitan.checkpoint.states import (
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
-    ModelWrapper,
+    WEIGHTS_ONLY,
     cast_weights,
     fit_to_checkpoint,
     live_states,
     with_model_on_top,
     without_excluded,
 )
+from torchtitan.checkpoint.weights import AdapterFiles, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
@@ -48,7 +41,6 @@ from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fault_tolerance import FTManager
-from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -316,56 +308,78 @@ class CheckpointManager:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
         wanted = without_excluded(self.states, self.exclude_from_loading)
         self._saver.wait(self.folder)
-        verify, quantized = self.verify_on_load, self.initial_load_in_hf_quantized
-        model_only_at_first, from_hf = self.initial_load_model_only, self.initial_load_in_hf
-        initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
-        if path is None and not self.enable:
-            source = initial_source(initial, self.require_adapter, verify)
-        elif path is None:
-            source = self._selection.for_run(
-                self.folder, step, verify, initial, self.require_adapter, self.has_adapters
-            )
-        else:
-            self._retention.leave_alone(path)
-            source = at_path(os.fspath(path), verify, model_only, quantized)
-        if source is None:
+        facts = self._choose(step, path)
+        if facts is None:
             if self.enable:
                 logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             self.adapters.load_first(self.require_adapter)
             return False
-        weights_only = source.model_only or model_only
-        wanted = {MODEL: self.states[MODEL]} if weights_only else wanted
-        if source.from_hf or not self.adapters.are_in(source.path):
-            self._read(source, wanted, self.states[MODEL].base())
-            self.adapters.load_first(self.require_adapter, base=source.path)
+        is_initial = path is None and facts.step < 0
+        if facts.is_hf and not model_only and not is_initial:
+            logger.warning(
+                f"{facts.path} holds weights only, in Hugging Face format: {WEIGHTS_ONLY}"
+            )
+        if is_initial:
+            model_only = model_only or self.initial_load_model_only
+        if model_only or facts.is_hf or facts.step == 0:
+            wanted = {MODEL: self.states[MODEL]}
+        if not (self.has_adapters and facts.has_adapters):
+            self._read(facts, wanted, self.states[MODEL].base())
+            self.adapters.load_first(self.require_adapter, base=facts.path)
             return True
-        if path is None:
-            base = initial_source(initial, self.require_adapter, verify)
-            if base is not None:
-                self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
-                self.adapters.set_base(base.path)
-        self.adapters.check_same_base(source.path, self.model_description)
-        self._read(source, wanted, self.states[MODEL].state_dict())
+        if path is None and (base := self._initial_checkpoint()) is not None:
+            self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
+            self.adapters.set_base(base.path)
+        self.adapters.check_same_base(facts.record, facts.path, self.model_description)
+        self._read(facts, wanted, self.states[MODEL].state_dict())
         return True
 
-    def _read(self, source: Source, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    def _choose(self, step: int, path: str | None) -> Facts | None:
+        """Return the facts of the checkpoint to load; None if there is none. Collective."""
+        if path is not None:
+            self._retention.leave_alone(path)
+            return at_path(os.fspath(path), self.verify_on_load)
+        if not self.enable:
+            return self._initial_checkpoint()
+        facts = self._selection.step(self.folder, step, self.verify_on_load)
+        if facts is None:
+            return self._initial_checkpoint()
+        has_initial = self.initial_load_path or self.initial_load_in_hf
+        if has_initial and not self.has_adapters:  # with adapters, it is their base
+            logger.warning(
+                f"This run continues from {facts.path}; checkpoint.initial_load_path and "
+                "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
+            )
+        return facts
+
+    def _initial_checkpoint(self) -> Facts | None:
+        return initial_checkpoint(
+            self.initial_load_path or "",
+            self.initial_load_in_hf,
+            self.require_adapter,
+            self.verify_on_load,
+        )
+
+    def _read(self, facts: Facts, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
         """Read `wanted`, by component, from a checkpoint. Collective.
 
         entries: the model's, which stand at the top level.
         """
-        logger.info(f"Loading the checkpoint {source.path}")
+        path = facts.path
+        logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
         states = {name: state for name, state in wanted.items() if name != MODEL}
         states |= entries if MODEL in wanted else {}
-        if not source.from_hf:
+        if facts.shapes is not None:
             states = fit_to_checkpoint(
-                states, self.states, entries.keys(), source.path, self.model_description
+                states, self.states, entries.keys(), facts.shapes, path, self.model_description
             )
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
-            compare_with_saved(source.path, self.run_record, states, self.allow_changed)
-        self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
+            compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
+        is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
+        self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
         GarbageCollection.collect("after loading a checkpoint")
-        logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
+        logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")
 
     @torch.no_grad()
     def dcp_load(
@@ -394,14 +408,13 @@ class CheckpointManager:
 
         Raises ValueError if no step is whole and at least one is damaged.
         """
-        verify = self.verify_on_load
-        newest = self.enable and self._selection.newest_whole_step(self.folder, verify)
+        newest = self.enable and self._selection.newest(self.folder, self.verify_on_load)
         return newest.step if newest else -1
 
     def holds_weights_only(self, step: int) -> bool:
         """True if training cannot continue from this step of the run's folder. Collective."""
-        folder = self._create_checkpoint_id(step)
-        return from_rank_zero(lambda: holds_weights_only(folder, self.states))
+        facts = self._selection.facts_of(self._create_checkpoint_id(step))
+        return facts.holds_weights_only(self.states)
 
     def _create_checkpoint_id(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step}")
