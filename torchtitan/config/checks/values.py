@@ -129,7 +129,8 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
         ("initial_load_in_hf_quantized", "initial_load_in_hf"),
         ("last_save_in_hf", "last_save_model_only"),
     ):
-        if getattr(checkpoint, key) and not getattr(checkpoint, needed):
+        is_used = checkpoint.enable or key.startswith("initial")
+        if is_used and getattr(checkpoint, key) and not getattr(checkpoint, needed):
             yield (
                 f"checkpoint.{key} = True needs checkpoint.{needed} = True, got False; "
                 f"set it, or turn checkpoint.{key} off"
