@@ -225,6 +225,8 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if in_hf:
         return facts._replace(contents=Contents.HF)
     try:
+        if facts.is_hf and step >= 0:
+            check_files(path)
         return facts._replace(shapes=saved_shapes_in(path), record=read_record(path))
     except (ValueError, OSError) as error:
         return facts._replace(index_error=error)
@@ -252,13 +254,7 @@ def _newest_step(
     for step in reversed(folders):
         may_be_whole = step.is_finished or step.contents == Contents.DAMAGED
         if may_be_whole and step.path not in passed_over:
-            facts = _read(step.path, verify, step.step)
-            try:
-                if facts.is_hf and facts.damage is None:
-                    check_files(step.path)
-            except (ValueError, OSError) as error:
-                facts = facts._replace(index_error=error)
-            return folders, facts
+            return folders, _read(step.path, verify, step.step)
     return folders, None
 
 

@@ -62,6 +62,16 @@ class ModelType(NamedTuple):
     rope_theta: float = 10000.0
 
 
+def _is_v2(config: Config) -> bool:
+    return config["model_type"] == "deepseek_v2"
+
+
+def _head_dim(config: Config) -> int:
+    if config["model_type"] == "qwen2":
+        return config["hidden_size"] // config["num_attention_heads"]
+    return 128
+
+
 ALL_TYPES = (
     _Field("hidden_size", "dim"),
     _Field("num_hidden_layers", "n_layers", range(1, 1001)),
@@ -79,11 +89,7 @@ _LLAMA_BLOCK = (
     _Field("attention_bias", "attention_bias", bool, False),
     _Field("mlp_bias", "mlp_bias", bool, False),
 )
-_QWEN2_FIELDS = (
-    *_LLAMA,
-    _Field("head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]),
-)
-_QWEN3_FIELDS = (*_LLAMA, _Field("head_dim", "head_dim", default=128))
+_QWEN_BLOCK = (*_LLAMA, _Field("head_dim", "head_dim", default=_head_dim))
 _QWEN3_MOE_FIELDS = (
     _Field("num_experts", "moe_args.num_experts"),
     _TOP_K,
@@ -103,19 +109,15 @@ _DEEPSEEK = (
     _Field("v_head_dim", "v_head_dim"),
     _Field("n_shared_experts", "moe_args.num_shared_experts", _COUNT),
     _Field("routed_scaling_factor", "moe_args.route_scale", float),
+    _Field("norm_topk_prob", "moe_args.route_norm", bool, lambda c: not _is_v2(c)),
+    _Field(
+        "scoring_func", "moe_args.score_func", str, lambda c: "softmax" if _is_v2(c) else "sigmoid"
+    ),
 )
 _GROUPS = (
     _Field("n_group", "moe_args.num_expert_groups"),
     _Field("topk_group", "moe_args.num_limited_groups", default=None),
 )
-
-
-def _routing(score_func: str, route_norm: bool) -> tuple[_Field, ...]:
-    """DeepSeek's; the arguments are the values of configs that lack them."""
-    return (
-        _Field("scoring_func", "moe_args.score_func", str, score_func),
-        _Field("norm_topk_prob", "moe_args.route_norm", bool, route_norm),
-    )
 
 
 _LLAMA4 = (
@@ -195,21 +197,17 @@ def _write_qwen(_: Any) -> dict[str, Any]:
     return {"rope_scaling": None, "sliding_window": None}
 
 
-def _deepseek_reader(methods: list[str]) -> Callable[[Config], dict[str, Any]]:
-    """methods: topk_method's values that our model computes; the first is the default."""
-
-    def read(config: Config) -> dict[str, Any]:
-        method = config.get("topk_method", methods[0])
-        require(config, "topk_method", methods, f"{config['model_type']} routes otherwise")
-        is_grouped = method != "greedy" and config.get("n_group") not in (None, 1)
-        values = take(config, _GROUPS) if is_grouped else {field.ours: None for field in _GROUPS}
-        rope = _rope(config, "yarn")
-        # If the two differ, HF also scales cos and sin; our model scales only the softmax.
-        if rope and (not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim")):
-            raise refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
-        return values | _read_yarn(rope, _DEEPSEEK_YARN, truncate=True)
-
-    return read
+def _read_deepseek(config: Config) -> dict[str, Any]:
+    methods = ["greedy", "group_limited_greedy"] if _is_v2(config) else ["noaux_tc"]
+    method = config.get("topk_method", methods[0])
+    require(config, "topk_method", methods, f"{config['model_type']} routes otherwise")
+    is_grouped = method != "greedy" and config.get("n_group") not in (None, 1)
+    values = take(config, _GROUPS) if is_grouped else {field.ours: None for field in _GROUPS}
+    rope = _rope(config, "yarn")
+    # If the two differ, HF also scales cos and sin; our model scales only the softmax.
+    if rope and (not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim")):
+        raise refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
+    return values | _read_yarn(rope, _DEEPSEEK_YARN, truncate=True)
 
 
 def _write_deepseek(args: Any) -> dict[str, Any]:
@@ -296,26 +294,24 @@ TYPES = {
         fixed=_SILU,
     ),
     "qwen2": ModelType(
-        *("qwen3", "Qwen2", _QWEN2_FIELDS, _read_qwen, _write_qwen, _QWEN),
+        *("qwen3", "Qwen2", _QWEN_BLOCK, _read_qwen, _write_qwen, _QWEN),
         args={"qk_norm": False, "qkv_bias": True, "moe_enabled": False},
     ),
     "qwen3": ModelType(
-        *("qwen3", "Qwen3", _QWEN3_FIELDS, _read_qwen, _write_qwen, _QWEN3),
+        *("qwen3", "Qwen3", _QWEN_BLOCK, _read_qwen, _write_qwen, _QWEN3),
         args={"qk_norm": True, "qkv_bias": False, "moe_enabled": False},
     ),
     "qwen3_moe": ModelType(
-        *("qwen3", "Qwen3Moe", _QWEN3_FIELDS + _QWEN3_MOE_FIELDS, _read_qwen, _write_qwen),
+        *("qwen3", "Qwen3Moe", _QWEN_BLOCK + _QWEN3_MOE_FIELDS, _read_qwen, _write_qwen),
         fixed=_QWEN3_MOE,
         args=_SOFTMAX_EXPERTS | {"qk_norm": True, "qkv_bias": False, "moe_enabled": True},
     ),
     "deepseek_v2": ModelType(
-        *("deepseek_v3", "DeepseekV2", _DEEPSEEK + _routing("softmax", False)),
-        *(_deepseek_reader(["greedy", "group_limited_greedy"]), _write_deepseek, _DEEPSEEK_FIXED),
+        *("deepseek_v3", "DeepseekV2", _DEEPSEEK, _read_deepseek, _write_deepseek, _DEEPSEEK_FIXED),
         args=_SOFTMAX_ROUTER | {"moe_args.group_score": "max"},
     ),
     "deepseek_v3": ModelType(
-        *("deepseek_v3", "DeepseekV3", _DEEPSEEK + _routing("sigmoid", True)),
-        *(_deepseek_reader(["noaux_tc"]), _write_deepseek, _DEEPSEEK_FIXED),
+        *("deepseek_v3", "DeepseekV3", _DEEPSEEK, _read_deepseek, _write_deepseek, _DEEPSEEK_FIXED),
         args=_SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
     ),
     "llama4_text": ModelType(
