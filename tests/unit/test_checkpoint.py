@@ -926,6 +926,15 @@ def test_saving_a_step_again_replaces_what_was_there(tmp_path):
     assert other.manager.load() and other.counter.step == 2
 
 
+def test_step_that_is_saved_again_is_read_again(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    assert run.manager.load() and run.counter.step == 1
+    run.manager.save(1, last_step=True)  # weights only
+    run.counter.step = 7
+    assert run.manager.load() and run.counter.step == 7
+
+
 def test_steps_that_will_be_replaced_are_told(tmp_path, caplog):
     Run(tmp_path).train_and_save(1, 2)
     for step, is_told in ((2, False), (1, True)):

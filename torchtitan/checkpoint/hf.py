@@ -31,6 +31,7 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.hf_assets import differences_from_config, write_model_files
 from torchtitan.checkpoint.states import (
     Shapes,
+    cast_weights,
     check_same_model,
     saved_shapes,
     shapes_of,
@@ -358,10 +359,7 @@ def _to_hf(
     part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     tensors = adapter.to_hf(part)
-    for name, tensor in tensors.items():
-        if dtype is not None and tensor.is_floating_point():
-            tensors[name] = tensor.to(dtype)
-    return tensors
+    return tensors if dtype is None else cast_weights(tensors, dtype)
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:

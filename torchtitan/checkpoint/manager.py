@@ -20,7 +20,7 @@ from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
 from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
-from torchtitan.checkpoint.selection import Facts, Selection, at_path, initial_checkpoint
+from torchtitan.checkpoint.selection import Facts, Selection, at_path
 from torchtitan.checkpoint.states import (
     DATALOADER,
     LR_SCHEDULER,
@@ -193,6 +193,7 @@ class CheckpointManager:
             return
         self._saver.wait(self.folder)
         start = time.monotonic()
+        self._selection = Selection(self._retention.damaged)  # the step may replace the newest one
         if path is None:
             folder = self._create_checkpoint_id(curr_step)
             self._retention.will_write(folder, warns=is_rank_zero())
@@ -338,7 +339,7 @@ class CheckpointManager:
         """Return the facts of the checkpoint to load; None if there is none. Collective."""
         if path is not None:
             self._retention.leave_alone(path)
-            return at_path(os.fspath(path), self.verify_on_load)
+            return at_path(os.fspath(path), "load(path=...)", self.verify_on_load)
         if not self.enable:
             return self._initial_checkpoint()
         facts = self._selection.step(self.folder, step, self.verify_on_load)
@@ -353,12 +354,17 @@ class CheckpointManager:
         return facts
 
     def _initial_checkpoint(self) -> Facts | None:
-        return initial_checkpoint(
-            self.initial_load_path or "",
-            self.initial_load_in_hf,
-            self.require_adapter,
-            self.verify_on_load,
-        )
+        """Return the facts of the checkpoint that a run without steps starts from. Collective."""
+        in_hf, path = self.initial_load_in_hf, self.initial_load_path
+        key = "checkpoint.initial_load_path"
+        if not path and in_hf:
+            path, key = self.require_adapter().hf_assets_path, "model.hf_assets_path"
+            if not path:
+                raise ValueError(
+                    "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
+                    "model.hf_assets_path, a folder with safetensors files; neither is set"
+                )
+        return at_path(path, key, self.verify_on_load, in_hf) if path else None
 
     def _read(self, facts: Facts, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
         """Read `wanted`, by component, from a checkpoint. Collective.

@@ -5,7 +5,7 @@ of the files.
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.folder import (
@@ -20,7 +20,6 @@ from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.checkpoint.states import Shapes, keys_outside_model, saved_shapes_in
 from torchtitan.distributed.processes.ranks import from_rank_zero
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 
@@ -158,48 +157,29 @@ class Selection:
         return from_rank_zero(lambda: _read(path))
 
 
-def at_path(path: str, verify: bool) -> Facts:
-    """Return the facts of the folder `path`, in either format. Collective.
+def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
+    """Return the facts of the folder `path`, which the setting `key` names. Collective.
 
+    in_hf: whether the settings name Hugging Face's format; None accepts either.
     Raises FileNotFoundError or ValueError if there is no whole checkpoint.
     """
 
     def read() -> Facts:
         if not os.path.isdir(path):
-            raise FileNotFoundError(
-                f"load(path=...) must be the folder of one checkpoint, got {path!r}, which is "
-                "not a folder; correct the path"
+            error = FileNotFoundError if in_hf is None else ValueError
+            raise error(
+                f"{key} must be a folder with a checkpoint, got {path!r}, which is not a folder; "
+                "correct the path"
             )
-        return _known(_read(path, verify), "load(path=...)")
-
-    return from_rank_zero(read).require_whole()
-
-
-def initial_checkpoint(
-    path: str, in_hf: bool, require_adapter: Callable[[], BaseStateDictAdapter], verify: bool
-) -> Facts | None:
-    """Return the facts of the checkpoint that a run without steps of its own starts from. Collective.
-
-    path: checkpoint.initial_load_path; if it is empty, HF files come from the adapter's folder.
-    None if nothing is configured.
-    """
-    key = "checkpoint.initial_load_path"
-    if not path and in_hf:
-        path, key = require_adapter().hf_assets_path or "", "model.hf_assets_path"
-        if not path:
+        facts = _read(path, verify, in_hf=bool(in_hf))
+        if facts.contents == Contents.UNKNOWN:
+            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path))
+            advice = f"name one of the checkpoints in it: {steps}" if steps else "correct it"
             raise ValueError(
-                "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
-                "model.hf_assets_path, a folder with safetensors files; neither is set"
+                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; "
+                f"{advice}"
             )
-    if not path:
-        return None
-
-    def read() -> Facts:
-        if not os.path.isdir(path):
-            raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
-        if in_hf:
-            return _read(path, verify, in_hf=True)
-        if (facts := _known(_read(path, verify), key)).is_hf:
+        if facts.is_hf and in_hf is False:
             raise ValueError(
                 f"{key} {path!r} holds Hugging Face weights; set "
                 "checkpoint.initial_load_in_hf = true to read them"
@@ -256,15 +236,3 @@ def _newest_step(
         if may_be_whole and step.path not in passed_over:
             return folders, _read(step.path, verify, step.step)
     return folders, None
-
-
-def _known(facts: Facts, key: str) -> Facts:
-    """Return the facts of the folder that the setting `key` names; ValueError if it is no checkpoint."""
-    if facts.contents == Contents.UNKNOWN:
-        steps = ", ".join(os.path.basename(step.path) for step in list_steps(facts.path))
-        raise ValueError(
-            f"{key} must be the folder of a checkpoint (with a file .metadata), got "
-            f"{facts.path!r}; "
-            f"{f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
-        )
-    return facts
