@@ -4,6 +4,7 @@ All of it is written and read by torch's distributed checkpoint (DCP), so that a
 on another number of ranks.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -58,8 +59,8 @@ class CheckpointManager:
     """Saves and loads the states of a run, following the `[checkpoint]` section.
 
     `states` is updated in place with the model, optimizer, schedulers and dataloader. Its values
-    need not be `Stateful`. Attributes with the name of a setting, `folder` and `sd_adapter` may be
-    set at run time.
+    need not be `Stateful`. Every setting is an attribute, which may be set at run time, as may
+    `sd_adapter`.
     model_description: the name of the model in error messages.
     run_record: the settings that a resume compares (see `run_record.py`).
     tokenizer, chat_template: written beside exported weights.
@@ -72,7 +73,7 @@ class CheckpointManager:
     `path` are read and written.
     """
 
-    # The reference's names of attributes of the saver and the retention.
+    # Names that attributes of the saver and the retention have in 0.2.x.
     save_future = property(lambda self: self._saver.future)
     staging = property(lambda self: self._saver.staging)
     staging_future = property(lambda self: self._saver.staging_future)
@@ -96,6 +97,8 @@ class CheckpointManager:
         lora: LoRA | None = None,
     ) -> None:
         config = checkpoint_config
+        for field in dataclasses.fields(Checkpoint):
+            setattr(self, field.name, getattr(config, field.name))
         self.sd_adapter = sd_adapter
         self.model_description = " + ".join(type(part).__name__ for part in model_parts)
         refuse(checkpoint_settings(config))
@@ -116,21 +119,7 @@ class CheckpointManager:
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
         self.folder = os.path.join(base_folder, config.folder)
-        self.enable = config.enable
-        self.load_only = config.load_only
-        self.interval = config.interval
-        self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
-        self.keep_latest_k = config.keep_latest_k
-        self.last_save_model_only = config.last_save_model_only
-        self.last_save_in_hf = config.last_save_in_hf
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
-        self.exclude_from_loading = config.exclude_from_loading
-        self.allow_changed = config.allow_changed
-        self.verify_on_load = config.verify_on_load
-        self.initial_load_path = config.initial_load_path
-        self.initial_load_model_only = config.initial_load_model_only
-        self.initial_load_in_hf = config.initial_load_in_hf
-        self.initial_load_in_hf_quantized = config.initial_load_in_hf_quantized
         self.run_record: dict[str, Any] = {}
         self.tokenizer: Any = None
         self.chat_template: str | None = None
@@ -186,7 +175,7 @@ class CheckpointManager:
         untouched.
         """
         if path is not None or force:
-            _refuse_forbidden_save(self.load_only, has_folder=self.enable or path is not None)
+            self._refuse_forbidden_save(has_folder=self.enable or path is not None)
         elif not self._should_save(curr_step, last_step):
             if self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC:
                 self._saver.prepare_copies(lambda: live_states(self.states))
@@ -285,6 +274,19 @@ class CheckpointManager:
             return True
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
+
+    def _refuse_forbidden_save(self, has_folder: bool) -> None:
+        """Raise ValueError if the config forbids a save that the caller demands."""
+        if self.load_only:
+            raise ValueError(
+                "checkpoint.load_only = true forbids saving; set it to false, or set "
+                "checkpointer.load_only = False during this save"
+            )
+        if not has_folder:
+            raise ValueError(
+                "checkpoint.enable = false leaves no folder to save in; give the step folder as path, "
+                "or set checkpoint.enable = true"
+            )
 
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():
@@ -442,17 +444,3 @@ class CheckpointManager:
         """See `Retention.claim`; does nothing if this manager never saves on its own."""
         if self.enable and not self.load_only:
             self._retention.claim(self.folder, self.keep_latest_k, self.states[MODEL].model)
-
-
-def _refuse_forbidden_save(load_only: bool, has_folder: bool) -> None:
-    """Raise ValueError if the config forbids a save that the caller demands."""
-    if load_only:
-        raise ValueError(
-            "checkpoint.load_only = true forbids saving; set it to false, or set "
-            "checkpointer.load_only = False during this save"
-        )
-    if not has_folder:
-        raise ValueError(
-            "checkpoint.enable = false leaves no folder to save in; give the step folder as path, "
-            "or set checkpoint.enable = true"
-        )

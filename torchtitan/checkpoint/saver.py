@@ -184,7 +184,7 @@ class Saver:
                     extra=event("background save", seconds=seconds, path=folder),
                 )
 
-        if isinstance(result, Future):  # the reference's tests return other objects
+        if isinstance(result, Future):  # tests of 0.2.x return other objects
             result.add_done_callback(report)
 
     def wait_for_staging(self) -> None:

@@ -38,7 +38,7 @@ WEIGHTS_ONLY = (
 )
 
 _KEYS_SHOWN = 5
-# Entries of the train state that older checkpoints and the reference's checkpoints lack.
+# Entries of the train state that older checkpoints, and those of torchtitan, lack.
 _KEYS_SINCE_FIRST_VERSION = {"weights_version"}
 
 # Name of an entry -> its shape; None if the entry is not a tensor.
@@ -245,7 +245,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 def saved_shapes_in(path: str) -> Shapes | None:
     """The shapes in a DCP checkpoint; None if its metadata is missing or empty.
 
-    The reference's tests use an empty file.
+    Tests of 0.2.x use an empty file.
     """
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:

@@ -1,4 +1,4 @@
-"""The reference's import path of `torchtitan.checkpoint`."""
+"""The import path of `torchtitan.checkpoint` in 0.2.x."""
 # ruff: noqa: F401
 
 import torch.distributed as dist
