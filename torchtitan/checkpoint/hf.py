@@ -82,13 +82,17 @@ def load_from_hf(
         raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
-    own_shapes: Shapes = {}
-    for part in parts:
-        hf_part = adapter.to_hf(part)
-        if not from_quantized:
-            dcp.check_same_kinds(hf_part, metadata)
-        own_shapes |= shapes_of(hf_part)
-    of_ranks = all_ranks((len(parts), own_shapes))
+
+    def shapes_here() -> tuple[int, Shapes]:
+        shapes: Shapes = {}
+        for part in parts:
+            hf_part = adapter.to_hf(part)
+            if not from_quantized:
+                dcp.check_same_kinds(hf_part, metadata)
+            shapes |= shapes_of(hf_part)
+        return len(parts), shapes
+
+    of_ranks = on_all_ranks(shapes_here)
     wanted = {name: shape for _, shapes in of_ranks for name, shape in shapes.items()}
     parts += [{}] * (max(n_parts for n_parts, _ in of_ranks) - len(parts))
 
