@@ -74,7 +74,7 @@ def load(
     if storage_reader is None:
         storage_reader, planner = SafeReader(checkpoint_id), _SafePlanner()
         # Read it first, because torch's own attempt would log a stack and look for another file.
-        on_all_ranks(storage_reader.check_metadata)
+        on_all_ranks(lambda: storage_reader.read_metadata() and None)
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
 
@@ -151,21 +151,16 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     _metadata: Metadata | None = None
 
-    def check_metadata(self) -> None:
-        """Raise ValueError if `.metadata` is missing or is not DCP's."""
-        try:
-            self.read_metadata()
-        except OSError as error:
-            raise ValueError(str(error)) from error
-
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
         path = os.path.join(self.path, DCP_METADATA)
-        with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
-            metadata = read_pickle(file, METADATA_NAMES, path)
         try:
+            with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
+                metadata = read_pickle(file, METADATA_NAMES, path)
             _check_metadata(metadata)
+        except OSError as error:
+            raise ValueError(str(error)) from error
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
         check_chunks(metadata, path)

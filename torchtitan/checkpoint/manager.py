@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint.folder import mark_kept
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
@@ -42,6 +43,7 @@ from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
 from torchtitan.distributed.fault_tolerance import FTManager
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -189,7 +191,9 @@ class CheckpointManager:
         else:
             folder = os.fspath(path)
             self._retention.leave_alone(folder)
-            self._saver.mark_kept(folder, self.folder)
+            what = f"The checkpoint {folder} could not be written"
+            with self._saver.one_error(what, folder, self.folder):
+                from_rank_zero(lambda: mark_kept(folder))  # first, in case the save is killed
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -328,7 +332,8 @@ class CheckpointManager:
             wanted = {MODEL: self.states[MODEL]}
         if not (self.has_adapters and facts.has_adapters):
             self._read(facts, wanted, self.states[MODEL].base())
-            self.adapters.load_first(self.require_adapter, base=facts.path)
+            self.adapters.set_base(facts.path)
+            self.adapters.load_first(self.require_adapter)
             return True
         if path is None and (base := self._initial_checkpoint()) is not None:
             self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())

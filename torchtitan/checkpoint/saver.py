@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     HashingWriter,
-    mark_kept,
     newest_finished_step,
     remove_failed_save,
 )
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
@@ -137,12 +135,6 @@ class Saver:
             arguments["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
             arguments["async_stager"] = self.stager
         return dcp.async_save(states, process_group=self.group, **arguments)
-
-    def mark_kept(self, folder: str, run_folder: str) -> None:
-        """Mark `folder` for retention before the first byte, in case the save is killed."""
-        what = f"The checkpoint {folder} could not be written"
-        with self.one_error(what, folder, run_folder):
-            from_rank_zero(lambda: mark_kept(folder))
 
     def prepare(self, mode: AsyncMode) -> AsyncMode:
         """Set up background saves; return ASYNC if memory cannot be pinned. Collective."""

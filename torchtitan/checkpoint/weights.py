@@ -117,15 +117,8 @@ class AdapterFiles:
         model, _ = self._model, self._require_options("load_peft")
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
-    def load_first(
-        self, require_adapter: Callable[[], BaseStateDictAdapter], base: str | None = None
-    ) -> None:
-        """Read the adapters that training starts from, if the job names some.
-
-        base: what the weights were read from, if they were read.
-        """
-        if base is not None:
-            self.set_base(base)
+    def load_first(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> None:
+        """Read the adapters that training starts from, if the job names some."""
         if self._options is not None and self._options.adapter_path:
             self.load(self._options.adapter_path, require_adapter())
 
@@ -156,10 +149,10 @@ class AdapterFiles:
 
     # ---- the base ----
 
-    def set_base(self, name: str | None) -> None:
-        """name: what the base was read from; None: initial weights. Collective."""
+    def set_base(self, name: str) -> None:
+        """name: what the base was read from. Collective."""
         self._base_name, self._base_record = name, None
-        if name is not None and self._options is not None:
+        if self._options is not None:
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
