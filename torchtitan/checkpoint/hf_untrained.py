@@ -1,0 +1,74 @@
+"""Parts of a Hugging Face model that no family here trains, such as towers for images.
+
+`checkpoint.untrained_weights` says what becomes of them.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
+
+from torchtitan.checkpoint.folder import HF_INDEX, hash_file, path_inside
+from torchtitan.checkpoint.hf import are_quantized, check_files
+from torchtitan.checkpoint.hf_assets import write_json
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.files import read_json_object, save_tensors
+from torchtitan.tools.logging import logger
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class UntrainedParts(NamedTuple):
+    """folder: of the model that has them. names: file there -> names of untrained tensors in it."""
+
+    folder: str
+    names: dict[str, list[str]]
+
+    def copy_to(self, folder: str) -> dict[str, str]:
+        """Copy them, bit for bit, to files of their own; return file name -> SHA-256.
+
+        The export's index, which then lists them too, is among the files.
+        """
+        index_path = os.path.join(folder, HF_INDEX)
+        index, hashes = read_json_object(index_path), {}
+        for number, (source, names) in enumerate(self.names.items()):
+            with safe_open(path_inside(self.folder, source), framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in names}
+            copy = f"model-untrained-{number:05}.safetensors"
+            save_tensors(tensors, os.path.join(folder, copy))
+            hashes[copy] = hash_file(os.path.join(folder, copy))
+            index["weight_map"] |= dict.fromkeys(names, copy)
+            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+        write_json(Path(index_path), index)
+        for name in _PROCESSOR_FILES:
+            if os.path.isfile(source := os.path.join(self.folder, name)):
+                shutil.copy(source, folder)
+        return hashes | {HF_INDEX: hash_file(index_path)}
+
+
+def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:
+    """Return the parts of the model in `folder` that an export copies; None if there are none.
+
+    Warns if they cannot be copied, because an export must not fail at the end of a run.
+    """
+    try:
+        names = {}
+        for file_name in check_files(folder)[0]:
+            with safe_open(path_inside(folder, file_name), framework="pt") as file:
+                names[file_name] = list(file.keys())
+    except (OSError, ValueError) as error:
+        logger.warning(f"The export has no copy of parts that are not trained: {error}")
+        return None
+    everything = [name for in_file in names.values() for name in in_file]
+    adapter = adapter.spelled_like(everything)
+    untrained = {
+        file_name: chosen
+        for file_name, in_file in names.items()
+        if (chosen := [name for name in in_file if adapter.holds_untrained_part(name)])
+    }
+    if are_quantized(name for chosen in untrained.values() for name in chosen):
+        logger.warning(f"The export has no copy of the untrained parts of {folder}: quantized")
+        return None
+    return UntrainedParts(folder, untrained) if untrained else None
