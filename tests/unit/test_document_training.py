@@ -125,7 +125,7 @@ def test_row_of_many_documents_may_be_longer_than_the_rope_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "attn_type, builder", [("flex", "block_mask"), ("varlen", "_varlen_metadata")]
+    "attn_type, builder", [("flex", "block_mask"), ("varlen", "with_lengths")]
 )
 def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_path, monkeypatch):
     calls = []

@@ -1,1 +1,1 @@
-"""One training step: the forwards and backwards (`runner`), then the optimizer (`update`)."""
+"""One training step: the forwards and backwards (`forward`), then the optimizer (`update`)."""

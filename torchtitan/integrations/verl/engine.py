@@ -34,7 +34,7 @@ from torchtitan.integrations.verl.deltas import WeightDeltas
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward import Head
+from torchtitan.step.runner import Head
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
