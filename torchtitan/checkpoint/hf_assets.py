@@ -16,17 +16,9 @@ from torchtitan.tools.files import find_shipped, open_file, read_json_object
 from torchtitan.tools.logging import logger
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json"
+).split()
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the default one
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -53,22 +53,18 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
 
     Warns if they cannot be copied, because an export must not fail at the end of a run.
     """
+    names = {}
     try:
-        names = {}
         for file_name in check_files(folder)[0]:
             with safe_open(path_inside(folder, file_name), framework="pt") as file:
                 names[file_name] = list(file.keys())
+        adapter = adapter.spelled_like([name for in_file in names.values() for name in in_file])
+        for file_name, in_file in names.items():
+            names[file_name] = [name for name in in_file if adapter.holds_untrained_part(name)]
+            if are_quantized(names[file_name]):
+                raise ValueError(f"those in {folder} are quantized, and the export is not")
     except (OSError, ValueError) as error:
         logger.warning(f"The export has no copy of parts that are not trained: {error}")
         return None
-    everything = [name for in_file in names.values() for name in in_file]
-    adapter = adapter.spelled_like(everything)
-    untrained = {
-        file_name: chosen
-        for file_name, in_file in names.items()
-        if (chosen := [name for name in in_file if adapter.holds_untrained_part(name)])
-    }
-    if are_quantized(name for chosen in untrained.values() for name in chosen):
-        logger.warning(f"The export has no copy of the untrained parts of {folder}: quantized")
-        return None
-    return UntrainedParts(folder, untrained) if untrained else None
+    names = {file_name: in_file for file_name, in_file in names.items() if in_file}
+    return UntrainedParts(folder, names) if names else None

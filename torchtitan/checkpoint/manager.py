@@ -391,14 +391,9 @@ class CheckpointManager:
                 # Files hold the tied parameter once, under the name of the embedding.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             adapter, model = self.require_adapter(), self.model_description
+            choices = self.chosen_args, self.untrained_weights
             state_dict = load_from_hf(
-                state_dict,
-                adapter,
-                checkpoint_id,
-                from_quantized,
-                model,
-                self.chosen_args,
-                self.untrained_weights,
+                state_dict, adapter, checkpoint_id, from_quantized, model, *choices
             )
         else:
             with dcp.one_error(f"The checkpoint {checkpoint_id} could not be read"):
