@@ -441,6 +441,10 @@ SPELLINGS = {
             "num_local_experts": 4,
         },
     ),
+    "deepseek_v3": (
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "gpt_oss": (
         {"rope_theta": 150000.0, "rope_scaling": GPT_OSS, "initial_context_length": 16},
         {"rope_parameters": GPT_OSS | {"rope_theta": 150000.0}},
