@@ -118,7 +118,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
             left_out.append("num_nextn_predict_layers")
         if not has_untrained_parts and "text_config" in config:
             left_out += sorted(config.keys() - {"text_config"})
-            config = config["text_config"]
+            config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
         if left_out:
             logger.info(f"Not true of the exported weights, so left out of {path}: {left_out}")
         # Fields that only one of transformers 4 and 5 writes, for readers of the other.
