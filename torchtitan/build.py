@@ -341,7 +341,7 @@ def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:
 def build_on_meta(
     config: JobConfig, spec: TrainSpec, model_args: Any, dims: ParallelDims
 ) -> tuple[nn.Module, Any]:
-    """Return (the whole model on the meta device, the converters that have changed it)."""
+    """Return the model on the meta device after conversion, and its converters."""
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model_cls(model_args)
     converters = build_model_converters(config, dims)

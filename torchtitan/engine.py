@@ -115,6 +115,7 @@ class EngineState:
 
     @property
     def dp_rank(self) -> int:
+        """This rank's place among them; ranks with the same number read the same batches."""
         return self.layout.dp_rank
 
     @property
@@ -153,6 +154,7 @@ class EngineState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the counters. Raises ValueError if one is no count."""
         # Older checkpoints count steps only.
         state_dict = {"weights_version": state_dict["step"], **state_dict}
         for name in ("step", "ntokens_seen", "weights_version"):
@@ -603,8 +605,8 @@ class TrainingEngine(EngineState):
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows; a list is not split.
         global_valid_tokens: the loss denominator, counted over the whole global batch: all
-            microbatches of the step, over the data-parallel ranks only, because the ranks that share
-            rows would count them twice. None does not divide a loss_fn's sums: for weights that hold
+            microbatches of the step. Rows are counted once per data-parallel rank, not per TP, CP or PP
+            rank. None does not divide a loss_fn's sums: for weights that hold
             the denominator already, or for `optim_step(denominator=...)`.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
             (sum, metrics, output), see `StepOutput`. The default is the train spec's loss, which

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.loss.logprobs import exponentials_, logprobs_of_logits
+from torchtitan.loss.chunked_logits import exponentials_, logprobs_of_logits
 from torchtitan.tools.files import find_shipped, read_json_object
 
 

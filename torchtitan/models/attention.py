@@ -148,7 +148,7 @@ def create_attention_mask(
 
 
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
-    """Return the boundaries of tokens [B, T] whose documents end with `eos_id` or with the row."""
+    """Return cumulative lengths of tokens [B, T]; a document ends at `eos_id` or at its row's end."""
     document_ids = document_ids_from_eos(input_batch, eos_id)
     return DocumentMask.of_documents(document_ids).lower("varlen").lowered
 

@@ -1,1 +1,1 @@
-"""One training step: the forwards and backwards (`forward`), then the optimizer (`update`)."""
+"""One training step: the calls (`forward`), their microbatches (`runner`), the update (`update`)."""

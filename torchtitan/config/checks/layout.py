@@ -1,4 +1,4 @@
-"""Rules about how ranks share the work: single degrees, their product, and degrees with the model."""
+"""Rules about how ranks share the work: degrees alone, their product, and against the model's sizes."""
 
 import csv
 import math
