@@ -353,9 +353,10 @@ def save_to_hf(
     else:
         hashes = _write_alone(state_dict, adapter, folder, dtype)
 
+    if untrained is not None:
+        hashes |= untrained.copy_to(folder)
+
     def write_the_rest() -> None:
-        if untrained is not None:
-            hashes.update(untrained.copy_to(folder))
         if (model_args := getattr(adapter, "model_args", None)) is not None:
             kinds = [t.dtype for t in state_dict.values() if t.is_floating_point()]
             most_used = dtype or max(kinds, key=kinds.count)

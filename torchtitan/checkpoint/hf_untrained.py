@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from safetensors import safe_open
 
-from torchtitan.checkpoint.folder import HF_INDEX, hash_file, path_inside
+from torchtitan.checkpoint.folder import HF_INDEX, hash_file, own_share, path_inside
 from torchtitan.checkpoint.hf import are_quantized, check_files
 from torchtitan.checkpoint.hf_assets import write_json
+from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.files import read_json_object, save_tensors
 from torchtitan.tools.logging import logger
@@ -27,25 +28,40 @@ class UntrainedParts(NamedTuple):
     names: dict[str, list[str]]
 
     def copy_to(self, folder: str) -> dict[str, str]:
-        """Copy them, bit for bit, to files of their own; return file name -> SHA-256.
+        """Copy them, bit for bit, to files of their own; return file name -> SHA-256. Collective.
 
         The export's index, which then lists them too, is among the files.
         """
-        index_path = os.path.join(folder, HF_INDEX)
-        index, hashes = read_json_object(index_path), {}
-        for number, (source, names) in enumerate(self.names.items()):
-            with safe_open(path_inside(self.folder, source), framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in names}
-            copy = f"model-untrained-{number:05}.safetensors"
-            save_tensors(tensors, os.path.join(folder, copy))
-            hashes[copy] = hash_file(os.path.join(folder, copy))
-            index["weight_map"] |= dict.fromkeys(names, copy)
-            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-        write_json(Path(index_path), index)
-        for name in _PROCESSOR_FILES:
-            if os.path.isfile(source := os.path.join(self.folder, name)):
-                shutil.copy(source, folder)
-        return hashes | {HF_INDEX: hash_file(index_path)}
+        copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
+
+        def copy_own_share() -> dict[str, tuple[str, int]]:
+            """Return file name -> SHA-256, bytes of its tensors."""
+            written = {}
+            for source in own_share(list(self.names)):
+                with safe_open(path_inside(self.folder, source), framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in self.names[source]}
+                path = os.path.join(folder, copies[source])
+                save_tensors(tensors, path)
+                written[copies[source]] = hash_file(path), sum(t.nbytes for t in tensors.values())
+            return written
+
+        written = {
+            name: entry for part in on_all_ranks(copy_own_share) for name, entry in part.items()
+        }
+        index_path = Path(folder, HF_INDEX)
+
+        def write_index() -> dict[str, str]:
+            index = read_json_object(index_path)
+            for source, names in self.names.items():
+                index["weight_map"] |= dict.fromkeys(names, copies[source])
+            index["metadata"]["total_size"] += sum(n_bytes for _, n_bytes in written.values())
+            write_json(index_path, index)
+            for name in _PROCESSOR_FILES:
+                if os.path.isfile(source := os.path.join(self.folder, name)):
+                    shutil.copy(source, folder)
+            return {HF_INDEX: hash_file(str(index_path))}
+
+        return {name: digest for name, (digest, _) in written.items()} | from_rank_zero(write_index)
 
 
 def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:
