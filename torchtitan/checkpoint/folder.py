@@ -239,7 +239,7 @@ def hash_file(path: str) -> str:
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
     """File name -> SHA-256 of the named files of `folder`; the ranks share the work. Collective."""
     parts = on_all_ranks(
-        lambda: {name: hash_file(os.path.join(folder, name)) for name in _own_share(names)}
+        lambda: {name: hash_file(os.path.join(folder, name)) for name in own_share(names)}
     )
     return {name: digest for part in parts for name, digest in part.items()}
 
@@ -256,7 +256,7 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
     except (ValueError, OSError) as error:
         return str(error)
     problem = None
-    for name in _own_share(list(expected)):
+    for name in own_share(list(expected)):
         path = os.path.join(folder, name)
         try:
             if not os.path.isfile(path):
@@ -270,7 +270,7 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
     return next(filter(None, all_ranks(problem)), None)
 
 
-def _own_share(names: list[str]) -> list[str]:
+def own_share(names: list[str]) -> list[str]:
     if not dist.is_initialized():
         return names
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]

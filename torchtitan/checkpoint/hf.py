@@ -10,7 +10,7 @@ import shutil
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,9 @@ from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
+if TYPE_CHECKING:
+    from torchtitan.checkpoint.hf_untrained import UntrainedParts
+
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
@@ -65,12 +68,14 @@ def load_from_hf(
     from_quantized: bool = False,
     model_description: str = "the model",
     chosen_args: Collection[str] | None = (),
+    untrained_weights: str = "drop",
 ) -> dict[str, Any]:
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
     state_dict: the model's own entries. Returns the entries that were read.
     chosen_args: fields of the model's args that the user chose against the files' config.json; None
         if all are.
+    untrained_weights: the setting of this name; it says what exports do with parts not read here.
     Raises ValueError if files, their config.json and the model do not match.
     """
     (names, missing_files), difference = from_rank_zero(
@@ -104,7 +109,7 @@ def load_from_hf(
     }
     if copies:
         from_rank_zero(lambda: _check_copies(copies, metadata, path))
-    _tell_ignored(ignored, adapter, path)
+    _tell_ignored(ignored, adapter, path, untrained_weights)
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
@@ -161,13 +166,12 @@ def _open_reader(
     return reader
 
 
-def _tell_ignored(ignored: set[str], adapter: BaseStateDictAdapter, path: str) -> None:
+def _tell_ignored(
+    ignored: set[str], adapter: BaseStateDictAdapter, path: str, untrained_weights: str
+) -> None:
     untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
     if untrained:
-        logger.warning(
-            f"{path} has parts that are not trained, so not read and not exported: "
-            f"{_counted(untrained)}"
-        )
+        _follow_choice(untrained_weights, untrained, path)
     if ignored - untrained:
         logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
 
@@ -190,6 +194,27 @@ def _check_config(
         logger.warning(f"{sentence}: the run's values are used")
 
 
+def _follow_choice(untrained_weights: str, names: Collection[str], path: str) -> None:
+    """Say what becomes of parts of a model that are not trained. ValueError if they are refused."""
+    parts = f"{path} has parts that are not trained, so not read: {_counted(names)}"
+    if untrained_weights == "refuse":
+        raise ValueError(
+            f"{parts}; checkpoint.untrained_weights = 'refuse' refuses them: set it to 'copy' or "
+            "'drop', which is what exports do with them"
+        )
+    if untrained_weights == "drop":
+        logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
+    elif are_quantized(names):
+        raise ValueError(
+            f"{parts}; they are quantized, and an export is not, so checkpoint.untrained_weights = "
+            "'copy' cannot copy them: set it to 'drop', or give a model without quantization"
+        )
+
+
+def are_quantized(names: Iterable[str]) -> bool:
+    return any(name.endswith((_SCALE, "_scales")) for name in names)
+
+
 def _counted(names: Iterable[str]) -> str:
     """Return the names; those that differ only in numbers as one, with their count."""
     groups: dict[str, list[str]] = {}
@@ -202,7 +227,7 @@ def _counted(names: Iterable[str]) -> str:
 
 def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
     """Return what to do if weights don't fit. difference: the model's from their config.json."""
-    if any(name.endswith((_SCALE, "_scales")) for name in saved):
+    if are_quantized(saved):
         return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
     if difference == {}:
         return (
@@ -319,6 +344,7 @@ def save_to_hf(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     chat_template: str | None = None,
+    untrained: "UntrainedParts | None" = None,
 ) -> None:
     """Write the model to safetensors files with an index. Collective.
 
@@ -326,8 +352,10 @@ def save_to_hf(
     Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise
     into files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is
     removed. config.json, generation_config.json and the tokenizer are written too, so that
-    `transformers` opens the folder; see `hf_assets.write_model_files`, also for the last two.
+    `transformers` opens the folder; see `hf_assets.write_model_files`, also for the next two.
+    untrained: parts of the model that was loaded, to be copied.
     """
+    adapter = adapter.for_export(untrained is not None)
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
     unnamed = {  # zeros change nothing
         name
@@ -347,12 +375,16 @@ def save_to_hf(
     else:
         hashes = _write_alone(state_dict, adapter, folder, dtype)
 
+    if untrained is not None:
+        hashes |= untrained.copy_to(folder)
+
     def write_the_rest() -> None:
         if (model_args := getattr(adapter, "model_args", None)) is not None:
             kinds = [t.dtype for t in state_dict.values() if t.is_floating_point()]
             most_used = dtype or max(kinds, key=kinds.count)
             assets = adapter.hf_assets_path
-            write_model_files(folder, model_args, assets, most_used, tokenizer, chat_template)
+            base = untrained and untrained.folder
+            write_model_files(folder, model_args, assets, most_used, tokenizer, chat_template, base)
         finish_writing(folder, hashes)
 
     from_rank_zero(write_the_rest)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import mark_kept
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
+from torchtitan.checkpoint.hf_untrained import untrained_parts
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
 from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
@@ -226,10 +227,21 @@ class CheckpointManager:
         a step. Raises RunError on failure.
         """
         self._saver.wait(self.folder)
-        states, adapter = self.adapters.merged(dtype), self.require_adapter()
+        self.require_adapter()
+        states = self.adapters.merged(dtype)
         what = f"The Hugging Face files in {path} could not be written"
         with self._saver.one_error(what, path, self.folder):
-            save_to_hf(states, adapter, path, dtype, self.tokenizer, self.chat_template)
+            self._save_to_hf(states, path, dtype)
+
+    def _save_to_hf(
+        self, states: dict[str, Any], path: str, dtype: torch.dtype | None = None
+    ) -> None:
+        adapter, untrained = self.require_adapter(), None
+        if self.untrained_weights == "copy":
+            base = self.initial_load_in_hf and self.initial_load_path or adapter.hf_assets_path
+            untrained = from_rank_zero(lambda: untrained_parts(base or "", adapter))
+        tokenizer, template = self.tokenizer, self.chat_template
+        save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
 
     def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
         """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
@@ -260,10 +272,7 @@ class CheckpointManager:
         what = f"The checkpoint {checkpoint_id} could not be written"
         with self._saver.one_error(what, checkpoint_id, self.folder):
             if to_hf:
-                adapter = self.require_adapter()
-                save_to_hf(
-                    state_dict, adapter, checkpoint_id, None, self.tokenizer, self.chat_template
-                )
+                self._save_to_hf(state_dict, checkpoint_id)
             else:
                 record = self.run_record | self.adapters.own_base(self.model_description)
                 result = self._saver.save(state_dict, checkpoint_id, async_mode, record)
@@ -408,8 +417,9 @@ class CheckpointManager:
                 # Files hold the tied parameter once, under the name of the embedding.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             adapter, model = self.require_adapter(), self.model_description
+            choices = self.chosen_args, self.untrained_weights
             state_dict = load_from_hf(
-                state_dict, adapter, checkpoint_id, from_quantized, model, self.chosen_args
+                state_dict, adapter, checkpoint_id, from_quantized, model, *choices
             )
         else:
             with dcp.one_error(f"The checkpoint {checkpoint_id} could not be read"):
