@@ -106,8 +106,8 @@ FAULTS = [
     ),
     token_fault(
         "tokens without their index",
-        "…a.idx is missing, and its pair cannot be read without it; copy it there, or remove the other "
-        "file of the pair",
+        "…a.idx is missing, and its pair cannot be read without it; copy it there, or remove the rest "
+        "of the pair",
         CUT_OFF,
         "Copy the file.",
         pair(remove("a.idx")),
@@ -153,8 +153,8 @@ FAULTS = [
     ),
     token_fault(
         "index that is damaged",
-        "…a.bin, document 0 (counted from 0): the index is damaged, because it lists 100 ids at bytes "
-        "65535 to 65735 of 400 for this document; copy the .idx file again, or write the pair again",
+        "…a.bin, document 0 (counted from 0): the index is damaged, because it lists sequences at "
+        "bytes [65535] for bytes 0 to 200 of 400; copy the .idx file again, or write the pair again",
         "A bad disk or copy.",
         COPY_AGAIN,
         pair(overwrite("a.idx", b"\xff\xff", at=42)),
