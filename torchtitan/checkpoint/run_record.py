@@ -14,8 +14,10 @@ from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
 from torchtitan.config.checks.unused import without_effect
+from torchtitan.config.checks.values import settings_of
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of as record_of_files
+from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.models.args import DecoderArgs
@@ -56,6 +58,7 @@ _WHICH_IS_USED = {
 # Settings that change what the model computes, and what it reads. A run that continues has the same,
 # unless checkpoint.allow_changed names them, or, of the latter, the data position is not loaded.
 _FUNCTION = (
+    "model.hf_assets_path",
     "lora.alpha",
     "lora.use_rslora",
     "lora.alpha_pattern",
@@ -78,9 +81,20 @@ _DATA = (
     "validation.dataset",
     "validation.dataset_path",
 )
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # with the names behind them
+_RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
+_BY_CONTENT = (
+    "model.hf_assets_path",
+    "training.dataset_path",
+    "training.mixture",
+    "training.chat_template",
+    "validation.dataset_path",
+    "rl.task.path",
+    "rl.task.eval_path",
+    "rl.task.chat_template",
+)
 _CONTENT = "content of "  # begins the entry of the digest of what a setting names
 _GLOBAL_BATCH_SIZE = "global batch size"
-_TOKENIZER = "tokenizer"
 _OPTIMIZER = "optimizer.name"
 _PATTERNS = "patterns of optimizer.groups"
 
@@ -103,20 +117,17 @@ def record_of(
     has_adapters, validates = "lora" in config.model.converters, config.validation.enable
     unread = without_effect(config)
     for key in (_OPTIMIZER, *_WHICH_IS_USED, *_FUNCTION, *_DATA):
-        if key in unread:
-            continue
         section, name = key.split(".")
-        if name.endswith(("dataset_path", "chat_template")) or key == "training.mixture":
-            continue  # their content is compared
+        if key in unread or key in _BY_CONTENT:
+            continue
         if (section != "lora" or has_adapters) and (section != "validation" or validates):
-            value = getattr(getattr(config, section), name)
-            is_plain = isinstance(value, str | int | float | None)
-            record[key] = value if is_plain else json.dumps(value, default=vars)
+            record[key] = _plain(getattr(getattr(config, section), name))
     if isinstance(model_args, DecoderArgs):
         facts = facts_of(model_args) | {"attn_mask_type": model_args.attn_mask_type}
         record |= {f"{_MODEL_ARGS}{name}": json.dumps(x, default=str) for name, x in facts.items()}
-    record |= _contents(config, sources)
+    record |= _contents(config, sources) | _of_tokenizer(tokenizer)
     known = {*_FUNCTION, *_DATA, *(key for key in record if key.startswith(_MODEL_ARGS))}
+    known |= {key for key, *_ in settings_of(config) if key.startswith(_RL)}
     for name in config.checkpoint.allow_changed:
         if name not in known:
             raise ConfigError(
@@ -125,14 +136,45 @@ def record_of(
             )
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
-    backend = getattr(tokenizer, "tokenizer", None)
-    if hasattr(backend, "get_vocab"):  # a client's own tokenizer may lack it
-        vocabulary = json.dumps(sorted(backend.get_vocab().items()))
-        digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
-        record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
     if num_documents is not None:
         record["number of documents"] = num_documents  # not compared here
     return record
+
+
+def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
+    """Return the settings that matter to a run of RL.
+
+    rl: the section `[rl]`. task: that is trained on, which may not be the section's.
+    """
+    record = {
+        key: _plain(value)
+        for key, value, _ in settings_of(rl, "rl.")
+        if not key.startswith(_RL_OF_PROCESSES)
+        and not key.endswith(("_processes", "_timeout_seconds"))
+        and key not in _BY_CONTENT
+    }
+    record["rl.task.name"] = f"{rl.task.name} ({type(task).__name__})"
+    contents = {"rl.task.path": rl.task.path, "rl.task.eval_path": rl.task.eval_path}
+    contents = {key: record_of_files(path, is_movable=True) for key, path in contents.items()}
+    contents["rl.task.chat_template"] = getattr(getattr(task, "chat", None), "source", "")
+    return record | _digests(contents) | _of_tokenizer(task.tokenizer)
+
+
+def _plain(value: Any) -> Any:
+    is_plain = isinstance(value, str | int | float | None)
+    return value if is_plain else json.dumps(value, default=vars)
+
+
+def _of_tokenizer(tokenizer: BaseTokenizer | None) -> dict[str, str]:
+    hashed = tokenizer and tokenizer_hash(tokenizer)
+    return _digests({"model.hf_assets_path": hashed}) if hashed else {}
+
+
+def _digests(contents: dict[str, Any]) -> dict[str, str]:
+    return {
+        f"{_CONTENT}{key}": hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+        for key, value in contents.items()
+    }
 
 
 def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
@@ -143,21 +185,15 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
     ]
     templates = {getattr(source.encode, "template", None) for source in sources} - {None}
     mixture = config.training.mixture
-    contents: dict[str, Any] = {
-        "training.mixture" if mixture else "training.dataset_path": [
-            files,
-            [[source.weight, source.epochs] for source in mixture],
-        ]
-    }
+    contents: dict[str, Any] = {}
+    if sources:
+        weights = [[source.weight, source.epochs] for source in mixture]
+        contents["training.mixture" if mixture else "training.dataset_path"] = [files, weights]
     if templates:
         contents["training.chat_template"] = sorted(map(str, templates))
     if config.validation.enable and (path := config.validation.dataset_path):
         contents["validation.dataset_path"] = record_of_files(path, is_movable=True)
-    return {
-        f"{_CONTENT}{key}": hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
-        for key, value in contents.items()
-        if sources or key.startswith("validation")
-    }
+    return _digests(contents)
 
 
 def compare_with_saved(
@@ -227,7 +263,7 @@ def check_same_meaning(
         name = key.removeprefix(_CONTENT)
         is_data = name in _DATA
         if saved[key] == own[key] or not (
-            is_data or name in _FUNCTION or name.startswith(_MODEL_ARGS)
+            is_data or name in _FUNCTION or name.startswith((_MODEL_ARGS, *_RL))
         ):
             continue
         difference = f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now"
@@ -251,13 +287,11 @@ def differences(
 
     loaded: the components whose state comes from the checkpoint.
     """
-    for key, (component, if_loaded) in _WHICH_IS_USED.items():
+    of_rl = [key for key in own if key.startswith("rl.") and not key.startswith(_RL)]
+    for key, (component, if_loaded) in (_WHICH_IS_USED | dict.fromkeys(of_rl, ("", _OWN))).items():
         if key in saved and key in own and saved[key] != own[key]:
             used = if_loaded if component in loaded else _OWN
             yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
-    for key, used in (
-        (_GLOBAL_BATCH_SIZE, _OWN),
-        (_TOKENIZER, f"{_OWN}, with which the weights were not trained"),
-    ):
-        if key in saved and key in own and saved[key] != own[key]:
-            yield f"the {key} was {saved[key]} when it was saved and is {own[key]} now: {used}"
+    key = _GLOBAL_BATCH_SIZE
+    if key in saved and key in own and saved[key] != own[key]:
+        yield f"the {key} was {saved[key]} when it was saved and is {own[key]} now: {_OWN}"

@@ -18,8 +18,10 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.tools.files import cache_folder, open_file
@@ -231,9 +233,9 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
             f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
             f"is relative to"
         )
-    paths = _files_in(root)
+    paths = [Path(file) for file in _files_in(path)]
     if root.is_dir():
-        paths = sorted(file for file in paths if _kind_of(file))
+        paths = [file for file in paths if _kind_of(file)]
         if len({_kind_of(file) for file in paths}) > 1:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
@@ -444,18 +446,20 @@ def _cut(file: Any, part: int) -> int:
     return nominal - 1 + shift
 
 
-def _files_in(root: Path) -> list[Path]:
-    """Return a file itself, or the files in and below a folder.
+def _files_in(root: str) -> dict[str, os.stat_result]:
+    """Return a file itself, or the files in and below a folder, in the order of their names.
 
     Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
     """
-    if not root.is_dir():
-        return [root]
-    return [
-        file
-        for file in root.rglob("*")
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(root).parts)
-    ]
+    paths = [] if os.path.isdir(root) else [root]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name[0] != "."]
+        paths += [os.path.join(folder, name) for name in names if name[0] != "."]
+    files = {}
+    for path in sorted(paths, key=lambda path: path.split(os.sep)):
+        with suppress(FileNotFoundError):  # a link to nothing
+            files[path] = os.stat(path)
+    return {path: found for path, found in files.items() if S_ISREG(found.st_mode)}
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
@@ -464,34 +468,31 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
     out times, so that copies have the same digest, and take samples of at most 128 files.
     """
-    root = Path(path)
-    if not path or not root.exists():
+    if not path or not os.path.exists(path):
         return {}
-    files = sorted(_files_in(root))
-    stats = [file.stat() for file in files]
+    files = _files_in(path)
     digest = hashlib.sha256()
     every = -(-len(files) // 128) if is_movable else 1
-    for number, (file, stat) in enumerate(zip(files, stats, strict=True)):
-        time = None if is_movable else stat.st_mtime_ns
-        digest.update(repr((os.fsencode(file.relative_to(root)), stat.st_size, time)).encode())
+    for number, (file, found) in enumerate(files.items()):
+        name = file.removeprefix(path).lstrip(os.sep) or "."
+        time = None if is_movable else found.st_mtime_ns
+        digest.update(repr((os.fsencode(name), found.st_size, time)).encode())
         if number % every == 0:
-            digest.update(_samples_of(file, stat.st_size))
+            digest.update(_samples_of(file, found.st_size))
     return {
-        "files": len(stats),
-        "bytes": sum(stat.st_size for stat in stats),
+        "files": len(files),
+        "bytes": sum(found.st_size for found in files.values()),
         "sha256": digest.hexdigest(),
     }
 
 
-def _samples_of(path: Path, size: int) -> bytes:
+def _samples_of(path: str, size: int) -> bytes:
     """Return bytes of the file's head, tail and places in between; a short file's whole content."""
     if not os.access(path, os.R_OK):  # beside the data
         return b""
-    with open_file(path, "rb") as file:
-        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
-            return file.read()
-        samples = []
-        for i in range(_NUM_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-            samples.append(file.read(_SAMPLE_BYTES))
-        return b"".join(samples)
+    places, length = [0], size
+    if size > _NUM_SAMPLES * _SAMPLE_BYTES:
+        length = _SAMPLE_BYTES
+        places = [(size - length) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)]
+    with open_file(path, "rb", buffering=0) as file:
+        return b"".join(os.pread(file.fileno(), length, place) for place in places)
