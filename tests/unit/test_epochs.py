@@ -314,7 +314,7 @@ def test_fitted_rows_are_those_of_a_slow_best_fit():
 
 
 def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, caplog
 ):
     lengths = np.random.default_rng(2).integers(1, 90, 300)
     first = planned(lengths, "fit", limit=3, seed=1).num_steps_left
@@ -326,4 +326,6 @@ def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
     numbers = counts.kept("key", lambda: np.arange(5))
     (file,) = (tmp_path / "torchtitan").iterdir()
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+    assert not caplog.text
     assert counts.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
+    assert f"the counts of tokens kept in {file} are damaged, and made again" in caplog.text

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tests.unit.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
-from torchtitan.data import counts, open_document
+from torchtitan.config import ConfigManager
+from torchtitan.data import DatasetConfig, counts, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Source
 from torchtitan.data.lanes import Packing
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.order import Order
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.text_datasets import DATASETS, build_text_validation_dataloader
 
 TOKENIZER = NumberTokenizer()
 
@@ -254,6 +256,23 @@ def test_ranks_share_the_files_of_a_stream():
         ValueError, match="8 data-parallel ranks.*4 in common.*on 1 or 2 or 4 ranks"
     ):
         stream_rows(0, 8, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_validation_reads_each_document_of_a_stream_once_on_any_number_of_ranks(ranks, monkeypatch):
+    """Also on ranks whose number and the global batch have no divisor in common with the files."""
+    entry = DatasetConfig(
+        "", lambda path: stream_of(24, 6 if ranks == 3 else 5), lambda s: s["text"]
+    )
+    monkeypatch.setitem(DATASETS, "stream", entry)
+    flags = ["dataset=stream", "seq_len=8", "local_batch_size=2", "steps=-1", "enable"]
+    config = ConfigManager().parse_args(
+        ["--training.global_batch_size=12", "--training.packing=none"]
+        + [f"--validation.{flag}" for flag in flags]
+    )
+    loaders = [build_text_validation_dataloader(ranks, r, TOKENIZER, config) for r in range(ranks)]
+    rows = [row for loader in loaders for x, _ in loader for row in x["input"].tolist()]
+    assert sorted(row[1] for row in rows) == list(range(24))
 
 
 def test_data_workers_share_a_stream():

@@ -118,8 +118,11 @@ def _read(key: object) -> NDArray[Any] | None:
             check_sum, content = opened.read(4), opened.read()
         if check_sum == _check_sum(content):
             return np.load(io.BytesIO(content), allow_pickle=False)
-    except (OSError, ValueError):
+        logger.warning(f"the counts of tokens kept in {_file_of(key)} are damaged, and made again")
+    except FileNotFoundError:
         pass
+    except (OSError, ValueError) as error:
+        logger.warning(f"the counts of tokens kept in {_file_of(key)} are made again: {error}")
     return None
 
 

@@ -1,6 +1,7 @@
 """Saved adapters are downloaded as `peft` reads them, by URLs that need no key but expire."""
 
 import json
+import os
 import time
 import urllib.error
 import urllib.parse
@@ -72,6 +73,28 @@ def run(url):
         client.optim_step()
     yield client
     client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+
+
+def test_states_are_for_their_owner_only_and_an_open_key_is_told(tmp_path, capsys):
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o644)
+    mask = os.umask(0o022)
+    try:
+        flags = ("--checkpoint.enable", f"--rl.serve.api_key_file={tmp_path / 'key'}")
+        with serving(server_config(tmp_path, *flags)) as url:
+            client = ClientWithKey(url).start()
+            client.train("save_weights", path="state")
+        (tmp_path / "later").touch()
+    finally:
+        os.umask(mask)
+    assert (
+        "key' has the mode 644, so other users of this machine know the key"
+        in capsys.readouterr().out
+    )
+    (state,) = tmp_path.rglob("weights/state")
+    saved = [state, *state.rglob("*")]
+    assert len(saved) > 3 and not any(path.stat().st_mode & 0o077 for path in saved)
+    assert (tmp_path / "later").stat().st_mode & 0o777 == 0o644
 
 
 def get(client, path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import os
 import signal
 import socket
 import threading
@@ -68,6 +69,13 @@ class Server:
                 "rl.serve.host = %r lets every machine that reaches it train and sample; set "
                 "rl.serve.api_key_file to require a key of clients",
                 config.host,
+            )
+        if key and (mode := os.stat(config.api_key_file).st_mode & 0o777) & 0o077:
+            logger.warning(
+                "rl.serve.api_key_file = %r has the mode %o, so other users of this machine know the key "
+                "or may change it; take their rights away: chmod 600",
+                config.api_key_file,
+                mode,
             )
         with _on_signals(self.stop):
             http.start()
