@@ -456,14 +456,14 @@ ABOUT_DAMAGES = {
     "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with doc"),
     "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
-    "fewer": (lambda about: about | {"parts": []}, "part-00000 is not listed there"),
+    "fewer": (lambda about: about | {"parts": []}, "tokens.json lists nothing as the documents and tokens of part-00000"),
     "more": (
         lambda about: about | {"parts": [*about["parts"], about["parts"][0] | {"name": "part-1"}]},
-        "lists 2 parts, and part-1 is missing; copy the whole folder again",
+        "of part-1, and the folder has nothing there; copy the whole folder again",
     ),
     "counts": (
         lambda about: about | {"parts": [about["parts"][0] | {"tokens": 1}]},
-        "has 5 documents and ",
+        "lists (5, 1) as the documents and tokens of part-00000, and the folder has (5, ",
     ),
 }  # fmt: skip
 

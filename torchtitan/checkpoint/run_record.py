@@ -31,67 +31,43 @@ _MOST_CHARACTERS = 100_000
 _OWN = "this run's is used"
 _SAVED = "the saved one is used"
 
-# Setting -> (component, message if the component's state is loaded from the checkpoint). If it is
-# not loaded, this run's setting is used.
-_WHICH_IS_USED = {
-    "optimizer.lr": ("lr_scheduler", _SAVED),
-    "optimizer.beta1": ("optimizer", _SAVED),
-    "optimizer.beta2": ("optimizer", _SAVED),
-    "optimizer.eps": ("optimizer", _SAVED),
-    "optimizer.weight_decay": ("optimizer", _SAVED),
-    "optimizer.groups": ("optimizer", _SAVED),
-    "optimizer.muon": ("optimizer", _OWN),
-    "optimizer.state_dtype": ("optimizer", _OWN),
-    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN),
-    "lr_scheduler.total_steps": ("lr_scheduler", _OWN),
-    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN),
-    "lr_scheduler.decay_type": ("lr_scheduler", _OWN),
-    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN),
-    "lr_scheduler.step_offset": ("lr_scheduler", _OWN),
-    "lr_scheduler.init_lr_factor": ("lr_scheduler", _OWN),
-    "training.steps": ("lr_scheduler", _OWN),
-    "training.seq_len": ("dataloader", _OWN),
-    "training.max_norm": ("optimizer", _OWN),
-    "training.dtype": ("optimizer", _OWN),
-    "training.mixed_precision_param": ("optimizer", _OWN),
-}
+
+def _settings(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+# Settings whose saved values come with a component's state, if that is loaded -> the component.
+_SAVED_WITH = {"optimizer.lr": "lr_scheduler"} | dict.fromkeys(
+    _settings("optimizer", "beta1 beta2 eps weight_decay groups"), "optimizer"
+)
+# Settings of which a difference is told.
+_TOLD = (
+    *_SAVED_WITH,
+    *_settings("optimizer", "muon state_dtype"),
+    *_settings("lr_scheduler", "warmup_steps total_steps decay_ratio decay_type min_lr_factor"),
+    *_settings("lr_scheduler", "step_offset init_lr_factor"),
+    *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
+)
 # Settings that change what the model computes, and what it reads. A run that continues has the same,
 # unless checkpoint.allow_changed names them, or, of the latter, the data position is not loaded.
 _FUNCTION = (
     "model.hf_assets_path",
-    "lora.alpha",
-    "lora.use_rslora",
-    "lora.alpha_pattern",
-    "lora.dropout",
-    "training.restart_positions",
-    "training.mask_boundary_loss",
+    *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
+    *_settings("training", "restart_positions mask_boundary_loss"),
 )
 _MODEL_ARGS = "model.args."  # with the name of each
 _DATA = (
-    "training.dataset",
-    "training.dataset_path",
-    "training.mixture",
-    "training.packing",
-    "training.shuffle",
-    "training.data_seed",
-    "training.too_long",
-    "training.bos_token",
-    "training.eos_token",
-    "training.chat_template",
-    "validation.dataset",
-    "validation.dataset_path",
+    *_settings("training", "dataset dataset_path mixture packing shuffle data_seed too_long"),
+    *_settings("training", "bos_token eos_token chat_template"),
+    *_settings("validation", "dataset dataset_path"),
 )
 _RL = ("rl.task.", "rl.sampling.", "rl.seed")  # with the names behind them
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",
-    "training.dataset_path",
-    "training.mixture",
-    "training.chat_template",
+    *_settings("training", "dataset_path mixture chat_template"),
     "validation.dataset_path",
-    "rl.task.path",
-    "rl.task.eval_path",
-    "rl.task.chat_template",
+    *_settings("rl.task", "path eval_path chat_template"),
 )
 _CONTENT = "content of "  # begins the entry of the digest of what a setting names
 _GLOBAL_BATCH_SIZE = "global batch size"
@@ -116,7 +92,7 @@ def record_of(
     record: dict[str, Any] = {"seed": seed}
     has_adapters, validates = "lora" in config.model.converters, config.validation.enable
     unread = without_effect(config)
-    for key in (_OPTIMIZER, *_WHICH_IS_USED, *_FUNCTION, *_DATA):
+    for key in (_OPTIMIZER, *_TOLD, *_FUNCTION, *_DATA):
         section, name = key.split(".")
         if key in unread or key in _BY_CONTENT:
             continue
@@ -287,10 +263,10 @@ def differences(
 
     loaded: the components whose state comes from the checkpoint.
     """
-    of_rl = [key for key in own if key.startswith("rl.") and not key.startswith(_RL)]
-    for key, (component, if_loaded) in (_WHICH_IS_USED | dict.fromkeys(of_rl, ("", _OWN))).items():
+    of_rl = (key for key in own if key.startswith("rl.") and not key.startswith(_RL))
+    for key in (*_TOLD, *of_rl):
         if key in saved and key in own and saved[key] != own[key]:
-            used = if_loaded if component in loaded else _OWN
+            used = _SAVED if _SAVED_WITH.get(key) in loaded else _OWN
             yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
     key = _GLOBAL_BATCH_SIZE
     if key in saved and key in own and saved[key] != own[key]:

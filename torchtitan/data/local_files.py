@@ -29,8 +29,6 @@ from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
-
-
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file's content in a record of it
 
 
@@ -39,9 +37,7 @@ class SampleRule(NamedTuple):
 
     example: str  # a sample as JSON
     columns: tuple[str, ...]  # the keys that are read
-    problem_of: Callable[
-        [Any], str | None
-    ]  # sample -> the end of an error's sentence; None if it is good
+    problem_of: Callable[[Any], str | None]  # sample -> the end of an error's sentence; None: good
 
 
 def _problem_of_text(sample: Any) -> str | None:
@@ -359,27 +355,21 @@ def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
     import pyarrow
 
     number = 0
-    batches = _open_parquet(path).iter_batches(1024, columns=columns)
-    while True:
-        try:
-            batch = next(batches, None)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(
-                f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
-            ) from None
-        if batch is None:
-            return
-        lines = []
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                lines.append(json.dumps(_without_none(row), ensure_ascii=False))
-            except TypeError as error:  # a date, bytes, ...
-                raise ValueError(
-                    f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values "
-                    "as texts"
-                ) from None
-        yield "".join(f"{line}\n" for line in lines).encode()
+    try:
+        for batch in _open_parquet(path).iter_batches(1024, columns=columns):
+            lines = []
+            for row in batch.to_pylist():
+                number += 1
+                lines.append(json.dumps(_without_none(row), ensure_ascii=False) + "\n")
+            yield "".join(lines).encode()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
+        ) from None
+    except TypeError as error:  # a date, bytes, ...
+        raise ValueError(
+            f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
+        ) from None
 
 
 # ---- the files of a folder ----

@@ -26,7 +26,6 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,11 @@ import numpy as np
 
 from torchtitan.data.local_files import locate
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.files import open_file, read_json_object, whole_file
 from torchtitan.tools.logging import logger, warn_once
 
 ABOUT_FILE = "tokens.json"
 ABOUT_FORMAT = 1
-UNFINISHED = ".unfinished"  # ends the name of a file that is being written
 SUMS = ".crc32"
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
@@ -158,22 +156,15 @@ class TokenDocuments:
 
     def _compare_with_about(self, folder: Path) -> None:
         """Raise ValueError if the opened pairs of `folder` are not those that its tokens.json lists."""
-        listed = {part["name"]: part for part in self._about["parts"]}
-        opened = {os.path.basename(pair.prefix): pair for pair in self._pairs}
-        missing = listed.keys() - opened.keys() if folder == Path(self._path) else set()
-        if odd := sorted(missing | (opened.keys() - listed.keys())):
-            problem = "is missing" if odd[0] in missing else "is not listed there"
-            raise ValueError(
-                f"{folder / ABOUT_FILE} lists {len(listed)} parts, and {odd[0]} {problem}; copy the "
-                "whole folder again, or move other files out of it"
-            )
-        for name, pair in opened.items():
-            numbers = listed[name]["documents"], listed[name]["tokens"]
-            if numbers != (pair.num_documents, pair.num_tokens):
+        listed = {p["name"]: (p["documents"], p["tokens"]) for p in self._about["parts"]}
+        opened = {os.path.basename(p.prefix): (p.num_documents, p.num_tokens) for p in self._pairs}
+        names = listed.keys() | opened.keys() if folder == Path(self._path) else opened.keys()
+        for name in sorted(names):
+            if listed.get(name) != opened.get(name):
                 raise ValueError(
-                    f"{pair.prefix}.idx has {pair.num_documents} documents and {pair.num_tokens} "
-                    f"tokens, and {ABOUT_FILE} lists {numbers[0]} and {numbers[1]}; copy the whole "
-                    "folder again"
+                    f"{folder / ABOUT_FILE} lists {listed.get(name, 'nothing')} as the documents and tokens "
+                    f"of {name}, and the folder has {opened.get(name, 'nothing')} there; copy the whole "
+                    "folder again, or move other files out of it"
                 )
 
 
@@ -198,32 +189,28 @@ class Pair:
                 "remove the rest of the pair"
             )
         self._map_index(files[0])
-        with open_file(files[1], "rb") as file:
-            self._data, data_size = _map(file)
-        last_byte = 0
+        self._data, last_byte = _mapped(files[1]), 0
         if len(self._lengths):
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
-        if data_size != last_byte:
+        if len(self._data) != last_byte:
             raise ValueError(
-                f"{files[1]} has {data_size} bytes, and its index lists {last_byte}: one of the two "
+                f"{files[1]} has {len(self._data)} bytes, and its index lists {last_byte}: one of the two "
                 "files was cut off, or they are of different pairs; copy both again"
             )
         self.num_documents = len(self._documents) - 1
-        self.num_tokens = data_size // self._type.itemsize
+        self.num_tokens = len(self._data) // self._type.itemsize
         if has_sums:
-            with open_file(files[2], "rb") as file:
-                sums, size = _map(file)
-            if size != 4 * self.num_documents:
+            sums = _mapped(files[2])
+            if len(sums) != 4 * self.num_documents:
                 raise ValueError(
-                    f"{files[2]} has {size} bytes, and 4 for each of {self.num_documents} documents are "
+                    f"{files[2]} has {len(sums)} bytes, and 4 for each of {self.num_documents} documents are "
                     f"needed; {_AGAIN}"
                 )
             self._sums = np.frombuffer(sums, "<u4", self.num_documents)
 
     def _map_index(self, path: str) -> None:
-        with open_file(path, "rb") as file:
-            header = file.read(_HEADER.size)
-            index, size = _map(file)
+        index = _mapped(path)
+        header, size = index[: _HEADER.size], len(index)
         if not header.startswith(_MAGIC):
             raise ValueError(
                 f"{path} must begin with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}: it is not an "
@@ -295,9 +282,8 @@ class Pair:
 
     def check(self) -> None:
         """Raise ValueError if a file differs from what `write_pair` wrote."""
-        with open_file(f"{self.prefix}.idx", "rb") as file:
-            if file.read() != b"".join(_index(self._lengths, self._type)):
-                raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
+        if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
+            raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
         data, start = memoryview(self._data), 0
         ends = np.cumsum(self._lengths, dtype=np.int64) * self._type.itemsize
         for number, (end, check_sum) in enumerate(zip(ends.tolist(), self._sums, strict=True)):
@@ -313,10 +299,10 @@ class Pair:
         return f"{self.prefix}.bin, document {number} (counted from 0)"
 
 
-def _map(file: Any) -> tuple[mmap.mmap | bytes, int]:
-    """Return (the content of an open file, its number of bytes)."""
-    size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
-    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", size
+def _mapped(path: str) -> mmap.mmap | bytes:
+    with open_file(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
 
 
 def _prefixes_in(folder: Path) -> list[str]:
@@ -387,31 +373,22 @@ def write_pair(
 
     documents: the ids of each document in pieces, which are written as they come.
     """
-    endings = (".bin", SUMS, ".idx")
-    files = {ending: f"{prefix}{ending}.{os.getpid()}{UNFINISHED}" for ending in endings}
-    try:
-        lengths, sums = array("i"), array("I")
-        with open_file(files[".bin"], "wb") as file:
-            for pieces in documents:
-                length, check_sum = 0, _seed_of(prefix)
-                for piece in pieces:
-                    ids = np.asarray(piece, id_type).tobytes()
-                    file.write(ids)
-                    length, check_sum = length + len(piece), zlib.crc32(ids, check_sum)
-                lengths.append(length)
-                sums.append(check_sum)
-            sync(file)
-        index = _index(np.array(lengths, "<i4"), id_type)
-        for ending, blocks in ((SUMS, [np.array(sums, "<u4").tobytes()]), (".idx", index)):
-            with open_file(files[ending], "wb") as file:
-                file.writelines(blocks)
-                sync(file)
-        for ending, unfinished in files.items():
-            os.replace(unfinished, prefix + ending)
-    finally:
-        for unfinished in files.values():
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished)
+    lengths, sums = array("i"), array("I")
+    with (  # the last file is the first to take its place
+        whole_file(f"{prefix}.idx") as index_file,
+        whole_file(f"{prefix}{SUMS}") as sums_file,
+        whole_file(f"{prefix}.bin") as file,
+    ):
+        for pieces in documents:
+            length, check_sum = 0, _seed_of(prefix)
+            for piece in pieces:
+                ids = np.asarray(piece, id_type).tobytes()
+                file.write(ids)
+                length, check_sum = length + len(piece), zlib.crc32(ids, check_sum)
+            lengths.append(length)
+            sums.append(check_sum)
+        sums_file.write(np.array(sums, "<u4").tobytes())
+        index_file.writelines(_index(np.array(lengths, "<i4"), id_type))
 
 
 def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:
@@ -426,8 +403,3 @@ def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:
 
 def _seed_of(prefix: str) -> int:
     return zlib.crc32(os.path.basename(prefix).encode())
-
-
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

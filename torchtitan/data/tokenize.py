@@ -36,7 +36,7 @@ from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
 from torchtitan.tools.errors import ConfigError, RunError
-from torchtitan.tools.files import find_shipped, open_file
+from torchtitan.tools.files import UNFINISHED, find_shipped, whole_file
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import init_logger, logger
 
@@ -203,17 +203,14 @@ class _Job:
         return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
 
     def _remove_unfinished(self) -> None:
-        for file in self.folder.glob(f"*{token_files.UNFINISHED}"):
+        for file in self.folder.glob(f"*{UNFINISHED}"):
             file.unlink()
 
     def _write_about(self, **more: Any) -> None:
         """Replace tokens.json in one instant."""
         path = self.folder / token_files.ABOUT_FILE
-        unfinished = f"{path}.{os.getpid()}{token_files.UNFINISHED}"
-        with open_file(unfinished, "w") as file:
+        with whole_file(path, "w") as file:
             json.dump(self.about | more, file, indent=1)
-            token_files.sync(file)
-        os.replace(unfinished, path)
 
 
 def _plan(options: argparse.Namespace) -> _Job:

@@ -193,8 +193,8 @@ FAULTS = [
     ),
     token_fault(
         "part that is missing",
-        "…tokens.json lists 2 parts, and part-00001 is missing; copy the whole folder again, or move "
-        "other files out of it",
+        "…tokens.json lists (1, 1) as the documents and tokens of part-00001, and the folder has nothing "
+        "there; copy the whole folder again, or move other files out of it",
         "A copy was interrupted.",
         "Copy the whole folder again.",
         tokenized(
