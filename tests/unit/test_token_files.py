@@ -407,9 +407,9 @@ DAMAGES = {
         "must begin with b'MMIDIDX\\x00\\x00', got b'TNTIDX\\x00\\x00\\x00'",
     ),
     "empty index": (cut("a.idx", 0), "must begin with b'MMIDIDX"),
-    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and only version 1 is known"),
-    "float": (replace("a.idx", 17, b"\6"), "has code 6 for the type of its ids, and integers have"),
-    "type": (replace("a.idx", 17, b"\x63"), "has code 99 for the type of its ids"),
+    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and the code 8 for"),
+    "float": (replace("a.idx", 17, b"\6"), "the code 6 for the type of its ids, and version 1 with"),
+    "type": (replace("a.idx", 17, b"\x63"), "the code 99 for the type of its ids"),
     "cut header": (cut("a.idx", 20), "a.idx has 20 bytes, and 34 are needed"),
     "cut index": (
         cut("a.idx", 100),
@@ -437,6 +437,16 @@ DAMAGES = {
         "it lists sequences at bytes [2, 8] for bytes 0 to 12 of 18",
     ),
 }  # fmt: skip
+
+
+def test_lengths_of_a_damaged_index_are_refused(tmp_path):
+    for place, number in ((114, 99), (122, 1)):
+        pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
+        replace("a.idx", place, struct.pack("<q", number))(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"a\.idx is damaged: a document begins with an earlier"
+        ):
+            _ = TokenDocuments(str(tmp_path)).lengths
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -2,8 +2,8 @@
 
 JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
 where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
-A compressed file, and the columns that are read of a Parquet file, are first copied to such a file in
-the cache, once for all runs and all processes of a machine.
+A compressed file, a JSON list, and the columns that are read of a Parquet file, are first copied to such
+a file in the cache, once for all runs and all processes of a machine.
 """
 
 import bz2
@@ -128,11 +128,12 @@ class _Lines(_File):
     """A file of JSON lines: one object per line that follows the rule.
 
     Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
-    document is read.
+    document is read. unit: the name of a line in messages.
     """
 
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
+    def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
         super().__init__(name, content, rule)
+        self._unit = unit
         self._starts = starts = array("Q")  # byte offsets of the lines that are not blank
         position = 0
         with open_file(content, "rb") as file:
@@ -164,30 +165,7 @@ class _Lines(_File):
             while file.tell() < start:
                 file.readline()
                 line_number += 1
-        return f"{self.name}, {'row' if self.name.suffix == '.parquet' else 'line'} {line_number}"
-
-
-class _List(_File):
-    """A file that is one JSON list of samples."""
-
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
-        super().__init__(name, content, rule)
-        try:
-            self._samples = json.loads(content.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
-                f"object like {rule.example} per line"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def read(self, number: int) -> dict[str, Any]:
-        return self.checked(self._samples[number], number)
-
-    def where(self, number: int) -> str:
-        return f"{self.name}, entry {number + 1}"
+        return f"{self.name}, {self._unit} {line_number}"
 
 
 class _Text(_File):
@@ -247,11 +225,11 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
 
 
 def _open(path: Path, rule: SampleRule) -> _File:
-    content = path
+    content, unit = path, "line"
     if path.suffix in _DECOMPRESS:
         content = _copy_in_cache(path, "", _unpacked(path))
     elif path.suffix == ".parquet":
-        columns = _columns_of(path, rule)
+        columns, unit = _columns_of(path, rule), "row"
         content = _copy_in_cache(path, f"{columns}", _rows_as_lines(path, columns))
     kind = _kind_of(path)
     if kind == "text":
@@ -263,8 +241,10 @@ def _open(path: Path, rule: SampleRule) -> _File:
             f"{path} is in UTF-16 or UTF-32, and JSON must be in UTF-8; convert it: "
             "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
         )
-    is_list = kind == "JSON" and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    return (_List if is_list else _Lines)(path, content, rule)
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        unit = "entry"
+        content = _copy_in_cache(path, unit, _entries_as_lines(content, path, rule.example))
+    return _Lines(path, content, rule, unit)
 
 
 # ---- copies of compressed files and of Parquet ----
@@ -308,6 +288,20 @@ def _unpacked(path: Path) -> Iterator[bytes]:
         raise ValueError(
             f"{path} cannot be unpacked: {error}; fetch or write the file again"
         ) from None
+
+
+def _entries_as_lines(content: Path, name: Path, example: str) -> Iterator[bytes]:
+    """Yield the entries of a JSON list as lines of JSON."""
+    try:
+        with open_file(content, "rb") as file:
+            entries = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
+            f"object like {example} per line"
+        ) from None
+    for entry in entries:
+        yield json.dumps(entry).encode() + b"\n"
 
 
 def _open_zst(packed: BinaryIO) -> Any:

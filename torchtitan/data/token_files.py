@@ -219,15 +219,11 @@ class Pair:
         version, code, num_sequences, num_starts = _VERSION, next(iter(_TYPES)), 0, 0
         if len(header) == _HEADER.size:
             _, version, code, num_sequences, num_starts = _HEADER.unpack(header)
-        if version != _VERSION:
+        if version != _VERSION or code not in _TYPES:
             raise ValueError(
-                f"{path} has version {version}, and only version {_VERSION} is known; write the pair "
-                "in that version"
-            )
-        if code not in _TYPES:
-            raise ValueError(
-                f"{path} has code {code} for the type of its ids, and integers have the codes "
-                f"{', '.join(map(str, _TYPES))}; write the pair with one of these"
+                f"{path} has version {version}, and the code {code} for the type of its ids, and version "
+                f"{_VERSION} with the codes of integers, {', '.join(map(str, _TYPES))}, is known; write the "
+                "pair with these"
             )
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
         if size != expected:
@@ -292,6 +288,11 @@ class Pair:
             start = end
 
     def lengths(self) -> np.ndarray:
+        if (np.diff(self._documents, append=len(self._lengths)) < 0).any():
+            raise ValueError(
+                f"{self.prefix}.idx is damaged: a document begins with an earlier sequence than the one "
+                "before it; copy the file again, or write the pair again"
+            )
         ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         return np.diff(ends[self._documents])
 

@@ -293,14 +293,10 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
     old = token_files.read_about(about_file)
     if overwrite and old is not None:
         # tokens.json goes last: until then it lists parts that are missing.
-        for pattern in (
-            "part-*.idx",
-            "part-*.bin",
-            f"part-*{token_files.SUMS}",
-            token_files.ABOUT_FILE,
-        ):
-            for file in folder.glob(pattern):
+        for ending in (".idx", ".bin", token_files.SUMS):
+            for file in folder.glob(f"part-*{ending}"):
                 file.unlink()
+        about_file.unlink()
         return None
     if old is None and any(file.suffix in (".bin", ".idx") for file in folder.iterdir()):
         raise ConfigError(

@@ -129,8 +129,8 @@ FAULTS = [
     ),
     token_fault(
         "index of floats",
-        "…a.idx has code 6 for the type of its ids, and integers have the codes 1, 2, 3, 4, 5, 8; write "
-        "the pair with one of these",
+        "…a.idx has version 1, and the code 6 for the type of its ids, and version 1 with the codes of "
+        "integers, 1, 2, 3, 4, 5, 8, is known; write the pair with these",
         "The files hold embeddings.",
         "Give the files with token ids.",
         pair(overwrite("a.idx", b"\6", at=17)),

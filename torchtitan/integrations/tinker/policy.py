@@ -219,14 +219,7 @@ class CommandLoop:
         self._queue.put(None)  # wakes `run`
 
     def run(self) -> None:
-        """Run commands until `stop`. Collective. Only this user can read what they save."""
-        before = os.umask(0o077)
-        try:
-            self._run()
-        finally:
-            os.umask(before)
-
-    def _run(self) -> None:
+        """Run commands until `stop`. Collective."""
         if self._group is not None and dist.get_rank(self._group) > 0:
             while (call := self._broadcast(None)) is not None:
                 if call:
