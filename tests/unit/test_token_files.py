@@ -398,7 +398,7 @@ def append(name, data):
 DAMAGES = {
     "no files": (
         lambda f: [(f / name).unlink() for name in ("a.bin", "a.idx")],
-        "holds no token files (pairs of .bin and .idx); write some with `python -m",
+        "there are no token files at ",
     ),
     "no index": (lambda f: (f / "a.idx").unlink(), "a.idx is missing, and its pair cannot be read"),
     "no data": (lambda f: (f / "a.bin").unlink(), "a.bin is missing, and its pair cannot be read"),

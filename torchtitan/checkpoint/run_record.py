@@ -90,13 +90,14 @@ def record_of(
     sources: of the training data. Raises ConfigError for a wrong name in checkpoint.allow_changed.
     """
     record: dict[str, Any] = {"seed": seed}
-    has_adapters, validates = "lora" in config.model.converters, config.validation.enable
     unread = without_effect(config)
+    is_off = {
+        "lora": "lora" not in config.model.converters,
+        "validation": not config.validation.enable,
+    }
     for key in (_OPTIMIZER, *_TOLD, *_FUNCTION, *_DATA):
         section, name = key.split(".")
-        if key in unread or key in _BY_CONTENT:
-            continue
-        if (section != "lora" or has_adapters) and (section != "validation" or validates):
+        if not (key in unread or key in _BY_CONTENT or is_off.get(section)):
             record[key] = _plain(getattr(getattr(config, section), name))
     if isinstance(model_args, DecoderArgs):
         facts = facts_of(model_args) | {"attn_mask_type": model_args.attn_mask_type}
@@ -130,9 +131,11 @@ def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
         and key not in _BY_CONTENT
     }
     record["rl.task.name"] = f"{rl.task.name} ({type(task).__name__})"
-    contents = {"rl.task.path": rl.task.path, "rl.task.eval_path": rl.task.eval_path}
-    contents = {key: record_of_files(path, is_movable=True) for key, path in contents.items()}
-    contents["rl.task.chat_template"] = getattr(getattr(task, "chat", None), "source", "")
+    contents = {
+        "rl.task.path": record_of_files(rl.task.path, is_movable=True),
+        "rl.task.eval_path": record_of_files(rl.task.eval_path, is_movable=True),
+        "rl.task.chat_template": getattr(getattr(task, "chat", None), "source", ""),
+    }
     return record | _digests(contents) | _of_tokenizer(task.tokenizer)
 
 
@@ -142,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_tokenizer(tokenizer: BaseTokenizer | None) -> dict[str, str]:
-    hashed = tokenizer and tokenizer_hash(tokenizer)
+    hashed = tokenizer_hash(tokenizer)
     return _digests({"model.hf_assets_path": hashed}) if hashed else {}
 
 
@@ -263,11 +266,8 @@ def differences(
 
     loaded: the components whose state comes from the checkpoint.
     """
-    of_rl = (key for key in own if key.startswith("rl.") and not key.startswith(_RL))
-    for key in (*_TOLD, *of_rl):
-        if key in saved and key in own and saved[key] != own[key]:
+    for key in own:
+        is_told = key in (*_TOLD, _GLOBAL_BATCH_SIZE) or key.startswith("rl.")
+        if is_told and not key.startswith(_RL) and own[key] != saved.get(key, own[key]):
             used = _SAVED if _SAVED_WITH.get(key) in loaded else _OWN
             yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
-    key = _GLOBAL_BATCH_SIZE
-    if key in saved and key in own and saved[key] != own[key]:
-        yield f"the {key} was {saved[key]} when it was saved and is {own[key]} now: {_OWN}"

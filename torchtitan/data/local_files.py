@@ -66,7 +66,7 @@ def locate(index: int, ends: list[int]) -> tuple[int, int]:
 class LocalDocuments:
     """Documents of several files by number; `where(i)` is a document's name for messages."""
 
-    def __init__(self, files: "list[_File]") -> None:
+    def __init__(self, files: list[Any]) -> None:
         self._files = files
         self._ends = list(accumulate(map(len, files)))
 
@@ -83,7 +83,7 @@ class LocalDocuments:
 
 
 class _File:
-    """A file of documents. A subclass counts and reads them.
+    """A file of documents. A subclass has `len()` and `read(number)`.
 
     name: for messages. content: the file that is read, which may be a copy in the cache.
     """
@@ -91,12 +91,6 @@ class _File:
     def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
         self.name, self.content, self.rule = name, content, rule
         self.before = content.stat()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def read(self, number: int) -> dict[str, Any]:
-        raise NotImplementedError
 
     def where(self, number: int) -> str:
         return str(self.name)

@@ -222,11 +222,6 @@ class PackedDataset(IterableDataset):
         dataloader's process. Raises ValueError for the position of other data, or of another order.
         """
         for state in states:
-            if "lanes" not in state:
-                raise ValueError(
-                    "the data position is of a version that divided documents among ranks instead of "
-                    f"rows: {_BEGIN_AGAIN}"
-                )
             self._check_sources(state["sources"])
         num_saved = states[0]["num_lanes"]
         lanes: dict[int, Any] = {}

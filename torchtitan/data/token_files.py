@@ -65,18 +65,15 @@ class TokenDocuments:
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
         self._path, self._num_ids = path, num_ids
-        is_folder = os.path.isdir(path)
-        folder = Path(path) if is_folder else Path(path).parent
+        folder = Path(path) if os.path.isdir(path) else Path(path).parent
         self._about = read_about(folder / ABOUT_FILE)
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
                 f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same `python -m "
                 "torchtitan.data.tokenize` again, which goes on where it was stopped"
             )
-        prefixes = [path.removesuffix(".bin").removesuffix(".idx")]
-        prefixes = _prefixes_in(folder) if is_folder else prefixes
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
-        self._pairs = [Pair(prefix, self._has_sums) for prefix in prefixes]
+        self._pairs = [Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)]
         if self._about is not None:
             self._compare_with_about(folder)
         self._ends = list(accumulate(pair.num_documents for pair in self._pairs))
@@ -181,7 +178,8 @@ class Pair:
         if missing[:2] == files[:2]:
             raise ValueError(
                 f"there are no token files at {prefix!r} (looked in {os.getcwd()}): need a folder "
-                "with pairs of .bin and .idx files, or one such pair; correct the path"
+                "with pairs of .bin and .idx files, or one such pair; write some with `python -m "
+                "torchtitan.data.tokenize`, or correct the path"
             )
         if missing:
             raise ValueError(
@@ -306,15 +304,13 @@ def _mapped(path: str) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
 
 
-def _prefixes_in(folder: Path) -> list[str]:
-    """Return the paths, without endings, of the pairs in `folder`, in the order of their names."""
-    files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.name[0] != "."]
-    if not files:
-        raise ValueError(
-            f"{folder} holds no token files (pairs of .bin and .idx); write some with `python -m "
-            "torchtitan.data.tokenize`, or correct the path"
-        )
-    return sorted({str(file.with_suffix("")) for file in files})
+def _prefixes_of(path: str) -> list[str]:
+    """Return the paths, without endings, of the pair at `path`, or of the pairs in that folder."""
+    files = [Path(path)]
+    if files[0].is_dir():
+        files = [file for file in files[0].iterdir() if file.name[0] != "."]
+    ends = (".bin", ".idx")
+    return sorted({str(file.with_suffix("")) for file in files if file.suffix in ends}) or [path]
 
 
 def read_about(path: Path) -> dict[str, Any] | None:
@@ -340,7 +336,7 @@ def read_about(path: Path) -> dict[str, Any] | None:
     return about
 
 
-def tokenizer_hash(tokenizer: BaseTokenizer) -> str | None:
+def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
     """Return the SHA-256 of what decides a text's ids; None for a tokenizer of another library.
 
     It covers the `tokenizers` library's whole JSON, and the ids that begin and end a document.

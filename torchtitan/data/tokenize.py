@@ -155,13 +155,13 @@ class _Job:
         finally:
             self._remove_unfinished()
         sizes |= {part: self._size(part) for part in missing}
-        parts = []
-        for part, tokens in sizes.items():
-            if tokens is None:
-                raise RunError(f"{self.prefix(part)}.idx has changed; run the same command again")
-            name, documents = os.path.basename(self.prefix(part)), len(self.numbers(part))
-            parts.append({"name": name, "documents": documents, "tokens": tokens})
-        num_tokens = sum(part["tokens"] for part in parts)
+        if None in sizes.values():
+            raise RunError(f"a part in {self.folder} has changed; run the same command again")
+        parts = [
+            {"name": f"part-{part:05d}", "documents": len(self.numbers(part)), "tokens": tokens}
+            for part, tokens in sizes.items()
+        ]
+        num_tokens = sum(sizes.values())
         self._write_about(finished=True, check_sums=True, tokens=num_tokens, parts=parts)
         logger.info(
             f"{self.folder} is finished: {len(self.documents):,} documents of {num_tokens:,} tokens "

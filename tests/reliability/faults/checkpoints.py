@@ -355,7 +355,7 @@ FAULTS = [
     Fault(
         name="resume with another sequence length and batch",
         message="Continuing from …step-4, but training.seq_len was 32 when it was saved and is 64 now: "
-        "this run's is used…but the global batch size was 1 when it was saved and is 2 now: this run's is used",
+        "this run's is used…but global batch size was 1 when it was saved and is 2 now: this run's is used",
         cause="The shape of a batch was changed, or the number of data-parallel ranks.",
         remedy="None needed if it was meant; set training.global_batch_size to keep the batch on "
         "another number of ranks.",

@@ -98,8 +98,8 @@ FAULTS = [
     ),
     token_fault(
         "folder without token files",
-        "…tokens holds no token files (pairs of .bin and .idx); write some with `python -m "
-        "torchtitan.data.tokenize`, or correct the path",
+        "there are no token files at '…tokens' (looked in …): need a folder with pairs of .bin and .idx "
+        "files, or one such pair; write some with `python -m torchtitan.data.tokenize`, or correct the path",
         "The folder holds text, or is another one.",
         "Tokenize the text, or read it with training.dataset = 'local'.",
         pair(remove("a.bin", "a.idx")),

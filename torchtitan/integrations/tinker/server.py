@@ -71,11 +71,9 @@ class Server:
                 config.host,
             )
         if key and (mode := os.stat(config.api_key_file).st_mode & 0o777) & 0o077:
+            path = config.api_key_file
             logger.warning(
-                "rl.serve.api_key_file = %r has the mode %o, so other users of this machine know the key "
-                "or may change it; take their rights away: chmod 600",
-                config.api_key_file,
-                mode,
+                "others may read or change the key in %s (mode %o): chmod 600", path, mode
             )
         with _on_signals(self.stop):
             http.start()
