@@ -154,7 +154,7 @@ FAULTS = [
     token_fault(
         "index that is damaged",
         "…a.bin, document 0 (counted from 0): the index is damaged, because it lists sequences at "
-        "bytes [65535] for bytes 0 to 200 of 400; copy the .idx file again, or write the pair again",
+        "bytes [65535] for bytes 0 to 65735 of 400; copy the .idx file again, or write the pair again",
         "A bad disk or copy.",
         COPY_AGAIN,
         pair(overwrite("a.idx", b"\xff\xff", at=42)),
@@ -193,13 +193,13 @@ FAULTS = [
     ),
     token_fault(
         "part that is missing",
-        "…tokens.json lists (1, 1) as the documents and tokens of part-00001, and the folder has nothing "
+        "…tokens.json lists (1, 352) as the documents and tokens of part-00001, and the folder has nothing "
         "there; copy the whole folder again, or move other files out of it",
         "A copy was interrupted.",
         "Copy the whole folder again.",
         tokenized(
             parts=[
-                {"name": f"part-0000{number}", "documents": 1, "tokens": 1} for number in range(2)
+                {"name": f"part-0000{number}", "documents": 1, "tokens": 352} for number in range(2)
             ]
         ),
     ),
