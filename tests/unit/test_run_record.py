@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.reliability.jobs import TOKENIZER
 from torchtitan.checkpoint.run_record import (
     check_same_meaning,
     check_same_optimizer,
@@ -19,6 +18,9 @@ from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint, MixtureSource
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.rl.job_config import JobConfig as RLConfig
+from torchtitan.tools.files import find_shipped
+
+TOKENIZER = find_shipped("tests/assets/tokenizer")
 
 
 def config_with(**changes) -> JobConfig:
