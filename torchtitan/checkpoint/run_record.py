@@ -125,7 +125,7 @@ def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
     """
     record = {
         key: _plain(value)
-        for key, value, _ in settings_of(rl, "rl.")
+        for key, value, *_ in settings_of(rl, "rl.")
         if not key.startswith(_RL_OF_PROCESSES)
         and not key.endswith(("_processes", "_timeout_seconds"))
         and key not in _BY_CONTENT
