@@ -316,7 +316,7 @@ def test_fitted_rows_are_those_of_a_slow_best_fit():
 
 
 def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, caplog
 ):
     lengths = np.random.default_rng(2).integers(1, 90, 300)
     first = planned(lengths, "fit", limit=3, seed=1).num_steps_left
@@ -327,5 +327,11 @@ def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     numbers = counts.kept("key", lambda: np.arange(5))
     (file,) = (tmp_path / "torchtitan").iterdir()
-    file.write_bytes(file.read_bytes()[:-8] + bytes(8))
-    assert counts.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
+    content = file.read_bytes()
+    place = content.index(bytes([4] + [0] * 7)) if content else 0  # the last number
+    for damaged in (content[:place] + b"\x05" + content[place + 1 :], content[:-9], b"", b"x" * 99):
+        assert counts.kept("key", lambda: 1 / 0).tolist() == numbers.tolist() and not caplog.text
+        file.write_bytes(damaged)
+        assert counts.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
+        assert f"the counts of tokens in {file} are damaged, and made again" in caplog.text
+        caplog.clear()

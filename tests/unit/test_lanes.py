@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tests.unit.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
-from torchtitan.data import counts, open_document
+from torchtitan.config import ConfigManager
+from torchtitan.data import DatasetConfig, counts, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Source
 from torchtitan.data.lanes import Packing
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.order import Order
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.text_datasets import DATASETS, build_text_validation_dataloader
 
 TOKENIZER = NumberTokenizer()
 
@@ -256,6 +258,23 @@ def test_ranks_share_the_files_of_a_stream():
         stream_rows(0, 8, 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_validation_reads_each_document_of_a_stream_once_on_any_number_of_ranks(ranks, monkeypatch):
+    """Also on ranks whose number and the global batch have no divisor in common with the files."""
+    entry = DatasetConfig(
+        "", lambda path: stream_of(24, 6 if ranks == 3 else 5), lambda s: s["text"]
+    )
+    monkeypatch.setitem(DATASETS, "stream", entry)
+    flags = ["dataset=stream", "seq_len=8", "local_batch_size=2", "steps=-1", "enable"]
+    config = ConfigManager().parse_args(
+        ["--training.global_batch_size=12", "--training.packing=none"]
+        + [f"--validation.{flag}" for flag in flags]
+    )
+    loaders = [build_text_validation_dataloader(ranks, r, TOKENIZER, config) for r in range(ranks)]
+    rows = [row for loader in loaders for x, _ in loader for row in x["input"].tolist()]
+    assert sorted(row[1] for row in rows) == list(range(24))
+
+
 def test_data_workers_share_a_stream():
     """`datasets` would split a worker's part among the workers once more."""
     rows = []
@@ -348,11 +367,11 @@ def test_waiting_documents_are_read_only_when_they_are_laid_into_a_row(monkeypat
 
 def test_another_order_is_refused():
     state = PackedDataset([source([5] * 9, seed=1)], Packing("concat", 4)).state_dict()
-    for seed, order in [(2, "shuffle = True with data_seed = 2"), (None, "shuffle = False")]:
-        message = f"data_seed = 1, got training.{order}: .*exclude_from_loading"
+    for seed in (2, None):
+        message = rf"= \[\(9, 1\)\], and this run's are \[\(9, {seed}\)\], .*exclude_from_loading"
         with pytest.raises(ValueError, match=message):
             PackedDataset([source([5] * 9, seed=seed)], Packing("concat", 4)).load_state_dict(state)
-    with pytest.raises(ValueError, match="for 1 sources, but training.mixture has 2"):
+    with pytest.raises(ValueError, match=r"this run's are \[\(9, 1\), \(1, None\)\]"):
         both = [source([5] * 9, seed=1), source([5])]
         PackedDataset(both, Packing("concat", 4)).load_state_dict(state)
 

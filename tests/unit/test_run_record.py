@@ -12,9 +12,15 @@ from torchtitan.checkpoint.run_record import (
     differences,
     read_record,
     record_of,
+    record_of_task,
 )
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import MixtureSource
+from torchtitan.config.job_config import Checkpoint, MixtureSource
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.rl.job_config import JobConfig as RLConfig
+from torchtitan.tools.files import find_shipped
+
+TOKENIZER = find_shipped("tests/assets/tokenizer")
 
 
 def config_with(**changes) -> JobConfig:
@@ -142,6 +148,63 @@ def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"from step-4: content of {key} was [^;]* now. The"):
             check_same_meaning(saved, other, "step-4", loaded, ())
+
+
+def test_other_tokenizer_is_refused(tmp_path):
+    """Its vocabulary may be the same: here the end-of-text token differs, or the normalizer."""
+    shutil.copytree(TOKENIZER, tmp_path / "copy")
+    file = tmp_path / "copy/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}))
+    saved, same, ends, normalizes = (
+        record_of(JobConfig(), 8, HuggingFaceTokenizer(str(folder), eos_token=eos))
+        for folder, eos in (
+            (TOKENIZER, None),
+            (TOKENIZER, None),
+            (TOKENIZER, "<|pad|>"),
+            (tmp_path / "copy", None),
+        )
+    )
+    check_same_meaning(saved, same, "step-4", ["dataloader"], ())
+    for other in (ends, normalizes):
+        with pytest.raises(
+            ValueError, match=r"content of model.hf_assets_path was .*allow_changed = "
+        ):
+            check_same_meaning(saved, other, "step-4", ["dataloader"], ())
+        check_same_meaning(saved, other, "step-4", ["dataloader"], ["model.hf_assets_path"])
+
+
+def test_other_task_of_rl_is_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+
+    def record(template="{{ a }}", **changes):
+        rl = RLConfig().rl
+        rl.task.path = str(tmp_path / "a")
+        for key, value in changes.items():
+            *sections, name = key.split("__")
+            setattr(getattr(rl, sections[0]) if sections else rl, name, value)
+        task = SimpleNamespace(chat=SimpleNamespace(source=template), tokenizer=None)
+        return json.loads(json.dumps(record_of_task(rl, task)))
+
+    saved = record()
+    (tmp_path / "moved").write_text("a")
+    free = {"task__path": str(tmp_path / "moved"), "task__reward_processes": 2, "eval_every": 5}
+    check_same_meaning(saved, record(**free), "step-4", (), ())
+    told = list(differences(saved, record(**free), ()))
+    assert told == ["rl.eval_every was 0 when it was saved and is 5 now: this run's is used"]
+    for key, changed in {
+        "content of rl.task.path": record(task__path=str(tmp_path / "b")),
+        "content of rl.task.chat_template": record("{{ b }}"),
+        "rl.task.reward_fn": record(task__reward_fn="rewards:other"),
+        "rl.task.tools": record(task__tools=["tools:add"]),
+        "rl.sampling.temperature": record(sampling__temperature=0.5),
+        "rl.seed": record(seed=3),
+    }.items():
+        with pytest.raises(ValueError, match=f"from step-4: {key} was [^;]* now. The"):
+            check_same_meaning(saved, changed, "step-4", (), ())
+        allowed = [key.removeprefix("content of ")]
+        check_same_meaning(saved, changed, "step-4", (), allowed)
+        record_of(RLConfig(checkpoint=Checkpoint(allow_changed=allowed)), 8, None)
 
 
 def test_wrong_name_of_a_setting_to_allow_is_refused():

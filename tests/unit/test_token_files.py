@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import struct
 import subprocess
@@ -196,7 +197,7 @@ def test_several_processes_write_the_bytes_of_one(tmp_path, stories):
     write(stories, tmp_path / "one", *options)
     write(stories, tmp_path / "two", *options, "--processes", 2)
     assert content(tmp_path / "one") == content(tmp_path / "two")
-    assert len(content(tmp_path / "one")) == 13
+    assert len(content(tmp_path / "one")) == 19
 
 
 # ---- stopped and started again ----
@@ -245,8 +246,8 @@ def test_failed_document_keeps_the_parts_before_it(tmp_path, lines, capsys):
         f"error: {bad}, line 6: the text has half of a surrogate pair, '\\ud800', which is not "
         "a character; mend or leave out the document\n"
     )
-    names = {"part-00000.bin", "part-00000.idx", "part-00001.bin", "part-00001.idx", "tokens.json"}
-    assert content(tmp_path / "out").keys() == names  # and no .unfinished file
+    names = {f"part-0000{i}.{ending}" for i in range(2) for ending in ("bin", "idx", "crc32")}
+    assert content(tmp_path / "out").keys() == names | {"tokens.json"}  # and no .unfinished file
 
 
 def test_finished_folder_is_left_as_it_is(tmp_path, lines):
@@ -320,7 +321,8 @@ def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
     write(lines, out, exit_code=2)
     assert "write to another folder, or begin again with --overwrite" in capsys.readouterr().err
     write(lines, out, "--overwrite")
-    assert content(out).keys() == {"part-00000.bin", "part-00000.idx", "tokens.json"}
+    names = {"part-00000.bin", "part-00000.crc32", "part-00000.idx", "tokens.json"}
+    assert content(out).keys() == names
 
 
 @pytest.mark.parametrize(
@@ -396,7 +398,7 @@ def append(name, data):
 DAMAGES = {
     "no files": (
         lambda f: [(f / name).unlink() for name in ("a.bin", "a.idx")],
-        "holds no token files (pairs of .bin and .idx); write some with `python -m",
+        "there are no token files at ",
     ),
     "no index": (lambda f: (f / "a.idx").unlink(), "a.idx is missing, and its pair cannot be read"),
     "no data": (lambda f: (f / "a.bin").unlink(), "a.bin is missing, and its pair cannot be read"),
@@ -405,9 +407,9 @@ DAMAGES = {
         "must begin with b'MMIDIDX\\x00\\x00', got b'TNTIDX\\x00\\x00\\x00'",
     ),
     "empty index": (cut("a.idx", 0), "must begin with b'MMIDIDX"),
-    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and only version 1 is known"),
-    "float": (replace("a.idx", 17, b"\6"), "has code 6 for the type of its ids, and integers have"),
-    "type": (replace("a.idx", 17, b"\x63"), "has code 99 for the type of its ids"),
+    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and the code 8 for"),
+    "float": (replace("a.idx", 17, b"\6"), "the code 6 for the type of its ids, and version 1 with"),
+    "type": (replace("a.idx", 17, b"\x63"), "the code 99 for the type of its ids"),
     "cut header": (cut("a.idx", 20), "a.idx has 20 bytes, and 34 are needed"),
     "cut index": (
         cut("a.idx", 100),
@@ -423,14 +425,28 @@ DAMAGES = {
     "longer data": (append("a.bin", b"12"), "a.bin has 20 bytes, and its index lists 18"),
     "pointer": (
         replace("a.idx", 66, struct.pack("<q", 8)),
-        "document 0 (counted from 0): the index is damaged, because it lists 5 ids at bytes 0 to 12",
+        "document 0 (counted from 0): the index is damaged, because it lists sequences at bytes [0, 8]",
     ),
-    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "it lists -7 ids at bytes 0 to 10"),
+    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "it lists sequences at bytes [0, 6]"),
     "document order": (
         replace("a.idx", 114, struct.pack("<q", 99)),
-        "it lists sequences 0 to 99 of 6 for this document",
+        "it lists sequences 0 to 99 of 6; copy the .idx file again",
+    ),
+    "overlapping sequences": (
+        replace("a.idx", 58, struct.pack("<qq", 2, 8)),
+        "it lists sequences at bytes [2, 8] for bytes 0 to 12 of 18",
     ),
 }  # fmt: skip
+
+
+def test_lengths_of_a_damaged_index_are_refused(tmp_path):
+    for place, number in ((114, 99), (122, 1)):
+        pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
+        replace("a.idx", place, struct.pack("<q", number))(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"a\.idx is damaged: a document begins with an earlier"
+        ):
+            _ = TokenDocuments(str(tmp_path)).lengths
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -450,14 +466,14 @@ ABOUT_DAMAGES = {
     "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with doc"),
     "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
-    "fewer": (lambda about: about | {"parts": []}, "part-00000 is not listed there"),
+    "fewer": (lambda about: about | {"parts": []}, "tokens.json lists nothing as the documents and tokens of part-00000"),
     "more": (
         lambda about: about | {"parts": [*about["parts"], about["parts"][0] | {"name": "part-1"}]},
-        "lists 2 parts, and part-1 is missing; copy the whole folder again",
+        "of part-1, and the folder has nothing there; copy the whole folder again",
     ),
     "counts": (
         lambda about: about | {"parts": [about["parts"][0] | {"tokens": 1}]},
-        "has 5 documents and ",
+        "lists (5, 1) as the documents and tokens of part-00000, and the folder has (5, ",
     ),
 }  # fmt: skip
 
@@ -474,6 +490,89 @@ def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, na
     file.write_text("{")
     with pytest.raises(ValueError, match=r"tokens\.json cannot be read: .*; copy it again"):
         TokenDocuments(str(tmp_path / "out"))
+
+
+def of_other_part(*endings):
+    """Return a function that puts files of the second part in the place of the first part's."""
+
+    def damage(folder):
+        for ending in endings:
+            shutil.copy(folder / f"part-00001{ending}", folder / f"part-00000{ending}")
+
+    return damage
+
+
+# The parts have two documents each, of 5 and 3 ids and of 3 and 5.
+SILENT_DAMAGES = {
+    "zeros": replace("part-00000.bin", 0, bytes(16)),
+    "one bit": lambda f: replace("part-00000.bin", 3, [(f / "part-00000.bin").read_bytes()[3] ^ 4])(f),
+    "ids of -100": replace("part-00000.bin", 4, struct.pack("<h", -100)),
+    "swapped sequences": replace("part-00000.idx", 34, struct.pack("<iiqq", 3, 5, 10, 0)),
+    "moved boundary": replace("part-00000.idx", 34, struct.pack("<iiqq", 4, 4, 0, 8)),
+    "other index": of_other_part(".idx"),
+    "other tokens": of_other_part(".bin"),
+    "other part": of_other_part(".idx", ".bin", ".crc32"),
+    "sums": replace("part-00000.crc32", 2, b"12"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return a folder with a source of four documents, and their tokens in two parts."""
+    folder = tmp_path_factory.mktemp("finished")
+    texts = ["a b c", "d", "e", "f g h"]
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    write(folder / "text.jsonl", folder / "out", "--documents_per_part", 2)
+    tokens = TokenDocuments(str(folder / "out"))
+    assert tokens.lengths.tolist() == [5, 3, 3, 5]
+    return folder
+
+
+def check(folder, exit_code=0):
+    with pytest.raises(SystemExit) as end:
+        tokenize.main(["--check", str(folder)])
+    assert (end.value.code or 0) == exit_code
+
+
+@pytest.mark.parametrize("name", SILENT_DAMAGES)
+def test_document_that_is_not_as_written_is_refused_and_mended(
+    finished, tmp_path, tokenizer, capsys, name
+):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    SILENT_DAMAGES[name](out)
+    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): the |bin has )"
+    with pytest.raises(ValueError, match=place):
+        tokens = TokenDocuments(str(out))
+        tokens.check_tokenizer(tokenizer)
+        [tokens[i] for i in range(len(tokens))]
+    check(out, exit_code=1)
+    assert "error: " in (error := capsys.readouterr().err) and "part-00000" in error
+    write(finished / "text.jsonl", out)
+    assert content(out) == content(finished / "out")
+    check(out)
+    assert "out: all 4 documents of 16 tokens are as they were written" in capsys.readouterr().out
+
+
+def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, caplog, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    for file in out.glob("*.crc32"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"part-00000\.crc32 is missing"):
+        TokenDocuments(str(out))
+    about = json.loads((out / "tokens.json").read_text())
+    del about["check_sums"]
+    (out / "tokens.json").write_text(json.dumps(about))
+    tokens = TokenDocuments(str(out))
+    tokens.check_tokenizer(tokenizer)
+    assert [len(tokens[i]) for i in range(4)] == [5, 3, 3, 5]
+    assert [record.message for record in caplog.records] == [
+        f"{out}: it is unknown whether these tokens are damaged, because an earlier version wrote them, "
+        "without check sums"
+    ]
+    check(out, exit_code=1)
+    assert "has no check sums to compare with" in capsys.readouterr().err
 
 
 def test_path_without_files_is_refused(tmp_path):
@@ -514,6 +613,12 @@ def test_tokens_without_a_hash_are_checked_by_their_ids(tmp_path, tokenizer, cap
             f"{tmp_path}/a.bin, document 7 (counted from 0) has the id {wrong}, and the tokenizer's "
             f"ids are 0 to {size - 1}; train with the tokenizer that made these tokens"
         )
+    for wrong in (-100, size):  # in a document that is not looked at before training
+        pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]] + [[[4]]] * 292, 4, "i")
+        tokens = TokenDocuments(str(tmp_path))
+        tokens.check_tokenizer(tokenizer)
+        with pytest.raises(ValueError, match=f"a.bin, document 7 .* has the id {wrong}, and the"):
+            pickle.loads(pickle.dumps(tokens))[7]  # as in a data worker
     logged = [record.message for record in caplog.records]
     assert logged == [
         f"{tmp_path}: it is unknown whether these tokens were made with this job's tokenizer, "

@@ -14,8 +14,10 @@ from torchtitan.checkpoint.folder import RUN_RECORD
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import guess
 from torchtitan.config.checks.unused import without_effect
+from torchtitan.config.checks.values import settings_of
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of as record_of_files
+from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import facts_of
@@ -28,58 +30,46 @@ _MOST_CHARACTERS = 100_000
 _OWN = "this run's is used"
 _SAVED = "the saved one is used"
 
-# Setting -> (component, message if the component's state is loaded from the checkpoint). If it is
-# not loaded, this run's setting is used.
-_WHICH_IS_USED = {
-    "optimizer.lr": ("lr_scheduler", _SAVED),
-    "optimizer.beta1": ("optimizer", _SAVED),
-    "optimizer.beta2": ("optimizer", _SAVED),
-    "optimizer.eps": ("optimizer", _SAVED),
-    "optimizer.weight_decay": ("optimizer", _SAVED),
-    "optimizer.groups": ("optimizer", _SAVED),
-    "optimizer.muon": ("optimizer", _OWN),
-    "optimizer.state_dtype": ("optimizer", _OWN),
-    "lr_scheduler.warmup_steps": ("lr_scheduler", _OWN),
-    "lr_scheduler.total_steps": ("lr_scheduler", _OWN),
-    "lr_scheduler.decay_ratio": ("lr_scheduler", _OWN),
-    "lr_scheduler.decay_type": ("lr_scheduler", _OWN),
-    "lr_scheduler.min_lr_factor": ("lr_scheduler", _OWN),
-    "lr_scheduler.step_offset": ("lr_scheduler", _OWN),
-    "lr_scheduler.init_lr_factor": ("lr_scheduler", _OWN),
-    "training.steps": ("lr_scheduler", _OWN),
-    "training.seq_len": ("dataloader", _OWN),
-    "training.max_norm": ("optimizer", _OWN),
-    "training.dtype": ("optimizer", _OWN),
-    "training.mixed_precision_param": ("optimizer", _OWN),
-}
+
+def _settings(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+# Settings whose saved values come with a component's state, if that is loaded -> the component.
+_SAVED_WITH = {"optimizer.lr": "lr_scheduler"} | dict.fromkeys(
+    _settings("optimizer", "beta1 beta2 eps weight_decay groups"), "optimizer"
+)
+# Settings of which a difference is told.
+_TOLD = (
+    *_SAVED_WITH,
+    *_settings("optimizer", "muon state_dtype"),
+    *_settings("lr_scheduler", "warmup_steps total_steps decay_ratio decay_type min_lr_factor"),
+    *_settings("lr_scheduler", "step_offset init_lr_factor"),
+    *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
+)
 # Settings that change what the model computes, and what it reads. A run that continues has the same,
 # unless checkpoint.allow_changed names them, or, of the latter, the data position is not loaded.
 _FUNCTION = (
-    "lora.alpha",
-    "lora.use_rslora",
-    "lora.alpha_pattern",
-    "lora.dropout",
-    "training.restart_positions",
-    "training.mask_boundary_loss",
+    "model.hf_assets_path",
+    *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
+    *_settings("training", "restart_positions mask_boundary_loss"),
 )
 _MODEL_ARGS = "model.args."  # with the name of each
 _DATA = (
-    "training.dataset",
-    "training.dataset_path",
-    "training.mixture",
-    "training.packing",
-    "training.shuffle",
-    "training.data_seed",
-    "training.too_long",
-    "training.bos_token",
-    "training.eos_token",
-    "training.chat_template",
-    "validation.dataset",
+    *_settings("training", "dataset dataset_path mixture packing shuffle data_seed too_long"),
+    *_settings("training", "bos_token eos_token chat_template"),
+    *_settings("validation", "dataset dataset_path"),
+)
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # with the names behind them
+_RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
+_BY_CONTENT = (
+    "model.hf_assets_path",
+    *_settings("training", "dataset_path mixture chat_template"),
     "validation.dataset_path",
+    *_settings("rl.task", "path eval_path chat_template"),
 )
 _CONTENT = "content of "  # begins the entry of the digest of what a setting names
 _GLOBAL_BATCH_SIZE = "global batch size"
-_TOKENIZER = "tokenizer"
 _OPTIMIZER = "optimizer.name"
 _PATTERNS = "patterns of optimizer.groups"
 
@@ -99,23 +89,21 @@ def record_of(
     sources: of the training data. Raises ConfigError for a wrong name in checkpoint.allow_changed.
     """
     record: dict[str, Any] = {"seed": seed}
-    has_adapters, validates = "lora" in config.model.converters, config.validation.enable
     unread = without_effect(config)
-    for key in (_OPTIMIZER, *_WHICH_IS_USED, *_FUNCTION, *_DATA):
-        if key in unread:
-            continue
+    is_off = {
+        "lora": "lora" not in config.model.converters,
+        "validation": not config.validation.enable,
+    }
+    for key in (_OPTIMIZER, *_TOLD, *_FUNCTION, *_DATA):
         section, name = key.split(".")
-        if name.endswith(("dataset_path", "chat_template")) or key == "training.mixture":
-            continue  # their content is compared
-        if (section != "lora" or has_adapters) and (section != "validation" or validates):
-            value = getattr(getattr(config, section), name)
-            is_plain = isinstance(value, str | int | float | None)
-            record[key] = value if is_plain else json.dumps(value, default=vars)
+        if not (key in unread or key in _BY_CONTENT or is_off.get(section)):
+            record[key] = _plain(getattr(getattr(config, section), name))
     if isinstance(model_args, DecoderArgs):
         facts = facts_of(model_args) | {"attn_mask_type": model_args.attn_mask_type}
         record |= {f"{_MODEL_ARGS}{name}": json.dumps(x, default=str) for name, x in facts.items()}
-    record |= _contents(config, sources)
+    record |= _contents(config, sources) | _of_tokenizer(tokenizer)
     known = {*_FUNCTION, *_DATA, *(key for key in record if key.startswith(_MODEL_ARGS))}
+    known |= {key for key, *_ in settings_of(config) if key.startswith(_RL)}
     for name in config.checkpoint.allow_changed:
         if name not in known:
             raise ConfigError(
@@ -124,14 +112,47 @@ def record_of(
             )
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
-    backend = getattr(tokenizer, "tokenizer", None)
-    if hasattr(backend, "get_vocab"):  # a client's own tokenizer may lack it
-        vocabulary = json.dumps(sorted(backend.get_vocab().items()))
-        digest = hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
-        record[_TOKENIZER] = f"{backend.get_vocab_size()} tokens, digest {digest}"
     if num_documents is not None:
         record["number of documents"] = num_documents  # not compared here
     return record
+
+
+def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
+    """Return the settings that matter to a run of RL.
+
+    rl: the section `[rl]`. task: that is trained on, which may not be the section's.
+    """
+    record = {
+        key: _plain(value)
+        for key, value, *_ in settings_of(rl, "rl.")
+        if not key.startswith(_RL_OF_PROCESSES)
+        and not key.endswith(("_processes", "_timeout_seconds"))
+        and key not in _BY_CONTENT
+    }
+    record["rl.task.name"] = f"{rl.task.name} ({type(task).__name__})"
+    contents = {
+        "rl.task.path": record_of_files(rl.task.path, is_movable=True),
+        "rl.task.eval_path": record_of_files(rl.task.eval_path, is_movable=True),
+        "rl.task.chat_template": getattr(getattr(task, "chat", None), "source", ""),
+    }
+    return record | _digests(contents) | _of_tokenizer(task.tokenizer)
+
+
+def _plain(value: Any) -> Any:
+    is_plain = isinstance(value, str | int | float | None)
+    return value if is_plain else json.dumps(value, default=vars)
+
+
+def _of_tokenizer(tokenizer: BaseTokenizer | None) -> dict[str, str]:
+    hashed = tokenizer_hash(tokenizer)
+    return _digests({"model.hf_assets_path": hashed}) if hashed else {}
+
+
+def _digests(contents: dict[str, Any]) -> dict[str, str]:
+    return {
+        f"{_CONTENT}{key}": hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+        for key, value in contents.items()
+    }
 
 
 def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
@@ -142,21 +163,15 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
     ]
     templates = {getattr(source.encode, "template", None) for source in sources} - {None}
     mixture = config.training.mixture
-    contents: dict[str, Any] = {
-        "training.mixture" if mixture else "training.dataset_path": [
-            files,
-            [[source.weight, source.epochs] for source in mixture],
-        ]
-    }
+    contents: dict[str, Any] = {}
+    if sources:
+        weights = [[source.weight, source.epochs] for source in mixture]
+        contents["training.mixture" if mixture else "training.dataset_path"] = [files, weights]
     if templates:
         contents["training.chat_template"] = sorted(map(str, templates))
     if config.validation.enable and (path := config.validation.dataset_path):
         contents["validation.dataset_path"] = record_of_files(path, is_movable=True)
-    return {
-        f"{_CONTENT}{key}": hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
-        for key, value in contents.items()
-        if sources or key.startswith("validation")
-    }
+    return _digests(contents)
 
 
 def compare_with_saved(
@@ -230,7 +245,7 @@ def check_same_meaning(
         name = key.removeprefix(_CONTENT)
         is_data = name in _DATA
         if saved[key] == own[key] or not (
-            is_data or name in _FUNCTION or name.startswith(_MODEL_ARGS)
+            is_data or name in _FUNCTION or name.startswith((_MODEL_ARGS, *_RL))
         ):
             continue
         difference = f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now"
@@ -254,13 +269,8 @@ def differences(
 
     loaded: the components whose state comes from the checkpoint.
     """
-    for key, (component, if_loaded) in _WHICH_IS_USED.items():
-        if key in saved and key in own and saved[key] != own[key]:
-            used = if_loaded if component in loaded else _OWN
+    for key in own:
+        is_told = key in (*_TOLD, _GLOBAL_BATCH_SIZE) or key.startswith("rl.")
+        if is_told and not key.startswith(_RL) and own[key] != saved.get(key, own[key]):
+            used = _SAVED if _SAVED_WITH.get(key) in loaded else _OWN
             yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
-    for key, used in (
-        (_GLOBAL_BATCH_SIZE, _OWN),
-        (_TOKENIZER, f"{_OWN}, with which the weights were not trained"),
-    ):
-        if key in saved and key in own and saved[key] != own[key]:
-            yield f"the {key} was {saved[key]} when it was saved and is {own[key]} now: {used}"

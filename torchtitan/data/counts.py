@@ -4,10 +4,7 @@ The rows of `training.epochs` are planned from them, and the log of a chat datas
 """
 
 import hashlib
-import io
-import os
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from torchtitan.data.open_document import PIECE_CHARACTERS
 from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
-from torchtitan.tools.files import cache_folder, open_file
+from torchtitan.tools.files import cache_folder, open_file, whole_file
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import _rank
 
@@ -97,36 +94,29 @@ def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> 
     """
     if not again and (numbers := _read(key)) is not None:
         return numbers
-    numbers, file = make(), _file_of(key)
-    content = io.BytesIO()
-    np.save(content, numbers)
+    numbers, path = make(), _file_of(key)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        with open_file(unfinished, "wb") as opened:
-            opened.write(_check_sum(content.getbuffer()) + content.getbuffer())
-        unfinished.replace(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            np.savez(file, numbers)
     except OSError as error:
-        logger.warning(f"the counts of tokens cannot be kept for later runs in {file}: {error}")
+        logger.warning(f"the counts of tokens cannot be kept for later runs in {path}: {error}")
     return numbers
 
 
 def _read(key: object) -> NDArray[Any] | None:
     """Return the numbers that an earlier run kept; None if there are none, or they are damaged."""
+    path = _file_of(key)
     try:
-        with open_file(_file_of(key), "rb") as opened:
-            check_sum, content = opened.read(4), opened.read()
-        if check_sum == _check_sum(content):
-            return np.load(io.BytesIO(content), allow_pickle=False)
-    except (OSError, ValueError):
+        with open_file(path, "rb") as file, np.load(file, allow_pickle=False) as content:
+            return content["arr_0"]
+    except FileNotFoundError:
         pass
+    except Exception as error:  # numpy and zipfile raise many types
+        logger.warning(f"the counts of tokens in {path} are damaged, and made again: {error}")
     return None
-
-
-def _check_sum(content: bytes | memoryview) -> bytes:
-    return zlib.crc32(content).to_bytes(4)
 
 
 def _file_of(key: object) -> Path:
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-    return cache_folder() / f"counts_{digest}"
+    return cache_folder() / f"counts_{digest}.npz"

@@ -4,7 +4,6 @@
 the part of it that one lane reads.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -89,6 +88,9 @@ class Source:
         """Return what a saved position depends on; a position of another source is refused."""
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
+
+    def tell_again(self) -> None:
+        warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
 
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
@@ -218,8 +220,7 @@ class IndexedFeed:
             if source.limit is not None and number >= source.limit * n:
                 return None
             if number >= n and source.limit is None:
-                again = f"Dataset {source.name} is being read again from the beginning"
-                warn_once(logger, again)
+                source.tell_again()
             self._next = source.read(number)
         return self._next
 
@@ -268,8 +269,7 @@ class StreamedFeed:
             if self.source.limit is not None and self._pass + 1 >= self.source.limit:
                 return None
             if self.source.limit is None:
-                again = f"Dataset {self.source.name} is being read again from the beginning"
-                warn_once(logger, again)
+                self.source.tell_again()
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0])
@@ -315,7 +315,8 @@ class StreamedFeed:
         if self._samples is None:
             self._samples = iter(self._data)
         n = 1 if self.source.seed is None else STREAM_BLOCK
-        with _without_worker_info():
+        # In a data worker `datasets` (read in 5.2) would split the stream once more by this variable.
+        with torch_parts.replaced("worker_info", None):
             samples = list(itertools.islice(self._samples, n))
         self._has_begun |= bool(samples)
         if self.source.seed is not None and samples:
@@ -324,13 +325,3 @@ class StreamedFeed:
             samples = [samples[order.index(first + i)] for i in range(len(samples))]
         self._block.extend(samples)
         return bool(samples)
-
-
-@contextlib.contextmanager
-def _without_worker_info() -> Iterator[None]:
-    """Hide from `datasets` that this process is a data worker, because it would split the stream again.
-
-    `datasets` (read in 5.2) asks `torch.utils.data.get_worker_info`, which returns this variable.
-    """
-    with torch_parts.replaced("worker_info", None):
-        yield

@@ -2,8 +2,8 @@
 
 JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
 where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
-A compressed file, and the columns that are read of a Parquet file, are first copied to such a file in
-the cache, once for all runs and all processes of a machine.
+A compressed file, a JSON list, and the columns that are read of a Parquet file, are first copied to such
+a file in the cache, once for all runs and all processes of a machine.
 """
 
 import bz2
@@ -18,9 +18,10 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
 
 from torchtitan.tools.files import cache_folder, open_file
@@ -28,8 +29,6 @@ from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
-
-
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file's content in a record of it
 
 
@@ -38,8 +37,7 @@ class SampleRule(NamedTuple):
 
     example: str  # a sample as JSON
     columns: tuple[str, ...]  # the keys that are read
-    # sample -> the end of an error's sentence; None if it is good
-    problem_of: Callable[[Any], str | None]
+    problem_of: Callable[[Any], str | None]  # sample -> the end of an error's sentence; None: good
 
 
 def _problem_of_text(sample: Any) -> str | None:
@@ -68,7 +66,7 @@ def locate(index: int, ends: list[int]) -> tuple[int, int]:
 class LocalDocuments:
     """Documents of several files by number; `where(i)` is a document's name for messages."""
 
-    def __init__(self, files: "list[_File]") -> None:
+    def __init__(self, files: list[Any]) -> None:
         self._files = files
         self._ends = list(accumulate(map(len, files)))
 
@@ -85,7 +83,7 @@ class LocalDocuments:
 
 
 class _File:
-    """A file of documents. A subclass counts and reads them.
+    """A file of documents. A subclass has `len()` and `read(number)`.
 
     name: for messages. content: the file that is read, which may be a copy in the cache.
     """
@@ -93,12 +91,6 @@ class _File:
     def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
         self.name, self.content, self.rule = name, content, rule
         self.before = content.stat()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def read(self, number: int) -> dict[str, Any]:
-        raise NotImplementedError
 
     def where(self, number: int) -> str:
         return str(self.name)
@@ -130,11 +122,12 @@ class _Lines(_File):
     """A file of JSON lines: one object per line that follows the rule.
 
     Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
-    document is read.
+    document is read. unit: the name of a line in messages.
     """
 
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
+    def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
         super().__init__(name, content, rule)
+        self._unit = unit
         self._starts = starts = array("Q")  # byte offsets of the lines that are not blank
         position = 0
         with open_file(content, "rb") as file:
@@ -166,30 +159,7 @@ class _Lines(_File):
             while file.tell() < start:
                 file.readline()
                 line_number += 1
-        return f"{self.name}, {'row' if self.name.suffix == '.parquet' else 'line'} {line_number}"
-
-
-class _List(_File):
-    """A file that is one JSON list of samples."""
-
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
-        super().__init__(name, content, rule)
-        try:
-            self._samples = json.loads(content.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
-                f"object like {rule.example} per line"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def read(self, number: int) -> dict[str, Any]:
-        return self.checked(self._samples[number], number)
-
-    def where(self, number: int) -> str:
-        return f"{self.name}, entry {number + 1}"
+        return f"{self.name}, {self._unit} {line_number}"
 
 
 class _Text(_File):
@@ -236,9 +206,9 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
             f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
             f"is relative to"
         )
-    paths = _files_in(root)
+    paths = [Path(file) for file in _files_in(path)]
     if root.is_dir():
-        paths = sorted(file for file in paths if _kind_of(file))
+        paths = [file for file in paths if _kind_of(file)]
         if len({_kind_of(file) for file in paths}) > 1:
             # A dataset from the hub has a card beside its files.
             paths = [file for file in paths if file.name != "README.md"]
@@ -254,11 +224,11 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
 
 
 def _open(path: Path, rule: SampleRule) -> _File:
-    content = path
+    content, unit = path, "line"
     if path.suffix in _DECOMPRESS:
         content = _copy_in_cache(path, "", _unpacked(path))
     elif path.suffix == ".parquet":
-        columns = _columns_of(path, rule)
+        columns, unit = _columns_of(path, rule), "row"
         content = _copy_in_cache(path, f"{columns}", _rows_as_lines(path, columns))
     kind = _kind_of(path)
     if kind == "text":
@@ -270,8 +240,10 @@ def _open(path: Path, rule: SampleRule) -> _File:
             f"{path} is in UTF-16 or UTF-32, and JSON must be in UTF-8; convert it: "
             "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
         )
-    is_list = kind == "JSON" and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    return (_List if is_list else _Lines)(path, content, rule)
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        unit = "entry"
+        content = _copy_in_cache(path, unit, _entries_as_lines(content, path, rule.example))
+    return _Lines(path, content, rule, unit)
 
 
 # ---- copies of compressed files and of Parquet ----
@@ -315,6 +287,20 @@ def _unpacked(path: Path) -> Iterator[bytes]:
         raise ValueError(
             f"{path} cannot be unpacked: {error}; fetch or write the file again"
         ) from None
+
+
+def _entries_as_lines(content: Path, name: Path, example: str) -> Iterator[bytes]:
+    """Yield the entries of a JSON list as lines of JSON."""
+    try:
+        with open_file(content, "rb") as file:
+            entries = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
+            f"object like {example} per line"
+        ) from None
+    for entry in entries:
+        yield json.dumps(entry).encode() + b"\n"
 
 
 def _open_zst(packed: BinaryIO) -> Any:
@@ -451,18 +437,20 @@ def _cut(file: Any, part: int) -> int:
     return nominal - 1 + shift
 
 
-def _files_in(root: Path) -> list[Path]:
-    """Return a file itself, or the files in and below a folder.
+def _files_in(root: str) -> dict[str, os.stat_result]:
+    """Return a file itself, or the files in and below a folder, in the order of their names.
 
     Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
     """
-    if not root.is_dir():
-        return [root]
-    return [
-        file
-        for file in root.rglob("*")
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(root).parts)
-    ]
+    paths = [] if os.path.isdir(root) else [root]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name[0] != "."]
+        paths += [os.path.join(folder, name) for name in names if name[0] != "."]
+    files = {}
+    for path in sorted(paths, key=lambda path: path.split(os.sep)):
+        with suppress(FileNotFoundError):  # a link to nothing
+            files[path] = os.stat(path)
+    return {path: found for path, found in files.items() if S_ISREG(found.st_mode)}
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
@@ -471,34 +459,31 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
     out times, so that copies have the same digest, and take samples of at most 128 files.
     """
-    root = Path(path)
-    if not path or not root.exists():
+    if not path or not os.path.exists(path):
         return {}
-    files = sorted(_files_in(root))
-    stats = [file.stat() for file in files]
+    files = _files_in(path)
     digest = hashlib.sha256()
     every = -(-len(files) // 128) if is_movable else 1
-    for number, (file, stat) in enumerate(zip(files, stats, strict=True)):
-        time = None if is_movable else stat.st_mtime_ns
-        digest.update(repr((os.fsencode(file.relative_to(root)), stat.st_size, time)).encode())
+    for number, (file, found) in enumerate(files.items()):
+        name = file.removeprefix(path).lstrip(os.sep) or "."
+        time = None if is_movable else found.st_mtime_ns
+        digest.update(repr((os.fsencode(name), found.st_size, time)).encode())
         if number % every == 0:
-            digest.update(_samples_of(file, stat.st_size))
+            digest.update(_samples_of(file, found.st_size))
     return {
-        "files": len(stats),
-        "bytes": sum(stat.st_size for stat in stats),
+        "files": len(files),
+        "bytes": sum(found.st_size for found in files.values()),
         "sha256": digest.hexdigest(),
     }
 
 
-def _samples_of(path: Path, size: int) -> bytes:
+def _samples_of(path: str, size: int) -> bytes:
     """Return bytes of the file's head, tail and places in between; a short file's whole content."""
     if not os.access(path, os.R_OK):  # beside the data
         return b""
-    with open_file(path, "rb") as file:
-        if size <= _NUM_SAMPLES * _SAMPLE_BYTES:
-            return file.read()
-        samples = []
-        for i in range(_NUM_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-            samples.append(file.read(_SAMPLE_BYTES))
-        return b"".join(samples)
+    places, length = [0], size
+    if size > _NUM_SAMPLES * _SAMPLE_BYTES:
+        length = _SAMPLE_BYTES
+        places = [(size - length) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)]
+    with open_file(path, "rb", buffering=0) as file:
+        return b"".join(os.pread(file.fileno(), length, place) for place in places)

@@ -75,9 +75,7 @@ class PackedDataset(IterableDataset):
                 "machine"
             )
         self._plan = Plan(self.sources, packing) if planned else None
-        self._lanes: dict[
-            int, Lane | PlannedLane
-        ] = {}  # the lanes that this process reads, by number
+        self._lanes: dict[int, Lane | PlannedLane] = {}  # those this process reads, by number
         self._row = 0  # the next row, of those of this rank in a step
         self._saved: dict[int, Any] = {}  # the states of this rank's lanes, until they are made
         self.is_resumed = self._ran_out = False
@@ -224,11 +222,6 @@ class PackedDataset(IterableDataset):
         dataloader's process. Raises ValueError for the position of other data, or of another order.
         """
         for state in states:
-            if "lanes" not in state:
-                raise ValueError(
-                    "the data position is of a version that divided documents among ranks instead of "
-                    f"rows: {_BEGIN_AGAIN}"
-                )
             self._check_sources(state["sources"])
         num_saved = states[0]["num_lanes"]
         lanes: dict[int, Any] = {}
@@ -243,24 +236,16 @@ class PackedDataset(IterableDataset):
         self._lanes, self.is_resumed, self._ran_out = {}, True, False
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> None:
-        own = [source.identity() for source in self.sources]
-        if len(own) != len(saved):
+        theirs, mine = (
+            [(source["num_documents"], source["seed"]) for source in sources]
+            for sources in (saved, [source.identity() for source in self.sources])
+        )
+        if theirs != mine:
             raise ValueError(
-                f"the checkpoint's data position is for {len(saved)} sources, but training.mixture has "
-                f"{len(own)}: resume with the same sources, or {_BEGIN_AGAIN}"
+                f"the checkpoint's data position is for sources of (documents, data_seed) = {theirs}, and "
+                f"this run's are {mine}, where None is training.shuffle = False: resume with the same, or "
+                f"{_BEGIN_AGAIN}"
             )
-        for mine, theirs in zip(own, saved, strict=True):
-            if mine["num_documents"] != theirs["num_documents"]:
-                raise ValueError(
-                    f"the checkpoint's data position is for {theirs['num_documents']} documents, but "
-                    f"dataset {mine['name']!r} holds {mine['num_documents']}: resume with the same "
-                    f"data, or {_BEGIN_AGAIN}"
-                )
-            if mine["seed"] != theirs["seed"]:
-                raise ValueError(
-                    f"the checkpoint's data position is for {_order_of(theirs['seed'])}, got "
-                    f"{_order_of(mine['seed'])}: resume with the same order, or {_BEGIN_AGAIN}"
-                )
 
     def _in_this_plan(
         self, saved: Any, lanes: dict[int, Any], num_saved: int
@@ -291,12 +276,8 @@ class PackedDataset(IterableDataset):
                 f"or {_BEGIN_AGAIN}"
             )
         base, n, _ = next(iter(places))
-        place = (
-            [],
-            [(min(base + n * num_saved, end), 0, [])],
-            [],
-        )  # the rest of a last step is padding
-        return dict.fromkeys(range(self._num_lanes), place), self._num_lanes
+        row = min(base + n * num_saved, end)  # the rest of a last step is padding
+        return dict.fromkeys(range(self._num_lanes), ([], [(row, 0, [])], [])), self._num_lanes
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
         """Divide what the saved lanes had left among this dataset's number of lanes."""
@@ -325,10 +306,3 @@ class PackedDataset(IterableDataset):
                 feeds[number].append(share.state())
         num_tokens = [sum(tokens) // n for tokens in zip(*(lane[2] for lane in lanes), strict=True)]
         return {i: (places[i::n], feeds[i], list(num_tokens)) for i in range(n)}
-
-
-def _order_of(seed: int | None) -> str:
-    """Return the keys of the config that decide a source's order, for messages."""
-    if seed is None:
-        return "training.shuffle = False"
-    return f"training.shuffle = True with data_seed = {seed}"

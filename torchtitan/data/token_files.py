@@ -11,17 +11,21 @@ The `.bin` file holds only the ids, document after document. The `.idx` file, li
     int64 [S]      the byte of the `.bin` file at which each sequence begins
     int64 [D + 1]  the number of each document's first sequence; the last entry is S
 
-A document is usually one sequence. `torchtitan.data.tokenize` adds a file `tokens.json`, which says
-with which tokenizer the ids were made, and is marked as finished when all pairs are whole.
+The sequences lie one behind the other, and a document is usually one sequence.
+
+`torchtitan.data.tokenize` adds two kinds of files. `tokens.json` says with which tokenizer the ids were
+made, and is marked as finished when all pairs are whole. A pair's `.crc32` file has, as uint32 [D], the
+CRC-32 of each document's bytes, begun with the CRC-32 of the pair's name. A document is compared with
+its sum each time it is read.
 """
 
 import hashlib
 import mmap
 import os
 import struct
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,57 +34,68 @@ import numpy as np
 
 from torchtitan.data.local_files import locate
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.files import open_file, read_json_object, whole_file
 from torchtitan.tools.logging import logger, warn_once
 
 ABOUT_FILE = "tokens.json"
 ABOUT_FORMAT = 1
-UNFINISHED = ".unfinished"  # ends the name of a file that is being written
+SUMS = ".crc32"
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 are floats.
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-# A foreign corpus is checked at the beginnings of this many documents.
-_DOCUMENTS_CHECKED, _IDS_CHECKED = 100, 4096
+_DOCUMENTS_CHECKED = 100  # of a foreign corpus, at the start
+_AGAIN = (
+    "copy the folder again, or run the same `python -m torchtitan.data.tokenize` again, which writes "
+    "damaged parts again"
+)
 
 
 class TokenDocuments:
     """Documents of token ids by number: `documents[i]` is a read-only array [ids] of the file's type.
 
-    The array is a view of the mapped file, so taking a part of a long document reads only that part.
-    Opening takes a time per pair of files, and none per document. When pickled, for example into a
-    data worker, the files are mapped again.
+    The array is a view of the mapped file. Opening takes a time per pair of files, and none per
+    document. When pickled, for example into a data worker, the files are mapped again.
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
-    Raises ValueError if a file is missing, damaged or unfinished.
+    num_ids: documents with other ids than 0 to num_ids - 1 are refused; `check_tokenizer` sets it.
+    Raises ValueError if a file is missing or unfinished, and, when it is read, for a damaged document.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        is_folder = os.path.isdir(path)
-        folder = Path(path) if is_folder else Path(path).parent
+    def __init__(self, path: str, num_ids: int | None = None) -> None:
+        self._path, self._num_ids = path, num_ids
+        folder = Path(path) if os.path.isdir(path) else Path(path).parent
         self._about = read_about(folder / ABOUT_FILE)
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
                 f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same `python -m "
                 "torchtitan.data.tokenize` again, which goes on where it was stopped"
             )
-        prefixes = [path.removesuffix(".bin").removesuffix(".idx")]
-        self._pairs = [Pair(prefix) for prefix in (_prefixes_in(folder) if is_folder else prefixes)]
+        self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
+        self._pairs = [Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)]
         if self._about is not None:
             self._compare_with_about(folder)
         self._ends = list(accumulate(pair.num_documents for pair in self._pairs))
 
     def __reduce__(self) -> tuple:
-        return TokenDocuments, (self._path,)
+        return TokenDocuments, (self._path, self._num_ids)
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
         pair, number = self._locate(index)
-        return pair.read(number)
+        ids = pair.read(number)
+        if self._num_ids is not None and len(ids):
+            smallest, largest = int(ids.min()), int(ids.max())
+            if not 0 <= smallest <= largest < self._num_ids:
+                raise ValueError(
+                    f"{pair.where(number)} has the id {smallest if smallest < 0 else largest}, and the "
+                    f"tokenizer's ids are 0 to {self._num_ids - 1}; train with the tokenizer that made "
+                    "these tokens"
+                )
+        return ids
 
     @property
     def num_tokens(self) -> int:
@@ -95,36 +110,41 @@ class TokenDocuments:
         pair, number = self._locate(index)
         return pair.where(number)
 
+    def check(self) -> None:
+        """Raise ValueError for the first file that differs from what was written."""
+        if not self._has_sums:
+            raise ValueError(
+                f"{self._path} has no check sums to compare with, because another program or an earlier "
+                "version wrote it; tokenize the text again"
+            )
+        for pair in self._pairs:
+            pair.check()
+
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        Without tokens.json that is unknown, which is logged once. Then the beginnings of up to 100
-        documents must have ids of the tokenizer's vocabulary.
+        Without tokens.json, or check sums of the ids, that is unknown, which is logged once. Then up to
+        100 documents must have ids of the tokenizer's vocabulary now, and each document when it is read.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
-        if written_with is not None and given is not None:
-            if written_with != given:
-                raise ValueError(
-                    f"{self._path} was written with another tokenizer: {ABOUT_FILE} has the hash "
-                    f"{written_with}, and the tokenizer of this job has {given}; train with the "
-                    "tokenizer that wrote the folder, or tokenize the text again"
-                )
+        is_known = written_with is not None and given is not None
+        if is_known and written_with != given:
+            raise ValueError(
+                f"{self._path} was written with another tokenizer: {ABOUT_FILE} has the hash "
+                f"{written_with}, and the tokenizer of this job has {given}; train with the tokenizer "
+                "that wrote the folder, or tokenize the text again"
+            )
+        if is_known and self._has_sums:
             return
-        warn_once(
-            logger,
-            f"{self._path}: it is unknown whether these tokens were made with this job's tokenizer, "
-            f"because {'the tokenizer has no hash' if written_with else f'there is no {ABOUT_FILE}'}",
-        )
-        size = vocabulary_size(tokenizer)
+        unknown = "whether these tokens are damaged, because an earlier version wrote them, without check sums"
+        if not is_known:
+            lack = "the tokenizer has no hash" if written_with else f"there is no {ABOUT_FILE}"
+            unknown = f"whether these tokens were made with this job's tokenizer, because {lack}"
+        warn_once(logger, f"{self._path}: it is unknown {unknown}")
+        self._num_ids = vocabulary_size(tokenizer)
         for index in range(0, len(self), -(-len(self) // _DOCUMENTS_CHECKED) or 1):
-            ids = self[index][:_IDS_CHECKED]
-            if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-                wrong = ids.min() if ids.min() < 0 else ids.max()
-                raise ValueError(
-                    f"{self.where(index)} has the id {wrong}, and the tokenizer's ids are 0 to "
-                    f"{size - 1}; train with the tokenizer that made these tokens"
-                )
+            self[index]
 
     def _locate(self, index: int) -> tuple["Pair", int]:
         """Return (the pair, the number of the document in it)."""
@@ -133,60 +153,62 @@ class TokenDocuments:
 
     def _compare_with_about(self, folder: Path) -> None:
         """Raise ValueError if the opened pairs of `folder` are not those that its tokens.json lists."""
-        listed = {part["name"]: part for part in self._about["parts"]}
-        opened = {os.path.basename(pair.prefix): pair for pair in self._pairs}
-        missing = listed.keys() - opened.keys() if folder == Path(self._path) else set()
-        if odd := sorted(missing | (opened.keys() - listed.keys())):
-            problem = "is missing" if odd[0] in missing else "is not listed there"
-            raise ValueError(
-                f"{folder / ABOUT_FILE} lists {len(listed)} parts, and {odd[0]} {problem}; copy the "
-                "whole folder again, or move other files out of it"
-            )
-        for name, pair in opened.items():
-            numbers = listed[name]["documents"], listed[name]["tokens"]
-            if numbers != (pair.num_documents, pair.num_tokens):
+        listed = {p["name"]: (p["documents"], p["tokens"]) for p in self._about["parts"]}
+        opened = {os.path.basename(p.prefix): (p.num_documents, p.num_tokens) for p in self._pairs}
+        names = listed.keys() | opened.keys() if folder == Path(self._path) else opened.keys()
+        for name in sorted(names):
+            if listed.get(name) != opened.get(name):
                 raise ValueError(
-                    f"{pair.prefix}.idx has {pair.num_documents} documents and {pair.num_tokens} "
-                    f"tokens, and {ABOUT_FILE} lists {numbers[0]} and {numbers[1]}; copy the whole "
-                    "folder again"
+                    f"{folder / ABOUT_FILE} lists {listed.get(name, 'nothing')} as the documents and tokens "
+                    f"of {name}, and the folder has {opened.get(name, 'nothing')} there; copy the whole "
+                    "folder again, or move other files out of it"
                 )
 
 
 class Pair:
-    """A `.bin` file and its `.idx` file. prefix: their path without these endings."""
+    """A `.bin` file, its `.idx` file and, with `has_sums`, its `.crc32` file.
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        files = [prefix + ".idx", prefix + ".bin"]
+    prefix: their path without these endings.
+    """
+
+    def __init__(self, prefix: str, has_sums: bool = False) -> None:
+        self.prefix, self._seed, self._sums = prefix, _seed_of(prefix), None
+        files = [prefix + ".idx", prefix + ".bin", *[prefix + SUMS] * has_sums]
         missing = [file for file in files if not os.path.exists(file)]
-        if len(missing) == 2:
+        if missing[:2] == files[:2]:
             raise ValueError(
                 f"there are no token files at {prefix!r} (looked in {os.getcwd()}): need a folder "
-                "with pairs of .bin and .idx files, or one such pair; correct the path"
+                "with pairs of .bin and .idx files, or one such pair; write some with `python -m "
+                "torchtitan.data.tokenize`, or correct the path"
             )
         if missing:
             raise ValueError(
                 f"{missing[0]} is missing, and its pair cannot be read without it; copy it there, or "
-                "remove the other file of the pair"
+                "remove the rest of the pair"
             )
         self._map_index(files[0])
-        with open_file(files[1], "rb") as file:
-            self._data, data_size = _map(file)
-        last_byte = 0
+        self._data, last_byte = _mapped(files[1]), 0
         if len(self._lengths):
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
-        if data_size != last_byte:
+        if len(self._data) != last_byte:
             raise ValueError(
-                f"{files[1]} has {data_size} bytes, and its index lists {last_byte}: one of the two "
+                f"{files[1]} has {len(self._data)} bytes, and its index lists {last_byte}: one of the two "
                 "files was cut off, or they are of different pairs; copy both again"
             )
         self.num_documents = len(self._documents) - 1
-        self.num_tokens = data_size // self._type.itemsize
+        self.num_tokens = len(self._data) // self._type.itemsize
+        if has_sums:
+            sums = _mapped(files[2])
+            if len(sums) != 4 * self.num_documents:
+                raise ValueError(
+                    f"{files[2]} has {len(sums)} bytes, and 4 for each of {self.num_documents} documents are "
+                    f"needed; {_AGAIN}"
+                )
+            self._sums = np.frombuffer(sums, "<u4", self.num_documents)
 
     def _map_index(self, path: str) -> None:
-        with open_file(path, "rb") as file:
-            header = file.read(_HEADER.size)
-            index, size = _map(file)
+        index = _mapped(path)
+        header, size = index[: _HEADER.size], len(index)
         if not header.startswith(_MAGIC):
             raise ValueError(
                 f"{path} must begin with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}: it is not an "
@@ -195,15 +217,11 @@ class Pair:
         version, code, num_sequences, num_starts = _VERSION, next(iter(_TYPES)), 0, 0
         if len(header) == _HEADER.size:
             _, version, code, num_sequences, num_starts = _HEADER.unpack(header)
-        if version != _VERSION:
+        if version != _VERSION or code not in _TYPES:
             raise ValueError(
-                f"{path} has version {version}, and only version {_VERSION} is known; write the pair "
-                "in that version"
-            )
-        if code not in _TYPES:
-            raise ValueError(
-                f"{path} has code {code} for the type of its ids, and integers have the codes "
-                f"{', '.join(map(str, _TYPES))}; write the pair with one of these"
+                f"{path} has version {version}, and the code {code} for the type of its ids, and version "
+                f"{_VERSION} with the codes of integers, {', '.join(map(str, _TYPES))}, is known; write the "
+                "pair with these"
             )
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
         if size != expected:
@@ -228,28 +246,51 @@ class Pair:
             )
 
     def read(self, number: int) -> np.ndarray:
-        first, last = int(self._documents[number]), int(self._documents[number + 1])
-        if first == last:
-            return np.empty(0, self._type)
-        problem = None
-        if not 0 <= first < last <= len(self._lengths):
-            problem = f"sequences {first} to {last} of {len(self._lengths)}"
-        else:
-            # The sequences of a document lie one behind the other.
-            itemsize = self._type.itemsize
-            length = int(self._lengths[first:last].sum(dtype=np.int64))
-            start = int(self._pointers[first])
-            end = int(self._pointers[last - 1]) + int(self._lengths[last - 1]) * itemsize
-            if not 0 <= start <= end <= len(self._data) or end - start != length * itemsize:
-                problem = f"{length} ids at bytes {start} to {end} of {len(self._data)}"
-        if problem is not None:
-            raise ValueError(
-                f"{self.where(number)}: the index is damaged, because it lists {problem} for this "
-                "document; copy the .idx file again, or write the pair again"
+        """Return a document's ids; ValueError if they, or the index, are damaged."""
+        first, last = self._documents[number : number + 2].tolist()
+        problem = f"sequences {first} to {last} of {len(self._lengths)}"
+        if 0 <= first <= last <= len(self._lengths):
+            sequences, size = slice(max(first - 1, 0), last), self._type.itemsize
+            begins, lengths = self._pointers[sequences].tolist(), self._lengths[sequences].tolist()
+            ends = [begin + size * n for begin, n in zip(begins, lengths, strict=True)]
+            if first == 0:
+                ends.insert(0, 0)
+            else:  # the document begins where the sequence before it ends
+                del begins[0]
+            start, end = ends[0], ends[-1]
+            problem = (
+                f"sequences at bytes {begins[:5]} for bytes {start} to {end} of {len(self._data)}"
             )
-        return np.frombuffer(self._data, self._type, length, start)
+            if 0 <= start <= end <= len(self._data) and begins == ends[:-1]:
+                ids = np.frombuffer(self._data, self._type, (end - start) // size, start)
+                if self._sums is None or zlib.crc32(ids, self._seed) == self._sums[number]:
+                    return ids
+                raise ValueError(
+                    f"{self.where(number)}: the ids differ from those that were written, because a file "
+                    f"of the pair is damaged, or is of another pair; {_AGAIN}"
+                )
+        raise ValueError(
+            f"{self.where(number)}: the index is damaged, because it lists {problem}; "
+            "copy the .idx file again, or write the pair again"
+        )
+
+    def check(self) -> None:
+        """Raise ValueError if a file differs from what `write_pair` wrote."""
+        if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
+            raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
+        data, start = memoryview(self._data), 0
+        ends = np.cumsum(self._lengths, dtype=np.int64) * self._type.itemsize
+        for number, (end, check_sum) in enumerate(zip(ends.tolist(), self._sums, strict=True)):
+            if zlib.crc32(data[start:end], self._seed) != check_sum:
+                self.read(number)  # raises
+            start = end
 
     def lengths(self) -> np.ndarray:
+        if (np.diff(self._documents, append=len(self._lengths)) < 0).any():
+            raise ValueError(
+                f"{self.prefix}.idx is damaged: a document begins with an earlier sequence than the one "
+                "before it; copy the file again, or write the pair again"
+            )
         ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         return np.diff(ends[self._documents])
 
@@ -257,21 +298,19 @@ class Pair:
         return f"{self.prefix}.bin, document {number} (counted from 0)"
 
 
-def _map(file: Any) -> tuple[mmap.mmap | bytes, int]:
-    """Return (the content of an open file, its number of bytes)."""
-    size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
-    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", size
+def _mapped(path: str) -> mmap.mmap | bytes:
+    with open_file(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
 
 
-def _prefixes_in(folder: Path) -> list[str]:
-    """Return the paths, without endings, of the pairs in `folder`, in the order of their names."""
-    files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.name[0] != "."]
-    if not files:
-        raise ValueError(
-            f"{folder} holds no token files (pairs of .bin and .idx); write some with `python -m "
-            "torchtitan.data.tokenize`, or correct the path"
-        )
-    return sorted({str(file.with_suffix("")) for file in files})
+def _prefixes_of(path: str) -> list[str]:
+    """Return the paths, without endings, of the pair at `path`, or of the pairs in that folder."""
+    files = [Path(path)]
+    if files[0].is_dir():
+        files = [file for file in files[0].iterdir() if file.name[0] != "."]
+    ends = (".bin", ".idx")
+    return sorted({str(file.with_suffix("")) for file in files if file.suffix in ends}) or [path]
 
 
 def read_about(path: Path) -> dict[str, Any] | None:
@@ -297,7 +336,7 @@ def read_about(path: Path) -> dict[str, Any] | None:
     return about
 
 
-def tokenizer_hash(tokenizer: BaseTokenizer) -> str | None:
+def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
     """Return the SHA-256 of what decides a text's ids; None for a tokenizer of another library.
 
     It covers the `tokenizers` library's whole JSON, and the ids that begin and end a document.
@@ -327,31 +366,26 @@ def smallest_type(num_ids: int) -> np.dtype:
 def write_pair(
     prefix: str, documents: Iterable[Iterable[Sequence[int]]], id_type: np.dtype
 ) -> None:
-    """Write `prefix`.bin and `prefix`.idx; a killed writer leaves no file `prefix`.idx.
+    """Write `prefix`.bin, .crc32 and .idx; a killed writer leaves no file `prefix`.idx.
 
     documents: the ids of each document in pieces, which are written as they come.
     """
-    files = {ending: f"{prefix}{ending}.{os.getpid()}{UNFINISHED}" for ending in (".bin", ".idx")}
-    try:
-        lengths = array("i")
-        with open_file(files[".bin"], "wb") as file:
-            for pieces in documents:
-                length = 0
-                for piece in pieces:
-                    file.write(np.asarray(piece, id_type).tobytes())
-                    length += len(piece)
-                lengths.append(length)
-            sync(file)
-        with open_file(files[".idx"], "wb") as file:
-            for block in _index(np.array(lengths, "<i4"), id_type):
-                file.write(block)
-            sync(file)
-        for ending, unfinished in files.items():
-            os.replace(unfinished, prefix + ending)
-    finally:
-        for unfinished in files.values():
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished)
+    lengths, sums = array("i"), array("I")
+    with (  # the last file is the first to take its place
+        whole_file(f"{prefix}.idx") as index_file,
+        whole_file(f"{prefix}{SUMS}") as sums_file,
+        whole_file(f"{prefix}.bin") as file,
+    ):
+        for pieces in documents:
+            length, check_sum = 0, _seed_of(prefix)
+            for piece in pieces:
+                ids = np.asarray(piece, id_type).tobytes()
+                file.write(ids)
+                length, check_sum = length + len(piece), zlib.crc32(ids, check_sum)
+            lengths.append(length)
+            sums.append(check_sum)
+        sums_file.write(np.array(sums, "<u4").tobytes())
+        index_file.writelines(_index(np.array(lengths, "<i4"), id_type))
 
 
 def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:
@@ -364,6 +398,5 @@ def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:
     yield np.arange(len(lengths) + 1, dtype="<i8").tobytes()
 
 
-def sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _seed_of(prefix: str) -> int:
+    return zlib.crc32(os.path.basename(prefix).encode())

@@ -1,9 +1,11 @@
 """Write a dataset's documents as token ids, for training.dataset = "tokens".
 
     python -m torchtitan.data.tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
+    python -m torchtitan.data.tokenize --check /data/books_tokens
 
 The ids are those of training on the text itself. Run the same command again after it was stopped:
-parts that are whole are kept. `token_files` has the format.
+parts that are whole are kept. --check compares a finished folder with its check sums. `token_files` has
+the format.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
 from torchtitan.tools.errors import ConfigError, RunError
-from torchtitan.tools.files import find_shipped, open_file
+from torchtitan.tools.files import UNFINISHED, find_shipped, whole_file
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import init_logger, logger
 
@@ -49,10 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     Exit code 2: the command cannot run as it stands; 1: a document, file or process failed; 130:
     interrupted by Ctrl-C.
     """
-    options = _parser().parse_args(arguments)
     init_logger()
     try:
-        _plan(options).write()
+        _plan(_parser().parse_args(arguments)).write()
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the parts that are whole", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         "source", help="a data file, a folder of data files, or the name of a registered dataset"
     )
     parser.add_argument("out", help="the folder to write")
+    parser.add_argument(
+        "--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums"
+    )
     parser.add_argument("--tokenizer", required=True, help="a folder with tokenizer.json")
     parser.add_argument("--bos_token", help="as training.bos_token")
     parser.add_argument("--eos_token", help="as training.eos_token")
@@ -88,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--custom_import", help="a module to import, which registers a dataset")
     return parser
+
+
+class _Check(argparse.Action):
+    """Checks a folder and ends, like --help, whatever the other arguments are."""
+
+    def __call__(self, parser: Any, namespace: Any, folder: Any, option: Any = None) -> None:
+        tokens, started = token_files.TokenDocuments(folder), time.monotonic()
+        tokens.check()
+        logger.info(
+            f"{folder}: all {len(tokens):,} documents of {tokens.num_tokens:,} tokens are as they were "
+            f"written ({time.monotonic() - started:.1f} s)"
+        )
+        parser.exit()
 
 
 def _positive(text: str) -> int:
@@ -122,7 +139,8 @@ class _Job:
     def write(self) -> None:
         """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
         self._remove_unfinished()
-        missing = [part for part in range(self.num_parts) if self._size(part) is None]
+        sizes = {part: self._size(part) for part in range(self.num_parts)}
+        missing = [part for part, size in sizes.items() if size is None]
         if missing:
             self._write_about(finished=False, parts=[])
             kept = self.num_parts - len(missing)
@@ -136,15 +154,15 @@ class _Job:
                 _write_in_processes(self, missing, progress)
         finally:
             self._remove_unfinished()
-        parts = []
-        for part in range(self.num_parts):
-            tokens = self._size(part)
-            if tokens is None:
-                raise RunError(f"{self.prefix(part)}.idx has changed; run the same command again")
-            name, documents = os.path.basename(self.prefix(part)), len(self.numbers(part))
-            parts.append({"name": name, "documents": documents, "tokens": tokens})
-        num_tokens = sum(part["tokens"] for part in parts)
-        self._write_about(finished=True, tokens=num_tokens, parts=parts)
+        sizes |= {part: self._size(part) for part in missing}
+        if None in sizes.values():
+            raise RunError(f"a part in {self.folder} has changed; run the same command again")
+        parts = [
+            {"name": f"part-{part:05d}", "documents": len(self.numbers(part)), "tokens": tokens}
+            for part, tokens in sizes.items()
+        ]
+        num_tokens = sum(sizes.values())
+        self._write_about(finished=True, check_sums=True, tokens=num_tokens, parts=parts)
         logger.info(
             f"{self.folder} is finished: {len(self.documents):,} documents of {num_tokens:,} tokens "
             f"in {len(parts)} parts; train on them with training.dataset = 'tokens' and "
@@ -178,23 +196,21 @@ class _Job:
     def _size(self, part: int) -> int | None:
         """Return the number of tokens of a part that is whole, else None."""
         try:
-            pair = token_files.Pair(self.prefix(part))
+            pair = token_files.Pair(self.prefix(part), has_sums=True)
+            pair.check()
         except ValueError:
             return None
         return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
 
     def _remove_unfinished(self) -> None:
-        for file in self.folder.glob(f"*{token_files.UNFINISHED}"):
+        for file in self.folder.glob(f"*{UNFINISHED}"):
             file.unlink()
 
     def _write_about(self, **more: Any) -> None:
         """Replace tokens.json in one instant."""
         path = self.folder / token_files.ABOUT_FILE
-        unfinished = f"{path}.{os.getpid()}{token_files.UNFINISHED}"
-        with open_file(unfinished, "w") as file:
+        with whole_file(path, "w") as file:
             json.dump(self.about | more, file, indent=1)
-            token_files.sync(file)
-        os.replace(unfinished, path)
 
 
 def _plan(options: argparse.Namespace) -> _Job:
@@ -277,9 +293,10 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
     old = token_files.read_about(about_file)
     if overwrite and old is not None:
         # tokens.json goes last: until then it lists parts that are missing.
-        for pattern in ("part-*.idx", "part-*.bin", token_files.ABOUT_FILE):
-            for file in folder.glob(pattern):
+        for ending in (".idx", ".bin", token_files.SUMS):
+            for file in folder.glob(f"part-*{ending}"):
                 file.unlink()
+        about_file.unlink()
         return None
     if old is None and any(file.suffix in (".bin", ".idx") for file in folder.iterdir()):
         raise ConfigError(

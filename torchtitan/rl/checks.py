@@ -112,7 +112,8 @@ def api_key(serve: RLServe) -> str:
     if not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(
             f"rl.serve.api_key_file must be a file with one key of printable characters and nothing "
-            f"else, got {problem} in {path!r}; make it: echo tml-$(openssl rand -hex 16) > FILE"
+            f"else, got {problem} in {path!r}; make it: "
+            "(umask 077; echo tml-$(openssl rand -hex 16) > FILE)"
         )
     return key
 

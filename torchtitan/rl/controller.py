@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torchtitan.checkpoint.run_record import record_of_task
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
@@ -125,6 +126,7 @@ class Controller:
             self.reporter = MetricsWriter(job_config, engine)
             self.checkpointer = engine.checkpointer
             self.checkpointer.states["rl"] = self
+            self.checkpointer.run_record |= record_of_task(self.config, task)
             if path := self.config.task.chat_template:
                 self.checkpointer.chat_template = Path(path).read_text(encoding="utf-8")
             self.reference = None
@@ -385,16 +387,11 @@ class Controller:
 
     # ---- state ----
 
-    @property
-    def _task_name(self) -> str:
-        return f"{self.config.task.name} ({type(self.task).__name__})"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a run besides the engine's, as one JSON text. Collective."""
         state = {
             "rollouts": self.rollouts.state_dict(),  # first: it may go back to earlier prompts
             "task": self.task.state_dict(),
-            "task_name": self._task_name,
             "num_batches": self.num_batches,
         }
         return {"state": json.dumps(state)}
@@ -403,14 +400,6 @@ class Controller:
         """Take a checkpoint's state; raises ValueError if it is not a state of this task."""
         try:
             state = json.loads(state_dict["state"])
-            name = state.get("task_name", self._task_name)  # missing in older checkpoints
-            if name != self._task_name:
-                logger.warning(
-                    "the checkpoint was trained on the task %s, and the run goes on with %s, at the "
-                    "same number of drawn prompts",
-                    name,
-                    self._task_name,
-                )
             self.task.load_state_dict(state["task"])
             self.rollouts.load_state_dict(state["rollouts"])
             self._num_batches = state.get("num_batches")  # missing in older checkpoints

@@ -8,6 +8,8 @@ Rank 0 listens at `rl.serve.host` and `rl.serve.port`. On SIGTERM or SIGINT the 
 call that is running, answers waiting requests with an error, and ends.
 """
 
+import os
+
 from torchtitan import train
 from torchtitan.rl.checks import check_server_config
 from torchtitan.rl.job_config import JobConfig
@@ -18,7 +20,8 @@ __getattr__ = load_on_access(__name__, {"Server": "torchtitan.integrations.tinke
 
 
 def main() -> None:
-    """Read the command line and serve."""
+    """Read the command line and serve. Other users cannot read the files that are written."""
+    os.umask(0o077)
     train.main(
         lambda config: __getattr__("Server")(config),
         config_cls=JobConfig,

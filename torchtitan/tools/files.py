@@ -9,6 +9,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ASSETS = Path(__file__).parents[1] / "assets"
+UNFINISHED = ".unfinished"  # ends the name of a file that is being written
 _LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have some 10 MB
 
 
@@ -48,6 +51,21 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a regular file", path)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Yield a new file that takes the place of `path` if the block succeeds."""
+    unfinished = f"{os.fspath(path)}.{os.getpid()}{UNFINISHED}"
+    try:
+        with open_file(unfinished, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(unfinished)
 
 
 def save_tensors(tensors: "dict[str, Tensor]", path: str) -> None:

@@ -343,18 +343,19 @@ FAULTS = [
     ),
     Fault(
         name="resume with another tokenizer",
-        message="Continuing from …step-4, but the tokenizer was 2048 tokens, digest …when it was saved "
-        "and is 2048 tokens, digest …now: this run's is used, with which the weights were not trained",
+        message="error: The run cannot continue from …step-4: content of model.hf_assets_path was …when it "
+        "was saved and is …now. The model would compute or read something else than it was trained on; "
+        "set it back, or allow it with checkpoint.allow_changed = ['model.hf_assets_path']",
         cause="The files at model.hf_assets_path have changed, or the path has.",
         remedy="Set model.hf_assets_path back to the tokenizer of the run.",
         arrange=take_other_tokenizer,
-        exit_code=0,
+        exit_code=1,
         after_run=True,
     ),
     Fault(
         name="resume with another sequence length and batch",
         message="Continuing from …step-4, but training.seq_len was 32 when it was saved and is 64 now: "
-        "this run's is used…but the global batch size was 1 when it was saved and is 2 now: this run's is used",
+        "this run's is used…but global batch size was 1 when it was saved and is 2 now: this run's is used",
         cause="The shape of a batch was changed, or the number of data-parallel ranks.",
         remedy="None needed if it was meant; set training.global_batch_size to keep the batch on "
         "another number of ranks.",

@@ -62,7 +62,8 @@ def resume_fault(
     """A finished run, of one dataset in its own order, goes on otherwise."""
     return Fault(
         name,
-        f"error: the checkpoint's data position is for {message}, or begin with this data from its "
+        f"error: the checkpoint's data position is for sources of (documents, data_seed) = {message}, "
+        "where None is training.shuffle = False: resume with the same, or begin with this data from its "
         "start: checkpoint.exclude_from_loading = ['dataloader']",
         cause,
         BEGIN_AGAIN,
@@ -230,8 +231,7 @@ FAULTS = [
     ),
     resume_fault(
         "resuming with a shuffled order",
-        "training.shuffle = False, got training.shuffle = True with data_seed = 5: resume with the same "
-        "order",
+        "[(…, None)], and this run's are [(…, 5)]",
         "training.shuffle was not set before.",
         "--training.shuffle",
         "--training.data_seed=5",
@@ -239,14 +239,13 @@ FAULTS = [
     ),
     resume_fault(
         "resuming with another data seed",
-        "training.shuffle = True with data_seed = 5, got training.shuffle = True with data_seed = 6: "
-        "resume with the same order",
+        "[(…, 5)], and this run's are [(…, 6)]",
         "A seed was changed for another run, whose dump folder is the same.",
         arrange=after_shuffled_run,
     ),
     resume_fault(
         "resuming with a mixture",
-        "1 sources, but training.mixture has 2: resume with the same sources",
+        "[(…, None)], and this run's are [(…, None), (…, None)]",
         "A dataset was added.",
         arrange=mixture(*SAVING, "--training.steps=6"),
     ),

@@ -191,9 +191,9 @@ FAULTS = [
     ),
     Fault(
         name="tokenizer and data that differ on one rank",
-        message="config error: the ranks disagree: content of training.dataset_path is '…' on rank 0 and '…' "
-        "on rank 1; number of documents is 2000 on rank 0 and 3 on rank 1; tokenizer is '2048 tokens, digest …' on rank 0 and '2048 tokens, digest …' on rank "
-        "1. Start all ranks with the same config, files and version",
+        message="config error: the ranks disagree: content of model.hf_assets_path is '…' on rank 0 and '…' "
+        "on rank 1; content of training.dataset_path is '…' on rank 0 and '…' on rank 1; number of documents "
+        "is 2000 on rank 0 and 3 on rank 1. Start all ranks with the same config, files and version",
         cause="A machine has another state of the files.",
         remedy="Copy the files again.",
         arrange=with_own_files_on_rank_1,

@@ -98,16 +98,16 @@ FAULTS = [
     ),
     token_fault(
         "folder without token files",
-        "…tokens holds no token files (pairs of .bin and .idx); write some with `python -m "
-        "torchtitan.data.tokenize`, or correct the path",
+        "there are no token files at '…tokens' (looked in …): need a folder with pairs of .bin and .idx "
+        "files, or one such pair; write some with `python -m torchtitan.data.tokenize`, or correct the path",
         "The folder holds text, or is another one.",
         "Tokenize the text, or read it with training.dataset = 'local'.",
         pair(remove("a.bin", "a.idx")),
     ),
     token_fault(
         "tokens without their index",
-        "…a.idx is missing, and its pair cannot be read without it; copy it there, or remove the other "
-        "file of the pair",
+        "…a.idx is missing, and its pair cannot be read without it; copy it there, or remove the rest "
+        "of the pair",
         CUT_OFF,
         "Copy the file.",
         pair(remove("a.idx")),
@@ -129,8 +129,8 @@ FAULTS = [
     ),
     token_fault(
         "index of floats",
-        "…a.idx has code 6 for the type of its ids, and integers have the codes 1, 2, 3, 4, 5, 8; write "
-        "the pair with one of these",
+        "…a.idx has version 1, and the code 6 for the type of its ids, and version 1 with the codes of "
+        "integers, 1, 2, 3, 4, 5, 8, is known; write the pair with these",
         "The files hold embeddings.",
         "Give the files with token ids.",
         pair(overwrite("a.idx", b"\6", at=17)),
@@ -153,8 +153,8 @@ FAULTS = [
     ),
     token_fault(
         "index that is damaged",
-        "…a.bin, document 0 (counted from 0): the index is damaged, because it lists 100 ids at bytes "
-        "65535 to 65735 of 400 for this document; copy the .idx file again, or write the pair again",
+        "…a.bin, document 0 (counted from 0): the index is damaged, because it lists sequences at "
+        "bytes [65535] for bytes 0 to 65735 of 400; copy the .idx file again, or write the pair again",
         "A bad disk or copy.",
         COPY_AGAIN,
         pair(overwrite("a.idx", b"\xff\xff", at=42)),
@@ -193,13 +193,13 @@ FAULTS = [
     ),
     token_fault(
         "part that is missing",
-        "…tokens.json lists 2 parts, and part-00001 is missing; copy the whole folder again, or move "
-        "other files out of it",
+        "…tokens.json lists (1, 352) as the documents and tokens of part-00001, and the folder has nothing "
+        "there; copy the whole folder again, or move other files out of it",
         "A copy was interrupted.",
         "Copy the whole folder again.",
         tokenized(
             parts=[
-                {"name": f"part-0000{number}", "documents": 1, "tokens": 1} for number in range(2)
+                {"name": f"part-0000{number}", "documents": 1, "tokens": 352} for number in range(2)
             ]
         ),
     ),

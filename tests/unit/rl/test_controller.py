@@ -268,15 +268,21 @@ def test_run_without_a_reference_takes_the_policy_that_it_resumes_from(tmp_path,
     resumed.close()
 
 
-def test_resuming_with_another_task_is_told(tmp_path, caplog):
+def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog):
     flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
     controller.train()
     controller.close()
-    flags += ["--rl.task.name=sort", "--training.steps=2"]
+    flags += ["--rl.task.name=sort", "--training.steps=2", "--rl.loss.name=dapo"]
     resumed = Controller(toy_config(tmp_path, *flags))
+    task = r"rl.task.name was 'copy \(CopyTask\)' when it was saved and is 'sort \(SortTask\)' now. The"
+    with pytest.raises(ValueError, match=task):
+        resumed.setup()
+    resumed.close()
+    allowed = "--checkpoint.allow_changed=rl.task.name"
+    resumed = Controller(toy_config(tmp_path, *flags, allowed))
     resumed.setup()
-    assert "trained on the task copy (CopyTask), and the run goes on with sort" in caplog.text
+    assert "rl.loss.name was 'grpo' when it was saved and is 'dapo' now: this run's" in caplog.text
     resumed.close()
 
 

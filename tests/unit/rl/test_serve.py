@@ -534,7 +534,7 @@ def test_other_base_models_are_refused_on_request(tmp_path):
         assert status == 400 and "base_model must be 'toy/one'" in answer["detail"]
 
 
-def test_sigterm_ends_the_server_cleanly(tmp_path):
+def test_sigterm_ends_the_server_cleanly_and_its_states_are_its_users_only(tmp_path):
     flags = ["--model.name=rl_toy", "--training.seq_len=16", "--rl.serve.port=0"]
     flags.append(f"--job.dump_folder={tmp_path}")
     job = jobs.start(flags, tmp_path / "logs", module="torchtitan.rl.serve")
@@ -545,6 +545,10 @@ def test_sigterm_ends_the_server_cleanly(tmp_path):
             time.sleep(0.02)
         client = Http(at[1]).start()
         sampler = client.sampler()
+        client.train("save_weights", path="state")
+        (state,) = tmp_path.rglob("weights/state")
+        saved = [state, *state.rglob("*")]
+        assert len(saved) > 3 and not any(path.stat().st_mode & 0o077 for path in saved)
         waiting = [client.sample(sampler, [1, 2], i, wait=False) for i in range(4)]
         job.send(signal.SIGTERM)
         outcome = job.wait(60)

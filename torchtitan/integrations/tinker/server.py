@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import os
 import signal
 import socket
 import threading
@@ -68,6 +69,11 @@ class Server:
                 "rl.serve.host = %r lets every machine that reaches it train and sample; set "
                 "rl.serve.api_key_file to require a key of clients",
                 config.host,
+            )
+        if key and (mode := os.stat(config.api_key_file).st_mode & 0o777) & 0o077:
+            path = config.api_key_file
+            logger.warning(
+                "others may read or change the key in %s (mode %o): chmod 600", path, mode
             )
         with _on_signals(self.stop):
             http.start()
