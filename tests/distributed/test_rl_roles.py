@@ -25,7 +25,7 @@ from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.weight_sync import ReceivedWeights, StagedWeights
+from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -406,7 +406,7 @@ def test_weights_and_buffers_of_every_dtype_arrive():
     with ThreadPoolExecutor(1) as pool:
         weights = StagedWeights(Update(0, None), sent)
         done = pool.submit(sender.send_weights, weights, None)
-        received = list(ReceivedWeights(receiver.down, 0, torch.device("cpu")))
+        received = list(ReceivedWeights(receiver.down))
         done.result()
     for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
         assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())

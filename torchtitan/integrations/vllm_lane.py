@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-from torchtitan.rl.weight_sync import buckets_of, copied
+from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_transport import broadcast_tensors, buckets_of, copied, gloo_group
 from torchtitan.tools.utils import get_device_type, use_device
 
 T = TypeVar("T")
@@ -37,11 +37,6 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "torchtitan.integrations.vllm_receiver", "GlooReceiver"
         )
-
-
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a process group beside the default one, which other programs can join."""
-    return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class WeightLane:
@@ -121,9 +116,7 @@ class WeightLane:
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":
-            for work in [self._group.broadcast(bytes_of(tensor), 0) for tensor in tensors]:
-                work.wait()
-            return
+            return broadcast_tensors(self._group, tensors)
         use_device(self._device)
         stream = torch.cuda.current_stream()
         for tensor in tensors:

@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchtitan.integrations.vllm_lane import gloo_group
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_transport import gloo_group, received_tensors
 
 _TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
 
@@ -34,16 +34,10 @@ class GlooReceiver(NCCLWeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        infos = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in infos
-        }
-        works = [
-            self.model_update_group.broadcast(bytes_of(tensor), 0) for tensor in tensors.values()
-        ]
-        for work in works:
-            work.wait()
-        weights = self._changes.unpacked(tensors.items())
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        headers = zip(update_info.names, update_info.shapes, dtypes, strict=True)
+        tensors = received_tensors(self.model_update_group, headers)
+        weights = self._changes.unpacked(tensors)
         self.model.load_weights((name, x.to(self.device)) for name, x in weights)
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ B rows, T slots per row.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ class Batcher:
 
         labels = joined("labels", torch.int64)
         values = {
-            "token_ids": joined("token_ids", torch.int64),
+            "input": joined("token_ids", torch.int64),
             "labels": labels if self.scores_masked else labels.masked_fill(~wanted, IGNORE_INDEX),
             "loss_mask": mask.float(),
             "loss_weights": weights,
@@ -287,17 +288,15 @@ class Batcher:
             parts = padded.split([math.prod(shape) for shape in shapes])
             pairs = zip(parts, shapes, strict=True)
             of_groups[name] = [part.view(*shape, *rest) for part, shape in pairs]
-        return tuple(
-            tuple(
-                TrainingMicrobatch(
-                    **{name: parts[group][rank] for name, parts in of_groups.items()},
-                    slots=tuple(slots[group][rank]),
-                    models=models_of_rows[group][rank] if any(models) else [],
-                )
-                for rank in range(self.dp_size)
-            )
-            for group in range(len(groups))
-        )
+
+        def microbatch(group: int, rank: int) -> TrainingMicrobatch:
+            inputs: Any = {name: parts[group][rank] for name, parts in of_groups.items()}
+            if any(models):
+                inputs["models"] = models_of_rows[group][rank]
+            return TrainingMicrobatch(inputs, tuple(slots[group][rank]))
+
+        ranks = range(self.dp_size)
+        return tuple(tuple(microbatch(i, rank) for rank in ranks) for i in range(len(groups)))
 
 
 def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:

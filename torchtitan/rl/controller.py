@@ -103,7 +103,7 @@ class Controller:
             self.generator: TakesWeights
             draws: DrawsEpisodes
             if remote is not None:
-                remote.take_policy(PolicyModel.of_engine(engine))
+                remote.take_policy(PolicyModel.from_engine(engine))
                 self.generator = draws = remote
             else:
                 ahead = self.config.async_steps > 0

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -332,45 +332,43 @@ class Slot(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingMicrobatch:
-    """The rows of one rank in one forward pass; tensors [B, T].
+class LossInputs(TypedDict, total=False):
+    """The tensors of one microbatch, for the engine and for losses: B rows of T slots, or T/cp.
 
-    token_ids: 0 in padding. labels: IGNORE_INDEX in padding and, unless the batcher has
-        `scores_masked`, where a sample's loss_mask is 0.
-    positions: from 0 in each sequence, -1 in padding.
-    loss_mask: 1 for tokens in the loss, else 0. loss_weights: factors of the per-token losses, 0
-        for tokens not in the loss; the loss is the sum of weight * loss.
-    generator_logprobs, advantages, and the optional ref_logprobs, old_logprobs, old_values and
-        returns: 0 for tokens not in the loss.
-    sequence_ids: number of the sequence within the row, from 0; -1 in padding.
-    routed_experts: int16 [B, T, L, k], or None; -1 in padding, and where the routers choose.
-    slots: where the samples are; empty if the microbatch is all padding.
-    models: of each row, the number of the model that has the row's samples, in ascending order; rows
-        of padding are the last model's. Empty if one model has all samples.
+    Entries that no sample has are missing. A loss reads entries by name: `batch["advantages"]`.
     """
 
-    token_ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor
-    generator_logprobs: Tensor
-    advantages: Tensor
-    sequence_ids: Tensor
-    ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    routed_experts: Tensor | None = None
-    slots: tuple[Slot, ...] = ()
-    models: list[int] = field(default_factory=list)
+    input: Required[Tensor]  # [B, T] int64 token ids; 0 in padding
+    # [B, T] int64 token ids; IGNORE_INDEX in padding and, unless the batcher has `scores_masked`, where
+    # a sample's loss_mask is 0
+    labels: Required[Tensor]
+    positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
+    sequence_ids: Required[Tensor]  # [B, T] int64, from 0 in each row; -1 in padding
+    loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
+    # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This
+    # and the following entries are 0 for tokens not in the loss.
+    loss_weights: Required[Tensor]
+    generator_logprobs: Required[Tensor]  # [B, T] fp32, nats: by the policy that sampled
+    advantages: Required[Tensor]  # [B, T] fp32, in units of the reward
+    ref_logprobs: Tensor  # [B, T] fp32, nats: by the reference policy
+    old_logprobs: Tensor  # [B, T] fp32, nats: by the trainer's policy when the step began
+    old_values: Tensor  # [B, T] fp32, in units of the reward: by the critic when the step began
+    returns: Tensor  # [B, T] fp32, in units of the reward: the targets of values
+    routed_experts: Tensor  # [B, T, L, k] int16; -1 in padding, and where the routers choose
+    # The number of each row's model, ascending; padding counts as the last model's. Missing if one
+    # model has all rows.
+    models: list[int]
 
-    def engine_batch(self) -> dict[str, Any]:
-        """Return the batch for `TrainingEngine`: `input`, `positions`, and the loss's entries."""
-        entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
-        batch: dict[str, Any] = {"models": self.models} if self.models else {}
-        return batch | {"input" if name == "token_ids" else name: value for name, value in entries}
+
+@dataclass(frozen=True, eq=False)
+class TrainingMicrobatch:
+    """The rows of one rank in one forward pass.
+
+    slots: where the samples are; empty if the microbatch is all padding.
+    """
+
+    inputs: LossInputs
+    slots: tuple[Slot, ...] = ()
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
@@ -409,14 +407,14 @@ class TrainingBatch:
         """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
         cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
         n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
-        return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
+        return sum(cell.inputs["labels"].numel() for cell in cells) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
         """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
         for cell in (cell for of_ranks in self.microbatches for cell in of_ranks):
-            masks = cell.per_sample(cell.loss_mask)
-            for sample, advantages in cell.per_sample(cell.advantages).items():
+            masks = cell.per_sample(cell.inputs["loss_mask"])
+            for sample, advantages in cell.per_sample(cell.inputs["advantages"]).items():
                 in_loss = advantages[masks[sample] != 0]
                 if len(in_loss):
                     means.append(in_loss.mean().item())

@@ -76,7 +76,7 @@ def loss_of_batch(
     """The loss of all microbatches of all ranks, and the metrics as a trainer reduces them."""
     total, reduced = 0.0, dict.fromkeys(loss.metric_names, 0.0)
     for microbatch in (m for of_ranks in batch.microbatches for m in of_ranks):
-        entries = microbatch.engine_batch()
+        entries = microbatch.inputs
         logprobs, entropy = policy(entries["input"], entries["positions"], entries["labels"])
         output = loss(logprobs, entropy, entries)
         total = total + output.loss

@@ -69,7 +69,7 @@ def test_correction_is_relative_to_the_policy_before_the_first_update(tmp_path):
 
     def recorded(batch):
         (microbatch,), *_ = batch.microbatches
-        seen.append((microbatch.old_logprobs, microbatch.generator_logprobs))
+        seen.append((microbatch.inputs["old_logprobs"], microbatch.inputs["generator_logprobs"]))
         output = forward_backward(batch)
         seen[-1] += (output.metrics,)
         return output

@@ -46,8 +46,8 @@ def trained_logprobs(engine, batch) -> list[torch.Tensor]:
 
     own = batch.of_rank(0)
     engine.forward_backward_step(
-        input_dict=[microbatch.engine_batch() for microbatch in own],
-        labels=[microbatch.labels for microbatch in own],
+        input_dict=[microbatch.inputs for microbatch in own],
+        labels=[microbatch.inputs["labels"] for microbatch in own],
         global_valid_tokens=1.0,
         loss_fn=loss_of,
         head=TokenLogProbs(TEMPERATURE),
@@ -66,7 +66,7 @@ def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path,
         for microbatch, trained in zip(
             rescored.of_rank(0), trained_logprobs(engine, rescored), strict=True
         ):
-            assert torch.equal(microbatch.generator_logprobs, trained)
+            assert torch.equal(microbatch.inputs["generator_logprobs"], trained)
         again, difference = trainer.rescore(rescored)
         assert difference == 0
         engine.optim_step()

@@ -1,6 +1,6 @@
 """Requests of several models in one batch: their samples' rows, losses, metrics and gradients apart.
 
-B rows, T slots per row; the rows of a model are next to each other (`TrainingMicrobatch.models`).
+B rows, T slots per row; the rows of a model are next to each other (`LossInputs.models`).
 """
 
 import contextlib
