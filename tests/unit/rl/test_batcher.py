@@ -341,7 +341,8 @@ def test_samples_that_are_masked_whole_count_in_the_denominator_if_asked():
             make_batcher("seq-mean-token-sum", **settings)
             .batch(samples)
             .microbatches[0][0]
-            .loss_weights.max()
+            .inputs["loss_weights"]
+            .max()
         )
         for settings in ({}, {"count_empty": True})
     ]

@@ -75,19 +75,24 @@ def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path,
 def test_rescoring_changes_nothing_but_logprobs(tmp_path):
     engine = TrainingEngine(make_config(tmp_path))
     batch = batch_of(engine, packing=False)
+
+    def with_wrong_logprobs(mb):
+        inputs = {**mb.inputs, "generator_logprobs": mb.inputs["loss_mask"] * -9.0}
+        return dataclasses.replace(mb, inputs=inputs)
+
     wrong = dataclasses.replace(
         batch,
         microbatches=tuple(
-            tuple(dataclasses.replace(mb, generator_logprobs=mb.loss_mask * -9.0) for mb in row)
+            tuple(with_wrong_logprobs(mb) for mb in row)
             for row in batch.microbatches
         ),
     )
     rescored, difference = trainer_of(engine).rescore(wrong)
     assert difference > 1
     for ours, theirs in zip(rescored.of_rank(0), batch.of_rank(0), strict=True):
-        ours, theirs = (dict(vars(mb)) for mb in (ours, theirs))
+        assert ours.slots == theirs.slots
+        ours, theirs = (dict(mb.inputs) for mb in (ours, theirs))
         first, second = ours.pop("generator_logprobs"), theirs.pop("generator_logprobs")
         assert (first - second).abs().max() <= 5e-6
         for name, value in theirs.items():
-            same = torch.equal(value, ours[name]) if torch.is_tensor(value) else value == ours[name]
-            assert same, name
+            assert torch.equal(value, ours[name]), name
