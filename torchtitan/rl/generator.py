@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.adapters.multi_lora import MultiLoRA, reasons_for_turns
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.distributed import ParallelDims
@@ -269,10 +269,10 @@ class LocalGenerator(DecoderGenerator):
                 f"models with adapters cannot share a batch, because {reasons[0]}; sample from one "
                 "after the other"
             )
-        together = AdaptersTogether(parts, None)
-        self._on_rows = lambda prompts: together.set_rows([of_prompts[i] for i in prompts])
+        passes = MultiLoRA(parts, None)
+        self._on_rows = lambda prompts: passes.set_rows([of_prompts[i] for i in prompts])
         try:
-            with torch.no_grad(), together.adapters(weights, trains=False):
+            with torch.no_grad(), passes.adapters(weights, trains=False):
                 yield
         finally:
             self._on_rows = lambda _: None

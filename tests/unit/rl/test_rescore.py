@@ -83,8 +83,7 @@ def test_rescoring_changes_nothing_but_logprobs(tmp_path):
     wrong = dataclasses.replace(
         batch,
         microbatches=tuple(
-            tuple(with_wrong_logprobs(mb) for mb in row)
-            for row in batch.microbatches
+            tuple(with_wrong_logprobs(mb) for mb in row) for row in batch.microbatches
         ),
     )
     rescored, difference = trainer_of(engine).rescore(wrong)

@@ -22,7 +22,7 @@ from tests.unit.rl.together import (
     train,
 )
 from tests.unit.rl.toy import toy_config
-from torchtitan.adapters.together import reasons_for_turns
+from torchtitan.adapters.multi_lora import reasons_for_turns
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.lanes import Command, Lanes
 from torchtitan.integrations.tinker.policy import Policy

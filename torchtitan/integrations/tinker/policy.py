@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
 from torchtitan.integrations.tinker.lanes import Command, Lanes
+from torchtitan.integrations.tinker.shared_passes import Call, SharedPasses
 from torchtitan.integrations.tinker.states import WaitingStates
-from torchtitan.integrations.tinker.together import Call, SharedPasses
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.adapters.together import AdaptersTogether
-from torchtitan.integrations.tinker.client import LocalTrainingClient, on_thread
+from torchtitan.adapters.multi_lora import MultiLoRA
+from torchtitan.integrations.tinker.call_thread import on_thread
+from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
     error_or,
@@ -99,7 +100,7 @@ class SharedPasses:
         self._client, self._thread = client, client._thread
         dims = engine.parallel_dims
         has_ddp = dims.dp_replicate_enabled and not (dims.uses_fsdp or dims.pp_enabled)
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group, has_ddp)
+        self._adapters = MultiLoRA(engine.model_parts, engine.loss_group, has_ddp)
 
     @on_thread
     def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
