@@ -80,7 +80,7 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     WeightSync(engine, copy).update()
     of_copy = copy.generate(PROMPTS, SAMPLING)
     samples = [
-        TrainingSample.of_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
+        TrainingSample.from_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
         for prompt, c in zip(PROMPTS, free, strict=True)
     ]
     batch = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2).batch(samples)

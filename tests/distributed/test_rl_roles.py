@@ -19,11 +19,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
-from torchtitan.rl import roles
 from torchtitan.rl.controller import Controller, build_part
+from torchtitan.rl.disaggregated import Link, RemoteGenerator
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
@@ -362,7 +361,7 @@ def test_weights_and_draws_have_the_time_limit_of_a_collective_each(monkeypatch)
         after_each.append((len(link.sent), link.n_received))
         return result
 
-    monkeypatch.setattr(roles, "from_rank_zero", collective)
+    monkeypatch.setattr(disaggregated, "from_rank_zero", collective)
     remote = RemoteGenerator(link, 1)
     remote.update_weights(Update(0, torch.zeros(2)))
     threading.Timer(0.1, link.is_open.set).start()

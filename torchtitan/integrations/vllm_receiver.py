@@ -1,4 +1,4 @@
-"""The end in vLLM's workers of the lane in `torchtitan.integrations.vllm_lane`; imports vLLM."""
+"""Receives in vLLM's workers what `torchtitan.integrations.vllm_transport` sends; imports vLLM."""
 
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
 
 
 class GlooReceiver(NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a lane of gloo."""
+    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a gloo group."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         parallel = self.parallel_config

@@ -12,7 +12,7 @@ sampled, and A the advantage, the loss of a token is:
     cross_entropy        -logprob
 
 With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
-weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.mismatch`.
+weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.correction`.
 
 B rows, T slots per row; values of a token are shifted already, see `torchtitan.rl.types`.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.loss.aggregation import weighted_sum
-from torchtitan.rl.mismatch import MismatchGuard, sequence_sums
+from torchtitan.rl.correction import ImportanceCorrection, sequence_sums
 from torchtitan.rl.types import LossInputs
 
 Measured = dict[str, Tensor]
@@ -51,7 +51,7 @@ class PolicyLoss(ABC):
 
     max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
     correction, correction_cap, max_token_mismatch, max_sequence_mismatch: the `weighting`, `cap`,
-        `max_token` and `max_sequence` of `MismatchGuard`. Masked tokens are left out of all terms
+        `max_token` and `max_sequence` of `ImportanceCorrection`. Masked tokens are left out of all terms
         but not out of the denominators. The batch's `old_logprobs` are of the policy when the step
         began; without them the trained policy stands in, which is the same in the first update.
     kl_coef, kl_type: weight and estimator of the divergence from the batch's `ref_logprobs`; see
@@ -89,9 +89,9 @@ class PolicyLoss(ABC):
         """
 
     @property
-    def guard(self) -> MismatchGuard:
+    def guard(self) -> ImportanceCorrection:
         """The correction for the generator's distance from the trainer's policy."""
-        return MismatchGuard(
+        return ImportanceCorrection(
             self.correction,
             self.correction_cap,
             self.max_token_mismatch,

@@ -253,7 +253,7 @@ class TrainingSample:
         return len(self.token_ids)
 
     @classmethod
-    def of_sequence(
+    def from_sequence(
         cls,
         prompt_token_ids: Sequence[int],
         token_ids: Sequence[int],
@@ -300,14 +300,14 @@ class TrainingSample:
         )
 
     @classmethod
-    def of_episode(cls, episode: Episode) -> "TrainingSample":
+    def from_episode(cls, episode: Episode) -> "TrainingSample":
         """Return the sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
                 f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
                 f"and estimate advantages first"
             )
-        return cls.of_sequence(
+        return cls.from_sequence(
             episode.prompt_token_ids,
             episode.token_ids,
             episode.token_log_probs,
@@ -318,6 +318,8 @@ class TrainingSample:
             group_id=episode.group_id,
             policy_version=episode.policy_version,
         )
+
+    of_sequence, of_episode = from_sequence, from_episode  # earlier names
 
 
 class Slot(NamedTuple):

@@ -53,7 +53,7 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
         length = rng.randint(1, LONGEST)
         tokens = [rng.randrange(VOCAB) for _ in range(length + 1)]
         n_prompt = rng.randint(1, length)
-        sample = TrainingSample.of_sequence(
+        sample = TrainingSample.from_sequence(
             tokens[:n_prompt],
             tokens[n_prompt:],
             [-2 * rng.random() for _ in range(length + 1 - n_prompt)],

@@ -367,7 +367,7 @@ def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing(
 def sequences_of(*lengths):
     """Samples of these lengths, with all slots in the loss."""
     return [
-        TrainingSample.of_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
+        TrainingSample.from_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
     ]
 
 

@@ -134,7 +134,7 @@ def samples_of(trainer, n: int = 5) -> list[TrainingSample]:
     for i in range(n):
         tokens = torch.randint(0, 2000, (6 + 2 * i,), generator=torch.manual_seed(i)).tolist()
         samples.append(
-            TrainingSample.of_sequence(
+            TrainingSample.from_sequence(
                 tokens[:3],
                 tokens[3:],
                 [-7.0] * len(tokens[3:]),
@@ -170,7 +170,7 @@ def test_replay_of_the_own_choice_changes_nothing(trainer):
     scores = []
     for replays in (True, False):
         samples = [
-            TrainingSample.of_sequence(
+            TrainingSample.from_sequence(
                 prompt,
                 c.token_ids,
                 c.token_logprobs,
@@ -246,7 +246,7 @@ def test_episode_with_experts_goes_through_json():
     assert again == episode
     assert again.routed_experts.dtype == torch.int16
     assert torch.equal(again.routed_experts, experts)
-    sample = TrainingSample.of_episode(dataclasses.replace(again, advantage=1.0))
+    sample = TrainingSample.from_episode(dataclasses.replace(again, advantage=1.0))
     assert torch.equal(sample.routed_experts, experts)
 
 

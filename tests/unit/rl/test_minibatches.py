@@ -34,7 +34,7 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path):
 
     by_hand = PolicyTrainer(toy_config(tmp_path / "b", "--training.steps=4"))
     samples = [
-        TrainingSample.of_episode(episode)
+        TrainingSample.from_episode(episode)
         for episode in with_advantages(episodes, controller.advantages)
     ]
     norms, ratios = [], []

@@ -30,7 +30,7 @@ def batch_of(engine, packing: bool):
     sampling = SamplingConfig(temperature=TEMPERATURE, max_tokens=9, stop_token_ids=(1, 2, 3))
     completions = generator.generate(PROMPTS, sampling, num_samples=3)
     samples = [
-        TrainingSample.of_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
+        TrainingSample.from_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
         for i, c in enumerate(completions)
     ]
     return Batcher(seq_len=24, rows=5, packing=packing).batch(samples)

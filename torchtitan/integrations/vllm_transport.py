@@ -39,16 +39,16 @@ def register() -> None:
         )
 
 
-class WeightLane:
-    """The way of one rank's weights to the workers of one vLLM server.
+class VLLMTransport:
+    """Sends one rank's weights to the workers of one vLLM server.
 
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
     call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
         where the message is None. It raises if the server refuses.
-    url: the server's; the lane listens at the address of this machine that reaches it.
+    url: the server's; this object listens at the address of this machine that reaches it.
     delta: send only what changed since the last update; for "gloo".
 
-    Raises what `call` raises. After that the lane cannot be used again.
+    Raises what `call` raises. After that it cannot be used again.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Corrected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MismatchGuard:
+class ImportanceCorrection:
     """Weights and masks by the ratio of the trainer's old policy to the generator's.
 
     weighting: "none", "token" or "sequence". cap: the largest weight, at least 1.
