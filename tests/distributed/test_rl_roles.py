@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
+from torchtitan.rl import disaggregated
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.disaggregated import Link, RemoteGenerator
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel

@@ -108,10 +108,10 @@ class Generator(ABC):
             )
 
     @abstractmethod
-    def update_weights(
-        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
-    ) -> None:
-        """Take over all weights and their version; `weights` is None if they are shared.
+    def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
+        """Take over all weights and their version.
+
+        weights: `PolicyWeights` in the form of `weight_sync.weights_for`; None if they are shared.
 
         Raises WeightMismatchError if the received weights differ from the sent ones.
         """
@@ -146,7 +146,7 @@ class DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
-        self._on_rows: Callable[[list[int]], None] = lambda _: None  # see `continue_prompts`
+        self._on_rows: Callable[[list[int]], Any] = lambda _: None  # see `continue_prompts`
         self._rng = torch.Generator().manual_seed(seed)
 
     @property

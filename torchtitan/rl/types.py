@@ -382,26 +382,21 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; every rank has the same number.
-    num_global_valid_tokens, num_global_sequences: how many are in the loss.
+    num_global_valid_tokens: tokens in the loss.
     num_measured_tokens: tokens in the loss without those of skipped samples; metrics are means over
         them.
     denominator: these samples' share of the number by which the optimizer step divides gradients,
         see `aggregation_weights`; None if the weights are final.
-    min_policy_version: of the samples; None without samples.
     num_samples: how many were given. oversize: indices of the samples that did not fit a row.
-    num_dropped_tokens: tokens left out of the loss because a log-prob is not finite.
     num_skipped: samples left out of the rows because their advantage is 0; denominators count them.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
     num_global_valid_tokens: int
     num_measured_tokens: int
-    num_global_sequences: int
     num_samples: int
     denominator: float | None = None
-    min_policy_version: int | None = None
     oversize: tuple[int, ...] = ()
-    num_dropped_tokens: int = 0
     num_skipped: int = 0
 
     @property

@@ -168,7 +168,6 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
         broken = list(samples)
         broken[1] = dataclasses.replace(samples[1], **{name: values})
         batch = make_batcher().batch(broken)
-        assert batch.num_dropped_tokens == 1
         assert batch.num_global_valid_tokens == tokens_of(samples) - 1
         _, gradient, metrics = all_at_once(broken, "token-mean")
         torch.testing.assert_close(gradient, expected[1], **CLOSE)
@@ -307,13 +306,7 @@ def test_oversize_samples_are_left_out_counted_and_reported(caplog):
         batch = make_batcher().batch(samples)
     assert "1 of 3 samples do not fit rl.batch.seq_len = 24" in caplog.text
     assert (batch.oversize, batch.num_samples) == ((1,), 3)
-    assert batch.num_global_sequences == 2
     assert batch.num_global_valid_tokens == 11
-
-
-def test_batch_knows_its_oldest_policy_version():
-    assert make_batcher().batch(random_samples(5)[2:]).min_policy_version == 2
-    assert make_batcher().batch([]).min_policy_version is None
 
 
 def test_samples_keep_weights_of_their_own():

@@ -200,9 +200,8 @@ class CommandLoop:
         self._policy, self._config = policy, job_config
         # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._waiting = RequestQueue(
-            job_config.rl.serve.max_datums_per_pass
-        )  # taken from the queue
+        # Commands that were taken from the queue.
+        self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:

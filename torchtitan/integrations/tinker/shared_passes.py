@@ -25,7 +25,7 @@ from torchtitan.integrations.tinker.states import TrainingState
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.losses import LossOutput, PolicyLoss, finalize_metrics
-from torchtitan.rl.types import TrainingBatch, TrainingSample
+from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
 
 
 class Call(NamedTuple):
@@ -52,18 +52,16 @@ class LossesOfModels:
             f"{i}/{name}" for i, loss in enumerate(losses) for name in (_SUM, *loss.metric_names)
         )
 
-    def check(self, batch: Mapping[str, Any]) -> None:
+    def check(self, batch: LossInputs) -> None:
         for loss in self._losses:
             loss.check(batch)
 
-    def __call__(
-        self, logprobs: Tensor, entropy: Tensor | None, batch: Mapping[str, Any]
-    ) -> LossOutput:
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
         nothing = logprobs.new_zeros(())
         metrics: dict[str, Any] = dict.fromkeys(self.metric_names, nothing)
         total = nothing
         for i, rows in _rows_of_models(batch.get("models") or [0] * len(logprobs)):
-            own = {key: x[rows] for key, x in batch.items() if isinstance(x, Tensor)}
+            own: Any = {key: x[rows] for key, x in batch.items() if isinstance(x, Tensor)}
             own_entropy = None if entropy is None else entropy[rows]
             loss, of_model = self._losses[i](logprobs[rows], own_entropy, own)
             total = total + loss
