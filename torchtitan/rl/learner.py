@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.batch import TokenBatch, check_ids
-from torchtitan.distributed.processes.ranks import on_all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.losses import finalize_metrics
 from torchtitan.rl.types import (
@@ -261,7 +260,6 @@ class Learner(ABC):
         ):
             samples |= microbatch.per_sample(values.float().cpu())
         if self.engine.dp_group is not None:
-            parts: list[Any] = [None] * self.engine.dp_size
-            dist.all_gather_object(parts, samples, group=self.engine.dp_group)
+            parts = all_ranks(samples, self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]

@@ -9,7 +9,7 @@ B rows, T slots per row, n slots of one sequence.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Required, TypedDict
 
@@ -214,25 +214,23 @@ class TrainingSample:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
-        if self.routed_experts is not None:
-            shape, n_tokens = list(self.routed_experts.shape), len(self.token_ids)
-            if len(shape) != 3 or shape[0] != n_tokens:
-                raise ValueError(
-                    "routed_experts of a sample must be [input tokens, mixtures of experts, experts "
-                    f"per token], got {shape} for {n_tokens} input tokens; leave out the last token, "
-                    "whose experts nobody needs"
-                )
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "routed_experts":
+        n_tokens, experts = self.token_ids.numel(), self.routed_experts
+        if experts is not None and (experts.dim() != 3 or len(experts) != n_tokens):
+            raise ValueError(
+                "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
+                f"token], got {list(experts.shape)} for {n_tokens} input tokens; leave out the last "
+                "token, whose experts nobody needs"
+            )
+        for name, value in vars(self).items():
+            if not isinstance(value, Tensor) or name == "routed_experts":
                 continue
-            if isinstance(value, Tensor) and value.shape != self.token_ids.shape:
+            if value.shape != self.token_ids.shape:
                 raise ValueError(
-                    f"{item.name} of a sample must have one entry per input token, "
+                    f"{name} of a sample must have one entry per input token, "
                     f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
                     f"leave out the last input token and the first label"
                 )
-        if self.token_ids.dim() != 1 or len(self.token_ids) == 0:
+        if self.token_ids.dim() != 1 or not n_tokens:
             raise ValueError(
                 f"token_ids of a sample must be 1-D and not empty, got shape "
                 f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"

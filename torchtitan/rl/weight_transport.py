@@ -39,25 +39,12 @@ def hand_over(
 ) -> Exception | None:
     """Let `take` read weights, then read the rest of them, because gathering them is collective.
 
-    Returns an exception that `take` raised, so that the caller can tell the other ranks. An
-    exception of the weights themselves, which every rank has, is raised.
+    Returns an exception that `take` raised, so that the caller can tell the other ranks.
     """
-    pairs, weights_failed = iter(weights), False
-
-    def watched() -> Iterator[tuple[str, Tensor]]:
-        nonlocal weights_failed
-        try:
-            yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
-        except Exception:
-            weights_failed = True
-            raise
-
-    failure = None
+    pairs, failure = iter(weights), None
     try:
-        take(watched())
+        take(chain(pairs))  # `chain` keeps `pairs` open when `take` stops early
     except Exception as error:  # of a file system, a server or an engine
-        if weights_failed:
-            raise
         failure = error
     for _ in pairs:
         pass
