@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.distributed.processes.ranks import from_rank_zero
-from torchtitan.integrations.vllm_transport import VLLMTransport
+from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
@@ -62,7 +62,7 @@ class OpenAIGenerator(ForeignGenerator):
     max_requests: the most requests of a rank at the same time.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
-    weight_transfer: "nccl" or "gloo" sends whole weights to a vLLM server by `vllm_transport.VLLMTransport`,
+    weight_transfer: "nccl" or "gloo" sends whole weights to a vLLM server by `vllm_lane.WeightLane`,
         and writes no files. delta: with "gloo", send only what changed since the last update.
     adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
@@ -95,7 +95,7 @@ class OpenAIGenerator(ForeignGenerator):
     ):
         super().__init__(dtype, seed, folder, adapters, records_experts)
         self._weight_transfer, self._delta = weight_transfer, delta and weight_transfer == "gloo"
-        self._transport: VLLMTransport | None = None
+        self._lane: WeightLane | None = None
         self._adapter = ""  # name of the adapters that the server has
         if not reload_url:
             self.remedy = _HOW_VLLM_RELOADS["transfer" if weight_transfer else self.weight_names]
@@ -173,11 +173,11 @@ class OpenAIGenerator(ForeignGenerator):
         if dist.is_initialized() and dist.get_rank() > 0:
             return  # rank 0 sends the weights for all
         if self._weight_transfer:
-            if self._transport is None:
-                self._transport = VLLMTransport(
+            if self._lane is None:
+                self._lane = WeightLane(
                     self._weight_transfer, self._call, self._url, self._timeout_seconds, self._delta
                 )
-            self._transport.send(pairs, version)
+            self._lane.send(pairs, version)
             self._call("reset_prefix_cache", {})
             return
         folder, takes_adapters = self._folder_of(version), self.weight_names == "adapters"

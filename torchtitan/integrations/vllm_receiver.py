@@ -1,4 +1,4 @@
-"""Receives in vLLM's workers what `torchtitan.integrations.vllm_transport` sends; imports vLLM."""
+"""The end in vLLM's workers of the lane in `torchtitan.integrations.vllm_lane`; imports vLLM."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,14 +11,14 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchtitan.rl.weight_changes import WeightChanges
-from torchtitan.rl.weight_transport import gloo_group, received_tensors
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_transport import gloo_group
 
 _TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
 
 
 class GlooReceiver(NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a gloo group."""
+    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a lane of gloo."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         parallel = self.parallel_config
@@ -34,10 +34,16 @@ class GlooReceiver(NCCLWeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        headers = zip(update_info.names, update_info.shapes, dtypes, strict=True)
-        tensors = received_tensors(self.model_update_group, headers)
-        weights = self._changes.unpacked(tensors)
+        infos = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in infos
+        }
+        works = [
+            self.model_update_group.broadcast(bytes_of(tensor), 0) for tensor in tensors.values()
+        ]
+        for work in works:
+            work.wait()
+        weights = self._changes.unpacked(tensors.items())
         self.model.load_weights((name, x.to(self.device)) for name, x in weights)
 
     def shutdown(self) -> None:

@@ -6,7 +6,7 @@ a group sends, and the other members receive.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Protocol
@@ -39,12 +39,25 @@ def hand_over(
 ) -> Exception | None:
     """Let `take` read weights, then read the rest of them, because gathering them is collective.
 
-    Returns an exception that `take` raised, so that the caller can tell the other ranks.
+    Returns an exception that `take` raised, so that the caller can tell the other ranks. An
+    exception of the weights themselves, which every rank has, is raised.
     """
-    pairs, failure = iter(weights), None
+    pairs, weights_failed = iter(weights), False
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        nonlocal weights_failed
+        try:
+            yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
+        except Exception:
+            weights_failed = True
+            raise
+
+    failure = None
     try:
-        take(chain(pairs))  # `chain` keeps `pairs` open when `take` stops early
+        take(watched())
     except Exception as error:  # of a file system, a server or an engine
+        if weights_failed:
+            raise
         failure = error
     for _ in pairs:
         pass
@@ -105,21 +118,6 @@ def gloo_group(store: dist.Store, member: int, size: int, timeout: timedelta) ->
     return dist.distributed_c10d.ProcessGroupGloo(store, member, size, timeout)
 
 
-def broadcast_tensors(group: Any, tensors: Iterable[Tensor]) -> None:
-    """Fill contiguous tensors in host memory with member 0's."""
-    for work in [group.broadcast(bytes_of(tensor), 0) for tensor in tensors]:
-        work.wait()
-
-
-def received_tensors(
-    group: Any, headers: Iterable[tuple[str, Sequence[int], torch.dtype]]
-) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) for member 0's tensors of these names, shapes and dtypes."""
-    pairs = [(name, torch.empty(shape, dtype=dtype)) for name, shape, dtype in headers]
-    broadcast_tensors(group, (tensor for _, tensor in pairs))
-    return pairs
-
-
 def pickled(value: Any) -> tuple[Tensor, Tensor]:
     """Return the two tensors to send for an object: the number of bytes, and the bytes."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -154,7 +152,8 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
     """
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
         broadcast_object(group, [(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
-        broadcast_tensors(group, (tensor for _, tensor in bucket))
+        for work in [group.broadcast(bytes_of(tensor), 0) for _, tensor in bucket]:
+            work.wait()
     broadcast_object(group, {"version": weights.version, "digest": weights.digest})
 
 
@@ -175,5 +174,8 @@ class ReceivedWeights:
 
     def _received(self) -> Iterator[tuple[str, Tensor]]:
         while not isinstance(header := received_object(self._group), dict):
-            yield from received_tensors(self._group, header)
+            for name, shape, dtype in header:
+                tensor = torch.empty(shape, dtype=dtype)
+                self._group.broadcast(bytes_of(tensor), 0).wait()
+                yield name, tensor
         self.version, self.digest = header["version"], header["digest"]

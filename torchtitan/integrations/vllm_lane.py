@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.rl.weight_changes import WeightChanges
-from torchtitan.rl.weight_transport import broadcast_tensors, buckets_of, copied, gloo_group
+from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_transport import buckets_of, copied, gloo_group
 from torchtitan.tools.utils import get_device_type, use_device
 
 T = TypeVar("T")
@@ -39,16 +39,16 @@ def register() -> None:
         )
 
 
-class VLLMTransport:
-    """Sends one rank's weights to the workers of one vLLM server.
+class WeightLane:
+    """The way of one rank's weights to the workers of one vLLM server.
 
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
     call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
         where the message is None. It raises if the server refuses.
-    url: the server's; this object listens at the address of this machine that reaches it.
+    url: the server's; the lane listens at the address of this machine that reaches it.
     delta: send only what changed since the last update; for "gloo".
 
-    Raises what `call` raises. After that it cannot be used again.
+    Raises what `call` raises. After that the lane cannot be used again.
     """
 
     def __init__(
@@ -116,7 +116,9 @@ class VLLMTransport:
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":
-            return broadcast_tensors(self._group, tensors)
+            for work in [self._group.broadcast(bytes_of(tensor), 0) for tensor in tensors]:
+                work.wait()
+            return
         use_device(self._device)
         stream = torch.cuda.current_stream()
         for tensor in tensors:
