@@ -97,9 +97,8 @@ class PolicyTrainer(Learner):
         largest = torch.zeros((), device=self.engine.device)
         dp_rank = self.engine.dp_rank
         for old, new in zip(batch.of_rank(dp_rank), rescored.of_rank(dp_rank), strict=True):
-            before, after = (mb.inputs["generator_logprobs"] for mb in (old, new))
-            change = (after - before).abs().max()
-            largest = torch.maximum(largest, change.to(largest.device))
+            change = new.inputs["generator_logprobs"] - old.inputs["generator_logprobs"]
+            largest = torch.maximum(largest, change.abs().max().to(largest.device))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return rescored, largest.item()
 
@@ -115,7 +114,7 @@ class PolicyTrainer(Learner):
         self._check_on_all_ranks(batch)
         dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
         for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
-            inputs = row[dp_rank].inputs
+            inputs: Any = row[dp_rank].inputs
             mask = inputs["loss_mask"]
             new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
             row[dp_rank] = dataclasses.replace(row[dp_rank], inputs={**inputs, name: new})

@@ -182,16 +182,12 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see the module's docstring.
+    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring.
 
-    labels: the token that each slot should predict.
-    loss_mask: 1 where the label was sampled and is in the loss; else 0.
-    logprobs: the generator's log-probs of the labels; any number where the mask is 0.
-    ref_logprobs: a reference model's; None if the loss has no KL term.
-    old_logprobs: the trainer's, by the weights with which the step began; None takes the log-probs
-        of each forward pass. For losses with a correction, if a batch serves several updates.
-    old_values: a critic's values of the state before each sampled label when the step began.
-        returns: the targets of these values. Both None without a critic.
+    logprobs: `generator_logprobs`; any number where the mask is 0.
+    ref_logprobs: None if the loss has no KL term. old_logprobs: for losses with a correction, if a
+        batch serves several updates; None takes the log-probs of each forward pass.
+    old_values, returns: None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
     routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
@@ -222,9 +218,8 @@ class TrainingSample:
                 "token, whose experts nobody needs"
             )
         for name, value in vars(self).items():
-            if not isinstance(value, Tensor) or name == "routed_experts":
-                continue
-            if value.shape != self.token_ids.shape:
+            is_per_token = isinstance(value, Tensor) and name != "routed_experts"
+            if is_per_token and value.shape != self.token_ids.shape:
                 raise ValueError(
                     f"{name} of a sample must have one entry per input token, "
                     f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
