@@ -102,7 +102,9 @@ class LocalTrainingClient(AsyncNames):
         )  # kept, because collecting them takes as long
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
-        self.limits = Limits.of(job_config.rl.serve, max(all_ranks(own_bytes)), engine.device)
+        self.limits = Limits.from_config(
+            job_config.rl.serve, max(all_ranks(own_bytes)), engine.device
+        )
         self.shares_passes = False
         if self.checkpointer.has_adapters:
             reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)

@@ -56,7 +56,9 @@ class LocalSamplingClient(AsyncNames):
                 f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
                 f"{topk_prompt_logprobs}"
             )
-        params = SamplingParams.of(sampling_params, self._client.room_after(prompt.length))
+        params = SamplingParams.from_attributes(
+            sampling_params, self._client.room_after(prompt.length)
+        )
         settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
         # Joined prompts would change what a seed draws.
         key = object() if params.seed is not None else (self._key or self, *settings)
