@@ -8,6 +8,7 @@ answered before anything heavy is imported.
 """
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -85,7 +86,7 @@ def main(
             signal_at_parents_death(signal.SIGTERM)
         with exit_on_config_error(_report_config_error if has_peers() else None):
             config = ConfigManager(config_cls).parse_args()
-            resolve_job(config)  # only its checks; the trainer resolves the job for itself
+            config = resolve_job(config).config
             if check_config is not None:
                 check_config(config)
         _run(config, trainer_class)
@@ -125,6 +126,10 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
                 from torchtitan.trainer import Trainer  # here, because it loads everything heavy
 
                 trainer_class = Trainer
+            else:
+                config = copy.deepcopy(
+                    config
+                )  # a client may change it before it builds its trainer
             trainer = trainer_class(config)
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
