@@ -43,6 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             first_k_dense_replace=1,
         ),
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    ),
 }
 
 

@@ -2,8 +2,8 @@
 
     python examples/preference/dpo.py [pairs.jsonl]      also under torchrun, on any number of ranks
 
-Each line of the file is {"prompt": ..., "chosen": ..., "rejected": ...}. Without a file the pairs are
-sums with a right and a wrong result.
+Each line of the file is {"prompt": ..., "chosen": ..., "rejected": ...}, all of them texts or all lists
+of chat messages. Without a file the pairs are sums with a right and a wrong result.
 """
 
 import json
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from torchtitan.config import job_config as config
+from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -42,14 +43,15 @@ def read_pairs(path):
 
 
 def microbatch(pairs, tokenizer):
-    """Two rows for each pair, padded at the end; only labels of the answers have a pair's number."""
-    rows = []
+    """Two rows for each pair, padded at the end; only labels of the answers have a pair's number.
+
+    An answer's last label is the token that ends it.
+    """
+    encode, rows = ChatEncoder.of_tokenizer(tokenizer), []
     for number, pair in enumerate(pairs, start=1):
-        prompt = tokenizer.encode(pair["prompt"], add_eos=False)
         for sign, answer in ((1, pair["chosen"]), (-1, pair["rejected"])):
-            answer = tokenizer.encode(answer, add_bos=False)
-            ids = [0] * (len(prompt) - 1) + [sign * number] * len(answer)
-            rows.append((prompt + answer, ids))
+            tokens, is_answer = encode({"prompt": pair["prompt"], "completion": answer})
+            rows.append((tokens.tolist(), (sign * number * is_answer[1:]).tolist()))
     length = max(len(tokens) for tokens, _ in rows) - 1
     batch = {
         name: torch.zeros(len(rows), length, dtype=torch.int64) for name in ("input", "pair_ids")

@@ -11,6 +11,7 @@ import torch
 from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, replacing
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.hf import save_to_hf
+from torchtitan.checkpoint.hf_untrained import untrained_parts
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.job import model_of_file
 from torchtitan.protocols.train_spec import TrainSpec
@@ -29,6 +30,7 @@ def convert_to_hf(
     hf_config: str | None = None,
     overwrite: bool = False,
     spec: TrainSpec | None = None,
+    untrained_weights: str = "drop",
 ) -> None:
     """Read the checkpoint `input_dir` (a step folder), write safetensors to `output_dir`.
 
@@ -37,6 +39,7 @@ def convert_to_hf(
         hold 5 GB each.
     hf_config: a config.json that says which model it is, in place of name and flavor.
     spec: in place of the registered train spec of `model_name`.
+    untrained_weights: "copy" copies parts of the model in `hf_assets_path` that are not trained.
     overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
@@ -45,8 +48,12 @@ def convert_to_hf(
             model_name, model_flavor, hf_assets_path, hf_config, spec
         )
         load_weights(weights, input_dir, description)
+        assets, untrained = adapter.hf_assets_path or "", None
+        if untrained_weights == "copy":
+            untrained = untrained_parts(assets, adapter)
         with one_error(f"The files in {output_dir} could not be written"):
-            save_to_hf(weights, adapter, folder, TORCH_DTYPE_MAP[export_dtype])
+            dtype = TORCH_DTYPE_MAP[export_dtype]
+            save_to_hf(weights, adapter, folder, dtype, untrained=untrained)
     logger.info(f"Wrote {output_dir}")
 
 
@@ -65,6 +72,12 @@ def main() -> None:
         help="the model's config.json, or its folder: takes the place of name and flavor",
     )
     parser.add_argument("--export_dtype", default="float32", choices=list(TORCH_DTYPE_MAP))
+    parser.add_argument(
+        "--untrained_weights",
+        default="drop",
+        choices=("copy", "drop"),
+        help="what to do with parts of the Hugging Face model that are not trained",
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",

@@ -24,7 +24,7 @@ from torchtitan.config.job_config import Debug
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
-from torchtitan.generation.sampling import generate
+from torchtitan.generation.sampling import end_ids, generate
 from torchtitan.job import find_train_spec
 from torchtitan.listeners.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.tools.errors import RunError
@@ -62,6 +62,8 @@ def test_generate(options: argparse.Namespace, overrides: list[str]) -> dict[str
     model = load_model(job_config, train_spec, options.checkpoint, device)
     prompt = encode_prompt(tokenizer, options.prompt, model.vocab_size)
 
+    ends = end_ids(job_config.model.hf_assets_path)
+    ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
     started = time.monotonic()
     tokens = generate(
         model,
@@ -70,7 +72,7 @@ def test_generate(options: argparse.Namespace, overrides: list[str]) -> dict[str
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-        eos_id=None if options.ignore_eos else tokenizer.eos_id,
+        eos_id=None if options.ignore_eos else ends or None,
     ).cpu()  # which waits for the device
     seconds = time.monotonic() - started
 

@@ -1,12 +1,14 @@
 """The loss on preference pairs and its gradients are those of TRL's `DPOTrainer`."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_hf import VOCAB, tiny_hf_model
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.loss.logprobs import token_logprobs
 from torchtitan.loss.preference import dpo
 
@@ -66,6 +68,45 @@ def trls_loss(models, rows, folder, loss_type, beta, label_smoothing):
     loss = trainer.compute_loss(policy, rows)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in policy.named_parameters()}
+
+
+PAIRS = {
+    "texts": {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 40"},
+    "chats": {
+        "prompt": [{"role": "user", "content": "1 + 2?"}],
+        "chosen": [{"role": "assistant", "content": "It is 3."}],
+        "rejected": [{"role": "assistant", "content": "No idea"}],
+    },
+}
+TEMPLATE = (
+    "{% for m in messages %}<|begin_of_text|>{{ m.role }}\n{{ m.content }}<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_labels_of_the_example_are_the_completions_of_trl(models, kind, tmp_path):
+    theirs = PreTrainedTokenizerFast(tokenizer_file=TOKENIZER, eos_token="<|end_of_text|>")
+    theirs.chat_template, theirs.pad_token = TEMPLATE, "<|end_of_text|>"
+    theirs.save_pretrained(tmp_path / "tokenizer")
+    trainer = trl.DPOTrainer(
+        models[0],
+        models[1],
+        args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False),
+        train_dataset=datasets.Dataset.from_list([PAIRS[kind]]),
+        processing_class=theirs,
+    )
+    (expected,) = trainer.train_dataset
+    beginning = Path("examples/preference/dpo.py").read_text().partition("pairs = read_pairs")[0]
+    example: dict = {}
+    exec(compile(beginning, "dpo.py", "exec"), example)
+    tokenizer = HuggingFaceTokenizer(str(tmp_path / "tokenizer"))
+    batch = example["microbatch"]([PAIRS[kind]], tokenizer)
+    for row, (sign, answer) in enumerate([(1, "chosen_ids"), (-1, "rejected_ids")]):
+        is_answer = batch["pair_ids"][row] == sign
+        assert batch["labels"][row][is_answer].tolist() == expected[answer]
+        n_prompt = len(expected["prompt_ids"])
+        assert batch["input"][row][:n_prompt].tolist() == expected["prompt_ids"]
 
 
 def our_loss(models, rows, **settings):

@@ -22,6 +22,7 @@ ASSETS = Path(__file__).parents[1] / "assets/tokenizer"
 TOKENS = torch.arange(5, 37)[None]
 INDEX = "model.safetensors.index.json"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GPT_OSS = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -249,6 +250,113 @@ def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tm
         )
 
 
+# ---- parts of a model that are not trained ----
+
+VISION = dict(
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+    image_size=28,
+    patch_size=14,
+    vision_output_dim=16,
+    projector_input_dim=16,
+    projector_output_dim=16,
+)
+LLAMA4 = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    intermediate_size_mlp=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_local_experts=2,
+    interleave_moe_layer_step=1,
+)
+
+
+def with_untrained_parts(folder, kind):
+    """Save a model with MTP or a vision tower; return its text model and the untrained tensors."""
+    file = folder / "model.safetensors"
+    if kind == "vision":
+        config = transformers.Llama4Config(text_config=LLAMA4, vision_config=VISION)
+        whole = transformers.Llama4ForConditionalGeneration(config).eval()
+        whole.save_pretrained(folder)
+        model, parts = whole.language_model, load_file(file)
+        untrained = {n: t for n, t in parts.items() if not n.startswith("language_model.")}
+    else:
+        model, parts = saved(folder, "deepseek_v3"), load_file(file)
+        layer = {n.replace("s.1.", "s.2."): t + 1 for n, t in parts.items() if "layers.1." in n}
+        untrained = layer | {"model.layers.2.eh_proj.weight": torch.randn(32, 64)}
+        edit(folder / "config.json", num_nextn_predict_layers=1)
+    untrained = {name: t.bfloat16() for name, t in untrained.items()}  # unlike what is exported
+    save_file(parts | untrained, file, {"format": "pt"})
+    return model, untrained
+
+
+def exported(folder, choice):
+    config = job(checkpoint=Checkpoint(initial_load_in_hf=True, untrained_weights=choice))
+    with TrainingEngine.from_hf(folder, config) as engine:
+        engine.save_hf(folder / "out")
+    weight_map = json.loads((folder / "out" / INDEX).read_text())["weight_map"]
+    files = {name: load_file(folder / "out" / name) for name in set(weight_map.values())}
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("kind", ["MTP", "vision"])
+def test_untrained_parts_are_copied_to_the_export_byte_for_byte(kind, is_sharded, tmp_path):
+    model, untrained = with_untrained_parts(tmp_path, kind)
+    base = sharded(tmp_path) if is_sharded else load_file(tmp_path / "model.safetensors")
+    tensors = exported(tmp_path, "copy")
+    assert tensors.keys() == base.keys()
+    for name, tensor in untrained.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+    assert_same_logits(model(TOKENS).logits, opened(tmp_path / "out"))
+    content = json.loads((tmp_path / "out/config.json").read_text())
+    if kind == "MTP":
+        assert content["num_nextn_predict_layers"] == 1
+        return
+    multimodal = transformers.AutoModelForImageTextToText
+    whole, report = multimodal.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_same_logits(model(TOKENS).logits, whole.language_model.float().eval())
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_config_of_an_export_without_the_vision_tower_describes_the_text_model(
+    is_sharded, tmp_path, caplog
+):
+    model, _ = with_untrained_parts(tmp_path, "vision")
+    if is_sharded:
+        sharded(tmp_path)
+    tensors = exported(tmp_path, "drop")
+    assert 'checkpoint.untrained_weights = "copy"' in caplog.text
+    assert tensors.keys() == model.state_dict().keys()
+    content = json.loads((tmp_path / "out/config.json").read_text())
+    assert (content["model_type"], content["architectures"]) == (
+        "llama4_text",
+        ["Llama4ForCausalLM"],
+    )
+    assert not content.keys() & {"text_config", "vision_config"}
+    assert_same_logits(model(TOKENS).logits, opened(tmp_path / "out"))
+
+
+def test_untrained_parts_are_refused_if_the_user_says_so_or_they_cannot_be_copied(tmp_path):
+    with_untrained_parts(tmp_path, "MTP")
+    with pytest.raises(
+        ValueError, match=r"layers.2.eh_proj.*; checkpoint.untrained_weights = 'refuse'"
+    ):
+        exported(tmp_path, "refuse")
+    tensors = quantized(load_file(tmp_path / "model.safetensors"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantized_too = dict(initial_load_in_hf=True, initial_load_in_hf_quantized=True)
+    with pytest.raises(ValueError, match="are quantized, and an export is not.*'drop'"):
+        logits_of(tmp_path, checkpoint=Checkpoint(**quantized_too, untrained_weights="copy"))
+
+
 # ---- exports ----
 
 
@@ -333,6 +441,14 @@ SPELLINGS = {
             "num_local_experts": 4,
         },
     ),
+    "deepseek_v3": (
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "gpt_oss": (
+        {"rope_theta": 150000.0, "rope_scaling": GPT_OSS, "initial_context_length": 16},
+        {"rope_parameters": GPT_OSS | {"rope_theta": 150000.0}},
+    ),
 }
 
 
@@ -359,6 +475,7 @@ def test_export_has_the_fields_of_its_base_and_those_of_the_other_release(
         assert four["rope_scaling"].items() <= written["rope_scaling"].items()
     else:
         assert written["rope_scaling"] is None
-    assert {n: written[n] for n in four if n != "rope_scaling"}.items() <= four.items()
+    known = [name for name in four if name != "rope_scaling" and name in written]
+    assert {name: written[name] for name in known}.items() <= four.items() and "rope_theta" in known
     assert_same_logits(logits_of(tmp_path / "out"), reference)
     assert_same_logits(logits_of(tmp_path), opened(tmp_path / "out"))

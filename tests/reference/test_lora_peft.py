@@ -170,6 +170,60 @@ def test_experts_adapters_of_peft_for_transformers_5_load(tmp_path):
         engine_of(folder, *flags)
 
 
+# adapter_config.json of peft 0.18.0 on transformers 4.57.1.
+PEFT_018: dict = dict.fromkeys(
+    "alora_invocation_tokens arrow_config corda_config eva_config exclude_modules layer_replication "
+    "layers_pattern layers_to_transform megatron_config modules_to_save revision target_parameters "
+    "task_type trainable_token_indices".split()
+) | dict.fromkeys(
+    "ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora".split(), False
+)
+PEFT_018 |= {
+    "peft_type": "LORA",
+    "peft_version": "0.18.0",
+    "base_model_name_or_path": "",
+    "bias": "none",
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "loftq_config": {},
+    "megatron_core": "megatron.core",
+    "qalora_group_size": 16,
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "rank_pattern": {},
+    "alpha_pattern": {"layers.1.self_attn.q_proj": 3},
+    "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_adapters_of_peft_0_18_have_the_logits_of_their_merged_weights(family, tmp_path):
+    folder, adapters = base_folder(tmp_path, family), tmp_path / "a"
+    weights, tensors = load_file(f"{folder}/model.safetensors"), {}
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in PEFT_018["target_modules"]:
+            a, b = torch.randn(4, weight.shape[1]), 0.3 * torch.randn(weight.shape[0], 4)
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = b
+            weights[name] = weight + (3 if layer.endswith("1.self_attn.q_proj") else 8) / 4 * b @ a
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps(PEFT_018))
+    save_file(tensors, adapters / "adapter_model.safetensors")
+    flags = "--lora.target_modules=q_proj,mlp", '--lora.alpha_pattern="layers.1.self_attn.q_proj"=3'
+    with engine_of(folder, *flags, f"--lora.adapter_path={adapters}") as engine:
+        (ours,) = engine.forward_step({"input": batch(9)})
+        engine.save_peft(tmp_path / "b")
+    written = load_file(tmp_path / "b/adapter_model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        assert relative(ours, merged.eval()(batch(9)).logits) <= 4 * TOLERANCE
+
+
 @pytest.mark.parametrize(("family", "flags"), [("qwen3", OUTPUT), ("qwen3_moe", [])])
 def test_adapters_in_one_batch_sample_with_the_logprobs_of_peft(family, flags, tmp_path):
     folder, n_new = base_folder(tmp_path, family), 6
@@ -244,7 +298,9 @@ def test_files_hold_all_that_trains_in_both_directions(case, tmp_path):
             assert relative(ours, theirs(input_ids=batch(9)).logits) <= TOLERANCE
         theirs.save_pretrained(str(tmp_path / "theirs"))
         if case == "experts":  # peft made one matrix of twice the rank for gates and ups
-            with pytest.raises(ValueError, match="lora_A.weight has rank 8 in the file and 4"):
+            with pytest.raises(
+                ValueError, match="rank 8 in the file and 4.*'experts.up_proj' = 8}"
+            ):
                 engine.load_peft(tmp_path / "theirs")
             return
         train(engine)
@@ -295,6 +351,29 @@ def test_adapters_of_experts_have_their_logits_in_peft(case, tmp_path):
     with torch.no_grad():
         theirs = peft_model(folder, tmp_path / "ours")(input_ids=batch(9)).logits
     assert relative(ours, theirs) <= 4 * TOLERANCE  # large adapters round more
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_that_peft_joined_and_trained_are_read_at_twice_their_rank(family, tmp_path):
+    folder = base_folder(tmp_path, family)
+    with engine_of(folder) as engine:
+        engine.save_peft(tmp_path / "ours")
+    theirs = peft_model(folder, tmp_path / "ours", is_trainable=True)
+    optimizer = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=1.0)
+    for step in range(2):
+        step_of_peft(theirs, optimizer, batch(step))
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    flags = [
+        f'--lora.{kind}_pattern="experts.gate_proj"={value},"experts.up_proj"={value}'
+        for kind, value in (("rank", 8), ("alpha", 16))
+    ]
+    with engine_of(folder, *flags) as engine:
+        (before,) = engine.forward_step({"input": batch(9)})
+        engine.load_peft(tmp_path / "theirs")
+        (ours,) = engine.forward_step({"input": batch(9)})
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=batch(9)).logits
+    assert relative(ours, expected) <= 4 * TOLERANCE < 1e-2 < relative(before, expected)
 
 
 def test_adapters_that_peft_cannot_join_are_named_at_export(tmp_path, caplog):

@@ -9,6 +9,7 @@ import random
 import re
 
 import pytest
+import torch
 import transformers
 from tokenizers import (
     AddedToken,
@@ -22,7 +23,10 @@ from tokenizers import (
 )
 from tokenizers import pre_tokenizers as pre
 
+from tests.tiny_hf import tiny_hf_config
+from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.models.hf_config import from_hf_config
 
 NUM_TEXTS = 2000
 CORPUS = [
@@ -208,7 +212,7 @@ ZOO = {
         {"eos_token": "<|end|>"}, "Qwen2Tokenizer", {}),
     "qwen 2 with a template": (lambda: bpe(**QWEN, post=template()), {}, "Qwen2Tokenizer", {}),
     "qwen 3 by the model": (byte_level, {}, OWN, {"config.json": {"model_type": "qwen3"}}),
-    "qwen 3 without a class": (lambda: bpe(**QWEN), {}, None, {"config.json": {"model_type": "qwen3_moe"}}),
+    "qwen 3 without a class": (lambda: bpe(**QWEN), {}, None, {"config.json": {"model_type": "qwen3"}}),
     "qwen 3 without a class for another pattern": (byte_level, {}, None, {"config.json": {"model_type": "qwen3"}}),
     "qwen 2 with whole words": (lambda: bpe(**QWEN, ignore_merges=True), {}, "Qwen2Tokenizer", {}),
     "class of qwen 2 for another pattern": (byte_level, {}, "Qwen2Tokenizer", {}),
@@ -325,6 +329,70 @@ def assert_equal(folder: str, theirs, seed: int) -> None:
         got = [ours.encode(text, **options) for text in sample]
         differing = [(t, a, b) for t, a, b in zip(sample, wanted, got, strict=True) if a != b]
         assert not differing, (len(differing), differing[0])
+
+
+CHAT = [{"role": "user", "content": "hello<|end|>"}, {"role": "assistant", "content": "it's 12345"}]
+TEMPLATE = "{% for m in messages %}{{ eos_token }}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+# Places of chat templates in a folder: file -> content.
+TEMPLATES = {
+    "file": {"chat_template.jinja": TEMPLATE},
+    "older file": {"chat_template.json": json.dumps({"chat_template": TEMPLATE})},
+    "config": {},
+    "named files": {
+        "chat_template.jinja": TEMPLATE,
+        "additional_chat_templates/tool_use.jinja": f"{{{{ tools }}}}{TEMPLATE}",
+        "additional_chat_templates/rag.jinja": f"rag {TEMPLATE}",
+    },
+    "none": {},
+}
+
+
+EXPORTED = [name for name in ZOO if name not in REFUSED][::4]
+
+
+@pytest.mark.parametrize(("seed", "name"), [*enumerate(EXPORTED)], ids=EXPORTED)
+def test_tokenizer_of_an_export_is_that_of_its_base(seed, name, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    make, config, kind, files = ZOO[name]
+    place = [*TEMPLATES][seed % len(TEMPLATES)]
+    if place == "config" and config is not None:
+        named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "t"}]
+        config = config | {"chat_template": named if seed % 2 else TEMPLATE}
+    write(base, make, config, kind, files)
+    for file, content in TEMPLATES[place].items():
+        (base / file).parent.mkdir(exist_ok=True)
+        (base / file).write_text(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(base)
+    ends = [i for i in (7, theirs.eos_token_id) if i is not None]
+    model = json.loads(
+        tiny_hf_config(
+            "llama3", eos_token_id=ends, bos_token_id=theirs.bos_token_id
+        ).to_json_string()
+    )
+    (base / "config.json").write_text(json.dumps(model | files.get("config.json", {})))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "top_k": 3}))
+    out.mkdir()
+    args = from_hf_config(base).model_args
+    write_model_files(str(out), args, str(base), torch.float32, HuggingFaceTokenizer(str(base)))
+
+    again = transformers.AutoTokenizer.from_pretrained(out)
+    assert added(again.backend_tokenizer) == added(theirs.backend_tokenizer)
+    assert again.special_tokens_map == theirs.special_tokens_map
+    assert again.chat_template == theirs.chat_template
+    sample = texts(seed)[:200]
+    for with_special in (False, True):
+        wanted = theirs(sample, add_special_tokens=with_special).input_ids
+        assert again(sample, add_special_tokens=with_special).input_ids == wanted
+    assert [again.decode(i, skip_special_tokens=True) for i in wanted] == [
+        theirs.decode(i, skip_special_tokens=True) for i in wanted
+    ]
+    if theirs.chat_template is not None:
+        for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+            shown = [t.apply_chat_template(CHAT, tools, tokenize=False) for t in (again, theirs)]
+            assert shown[0] == shown[1]
+    for auto in (transformers.AutoConfig, transformers.GenerationConfig):
+        stops, wanted = (auto.from_pretrained(folder).eos_token_id for folder in (out, base))
+        assert stops == wanted == ends
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -451,7 +451,7 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
     (tmp_path / "chats.txt").write_text("x")
     with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
-    with pytest.raises(ValueError, match="'chat' needs training.dataset_path"):
+    with pytest.raises(ValueError, match="this training.dataset needs training.dataset_path"):
         load_chats("")
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         load_chats(str(tmp_path / "none"))

@@ -173,7 +173,7 @@ def convert(direction, source, target, *arguments, limit_bytes=None):
 
 
 def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 @pytest.fixture
@@ -192,13 +192,16 @@ def folders(tmp_path, hf_folder):
 def test_what_stands_there_is_replaced_only_when_asked_and_other_files_are_kept(folders, direction):
     source, target = folders[direction]
     (target / "notes.txt").write_text("mine")
+    template = target / "additional_chat_templates/tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("of an export")
     (target / "model-00007-of-00009.safetensors").write_text("of another export")
     before = contents(target)
     said = convert(direction, source, target)
     assert "holds files already" in said and "--overwrite" in said
     assert contents(target) == before
     assert convert(direction, source, target, "--overwrite") is None
-    assert (target / "notes.txt").read_text() == "mine"
+    assert (target / "notes.txt").read_text() == "mine" and template.read_text() == "of an export"
     assert not (target / "model-00007-of-00009.safetensors").exists()
     assert find_damage(str(target)) is None
     assert {path.name for path in target.parent.iterdir()} == {"hf", "dcp", "old_hf", "old_dcp"}

@@ -601,7 +601,7 @@ def test_local_file_works_under_every_built_in_name(tmp_path, name):
 
 
 def test_local_without_path_says_what_is_missing():
-    with pytest.raises(ValueError, match="'local' needs training.dataset_path"):
+    with pytest.raises(ValueError, match="this training.dataset needs training.dataset_path"):
         HuggingFaceTextDataset("local", None, NumberTokenizer())
 
 

@@ -23,6 +23,7 @@ from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.one_token import is_plain
 from torchtitan.generation.sampling import (
+    end_ids,
     generate,
     generate_next_token,
     logits_to_probs,
@@ -288,6 +289,20 @@ def test_rows_are_filled_with_end_of_text_once_they_drew_it():
     likeliest = int(uncached(model, prompts[:1], 1)[0, -1])
     stopped = generate(model, prompts[0], max_new_tokens=12, temperature=0, eos_id=likeliest)
     assert stopped.shape == (1, 7)
+    others = [eos, int(free[1, 9])]
+    tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=others)
+    for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
+        end = next(i for i, token in enumerate(without) if token in others)
+        assert row[: end + 1] == without[: end + 1]
+        assert set(row[end:]) == {without[end]}
+
+
+def test_end_tokens_of_a_folder_are_those_of_transformers(tmp_path):
+    assert end_ids(str(tmp_path)) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert end_ids(str(tmp_path)) == [5]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert end_ids(str(tmp_path)) == [7, 5]
 
 
 @pytest.mark.parametrize(

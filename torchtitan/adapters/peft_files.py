@@ -524,10 +524,14 @@ def _differences(
         name, rank_dim = key.removeprefix(_PREFIX), 1 if ".lora_B." in key else 0
         is_adapter = ".lora_" in key and len(saved[key]) == 2
         if is_adapter and saved[key][1 - rank_dim] == shape[1 - rank_dim]:
-            yield (
-                f"{name} has rank {saved[key][rank_dim]} in the file and {shape[rank_dim]} in the "
-                "model; set lora.rank or lora.rank_pattern to the file's"
-            )
+            rank, remedy = saved[key][rank_dim], "set lora.rank or lora.rank_pattern to the file's"
+            if re.search(r"\.experts\.\d+\.(gate|up)_proj\.", name):
+                remedy += (
+                    "; peft for transformers 5 joins the gate and up of an expert, with twice their rank "
+                    f"and alpha: lora.rank_pattern = {{'experts.gate_proj' = {rank}, 'experts.up_proj' "
+                    f"= {rank}}}, and twice their alpha in lora.alpha_pattern"
+                )
+            yield f"{name} has rank {rank} in the file and {shape[rank_dim]} in the model; {remedy}"
         yield (
             f"{name} is {list(saved[key])} in the file and {list(shape)} in the model: the adapters "
             "are of another base model; take that base"

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.folder import (
     contents_of,
     find_damage,
 )
+from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
 from torchtitan.checkpoint.states import (
     check_same_model,
     keys_outside_model,
@@ -129,7 +130,7 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
             f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
             "another folder, or --overwrite to replace the weights in it"
         )
-    if folders := [entry.name for entry in entries if entry.is_dir()]:
+    if folders := [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]:
         raise ValueError(
             f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
             "overwritten; give another folder"
@@ -143,7 +144,9 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     beside.mkdir(parents=True)
     try:
         for file in entries:
-            if not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
+            if file.is_dir():
+                shutil.copytree(file, Path(beside, file.name), symlinks=True)
+            elif not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
                 shutil.copy2(file, beside, follow_symlinks=False)
         yield str(beside)
         if target.exists():

@@ -16,17 +16,10 @@ from torchtitan.tools.files import find_shipped, open_file, read_json_object
 from torchtitan.tools.logging import logger
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json"
+).split()
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the default one
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -43,6 +36,7 @@ def write_model_files(
     dtype: torch.dtype,
     tokenizer: Any = None,
     chat_template: str | None = None,
+    untrained_from: str | None = None,
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
@@ -52,7 +46,9 @@ def write_model_files(
         Otherwise config.json is made from `model_args`.
     tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path. Its
         end-of-text token is among those that end a generated text.
-    chat_template: the run's; None keeps the one in hf_assets_path.
+    chat_template: the run's; None keeps those in hf_assets_path.
+    untrained_from: folder of the model whose untrained parts are beside the weights; its config.json
+        is taken first. None: config.json describes what is trained.
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
     If a file cannot be written, a warning is logged, because the weights matter more.
     """
@@ -63,18 +59,21 @@ def write_model_files(
     except (OSError, ValueError) as error:
         logger.warning(f"{folder} gets no tokenizer that transformers can open: {error}")
     try:
-        config = _config(model_args, [Path(folder), assets])
-        config |= _with_token_ids(config, token_ids)
+        bases = [Path(untrained_from), assets] if untrained_from else [assets]
+        config = _config(model_args, [Path(folder), *bases], untrained_from is not None)
+        for part in (config, config.get("text_config")):
+            if part is not None:
+                part |= _with_token_ids(part, token_ids)
         dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5 or 4
         config[dtype_key] = str(dtype).removeprefix("torch.")
-        _write_json(Path(folder, "config.json"), config)
+        write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
         if not generation.exists():
             content = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
             if (assets / generation.name).is_file():
                 content = read_json_object(assets / generation.name)
             if content:
-                _write_json(generation, content | _with_token_ids(content, token_ids))
+                write_json(generation, content | _with_token_ids(content, token_ids))
     except (OSError, ValueError) as error:
         logger.warning(f"{folder} gets no config.json, which transformers needs: {error}")
 
@@ -98,7 +97,7 @@ def differences_from_config(
         ) from error
 
 
-def _config(model_args: Any, folders: list[Path]) -> dict[str, Any]:
+def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> dict[str, Any]:
     """Return a config.json of these args, which has the further fields of the first that fits."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
@@ -114,9 +113,12 @@ def _config(model_args: Any, folders: list[Path]) -> dict[str, Any]:
             continue
         config = read_json_object(path)
         left_out = [key for key in _NOT_EXPORTED if config.pop(key, None)]
-        if config.get("num_nextn_predict_layers"):
+        if not has_untrained_parts and config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0
             left_out.append("num_nextn_predict_layers")
+        if not has_untrained_parts and "text_config" in config:
+            left_out += sorted(config.keys() - {"text_config"})
+            config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
         if left_out:
             logger.info(f"Not true of the exported weights, so left out of {path}: {left_out}")
         # Fields that only one of transformers 4 and 5 writes, for readers of the other.
@@ -147,9 +149,13 @@ def _write_tokenizer(
         if not assets.is_dir():
             raise ValueError("model.hf_assets_path is not a folder with a tokenizer")
         tokenizer = HuggingFaceTokenizer(str(assets))
-    for source in (Path(tokenizer.tokenizer_path, name) for name in _TOKENIZER_FILES):
-        if source.is_file():
-            _write(Path(folder, source.name), source.read_bytes())
+    source = Path(tokenizer.tokenizer_path)
+    templates = [] if chat_template else source.glob(f"{NAMED_TEMPLATES}/*.jinja")
+    for file in [*map(source.joinpath, _TOKENIZER_FILES), *templates]:
+        if file.is_file():
+            copy = Path(folder, file.relative_to(source))
+            copy.parent.mkdir(exist_ok=True)
+            _write(copy, file.read_bytes())
     if not Path(folder, "tokenizer.json").exists():
         _write(Path(folder, "tokenizer.json"), tokenizer.tokenizer.to_str(pretty=True).encode())
     config = dict(tokenizer.config or {"tokenizer_class": _CLASS})
@@ -168,7 +174,7 @@ def _write_tokenizer(
             config["chat_template"] = chat_template
         Path(folder, "chat_template.json").unlink(missing_ok=True)
     if config != tokenizer.config:
-        _write_json(Path(folder, "tokenizer_config.json"), config)
+        write_json(Path(folder, "tokenizer_config.json"), config)
     return _token_ids(tokenizer)
 
 
@@ -177,7 +183,7 @@ def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
     return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     _write(path, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -341,6 +341,10 @@ class Checkpoint(Section):
     initial_load_in_hf: bool = False
     # Dequantize the Hugging Face safetensors to start from
     initial_load_in_hf_quantized: bool = False
+    # What exports do with parts of the Hugging Face model that are not trained (layers for
+    # multi-token prediction, a vision tower): copy them as they are, or drop them. "refuse" refuses
+    # a model that has any
+    untrained_weights: Literal["copy", "drop", "refuse"] = "drop"
     # The last checkpoint holds only the weights, so that no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors

@@ -648,13 +648,8 @@ def load_chats(path: str, keys: Mapping[str, str] = MappingProxyType({})) -> Any
     """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
 
     The files are JSON or Parquet, with samples for a `ChatEncoder` with the same keys.
-    Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds other files.
+    Raises like `load_local_documents`.
     """
-    if not path:
-        raise ValueError(
-            "training.dataset = 'chat' needs training.dataset_path, a .jsonl, .json or .parquet file "
-            "or a folder of such files"
-        )
     example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
     rule = SampleRule(example, (*_COLUMNS, *keys), partial(_problem_of_renamed, dict(keys)))
     return load_local_documents(path, rule)

@@ -18,6 +18,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -37,9 +38,8 @@ class SampleRule(NamedTuple):
 
     example: str  # a sample as JSON
     columns: tuple[str, ...]  # the keys that are read
-    problem_of: Callable[
-        [Any], str | None
-    ]  # sample -> the end of an error's sentence; None if it is good
+    # sample -> the end of an error's sentence; None if it is good
+    problem_of: Callable[[Any], str | None]
 
 
 def _problem_of_text(sample: Any) -> str | None:
@@ -220,10 +220,15 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
     rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
-    Raises FileNotFoundError if `path` does not exist, ValueError if it holds no data files, files of
-    several kinds, or files of an unknown kind.
+    Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds no data files,
+    files of several kinds, or files of an unknown kind.
     """
     known = [kind for kind in dict.fromkeys(_KINDS.values()) if kind != "text" or rule is TEXT]
+    if not path:
+        raise ValueError(
+            "this training.dataset needs training.dataset_path, a data file or a folder of data files "
+            f"({', '.join(known)})"
+        )
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
@@ -327,11 +332,19 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def _open_parquet(path: Path) -> Any:
-    import pyarrow
     import pyarrow.parquet  # slow
 
-    try:
+    with _readable(path):
         return pyarrow.parquet.ParquetFile(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise ValueError if Arrow cannot read the file."""
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
@@ -354,17 +367,11 @@ def _columns_of(path: Path, rule: SampleRule) -> list[str]:
 
 def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
     """Yield the rows of a Parquet file as lines of JSON."""
-    import pyarrow
-
     number = 0
     batches = _open_parquet(path).iter_batches(1024, columns=columns)
     while True:
-        try:
+        with _readable(path):
             batch = next(batches, None)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(
-                f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
-            ) from None
         if batch is None:
             return
         lines = []

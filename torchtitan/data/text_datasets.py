@@ -49,15 +49,6 @@ def _load_python_docs(path: str, split: str) -> Any:
     return load_local_documents(path) if path else PythonDocs(split)
 
 
-def _load_local(path: str) -> Any:
-    if not path:
-        raise ValueError(
-            "training.dataset = 'local' needs training.dataset_path, a .jsonl, .json, .txt or "
-            ".parquet file or a folder of such files"
-        )
-    return load_local_documents(path)
-
-
 def _text_of(sample: Any) -> str:
     if "text" not in sample:
         raise ValueError(
@@ -90,7 +81,7 @@ DATASETS: dict[str, DatasetConfig] = {
         ("c4", "allenai/c4", partial(_load_c4, split="train")),
         ("c4_test", "tests/assets/c4_test", lambda path: load_local_documents(find_shipped(path))),
         ("c4_validation", "allenai/c4", partial(_load_c4, split="validation")),
-        ("local", "", _load_local),
+        ("local", "", load_local_documents),
         ("python_docs", "", partial(_load_python_docs, split="train")),
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
     ]

@@ -3,7 +3,8 @@
 B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.loss.chunked_logits import exponentials_, logprobs_of_logits
+from torchtitan.tools.files import find_shipped, read_json_object
 
 
 def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:
@@ -117,6 +119,16 @@ def generate_next_token(
     return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
 
 
+def end_ids(folder: str) -> list[int]:
+    """Return the ids that end a text, of generation_config.json or else config.json, as in transformers."""
+    for name in ("generation_config.json", "config.json"):
+        if os.path.exists(path := os.path.join(find_shipped(folder), name)):
+            ids = read_json_object(path).get("eos_token_id")
+            if ids is not None:
+                return ids if isinstance(ids, list) else [ids]
+    return []
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -126,13 +138,13 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
 ) -> Tensor:
     """Return the prompts and their continuations: [T] or [B, T] -> [B, T + new].
 
     seed: None draws from torch's default generator.
-    eos_id: a row that has drawn this token is filled up with it, and generation ends when all rows
-        have drawn it; None always draws `max_new_tokens`.
+    eos_id: a row that has drawn this token, or one of these, is filled up with it, and generation
+        ends when all rows have; None always draws `max_new_tokens`.
     Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
     """
     if max_new_tokens < 1:
@@ -148,17 +160,17 @@ def generate(
         raise ValueError("a prompt must have at least one token, got none")
     rng = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
 
-    pieces = [prompt]
+    pieces, ends = [prompt], None if eos_id is None else prompt.new_tensor(eos_id)
     is_finished = torch.zeros_like(prompt[:, :1], dtype=torch.bool)
     with kv_cache(model, prompt.shape[1] + max_new_tokens) as cached_forward:
         for _ in range(max_new_tokens):
             token = generate_next_token(
                 cached_forward, pieces[-1], temperature=temperature, top_k=top_k, rng=rng
             )
-            if eos_id is not None:
-                token = token.masked_fill(is_finished, eos_id)
-                is_finished |= token == eos_id
+            if ends is not None:
+                token = torch.where(is_finished, pieces[-1][:, -1:], token)
+                is_finished |= torch.isin(token, ends)
             pieces.append(token)
-            if eos_id is not None and is_finished.all():
+            if ends is not None and is_finished.all():
                 break
     return torch.cat(pieces, dim=1)

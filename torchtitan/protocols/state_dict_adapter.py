@@ -75,6 +75,10 @@ class BaseStateDictAdapter(ABC):
         """Return an adapter that uses the names in `hf_names`, if a family has several sets of names."""
         return self
 
+    def for_export(self, has_untrained_parts: bool) -> "BaseStateDictAdapter":
+        """Return an adapter with the names of an export, if these depend on the parts that it has."""
+        return self
+
     def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
         """Return why files of these tensors (HF name -> shape) do not fit and what to use instead, or None.
 

@@ -64,7 +64,7 @@ class LiveWeights:
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
-        self._stream = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+        self._stream = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
         self.version = self._stream.version
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
         case "ours", True:
             return LiveWeights(engine, dtype)
         case "ours", False:
-            return WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+            return WeightStream.from_engine(engine, OurNames(), dtype=dtype)
         case "adapters", _:
             return AdapterWeights(engine)
     return None

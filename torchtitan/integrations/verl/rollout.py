@@ -4,8 +4,6 @@ Each data-parallel rank of the trainer has a server, a Ray actor with a whole mo
 the weights after each step. It is meant for models that run on a laptop; vLLM is faster on GPUs.
 """
 
-import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
+from torchtitan.generation.sampling import end_ids
 from torchtitan.integrations.verl.sampler import Sampler
 from torchtitan.rl.weight_transport import buckets_of, copied
 
@@ -49,7 +48,7 @@ class Server:
             dtype={"half": "float16", "auto": "float32"}.get(config.dtype, config.dtype),
             max_rows=config.max_num_seqs,
             seed=(config.seed or 0) + replica_rank,
-            eos_ids=_eos_ids(folder),
+            eos_ids=end_ids(folder),
             records_experts=config.enable_rollout_routing_replay,
         )
 
@@ -194,15 +193,3 @@ class WeightSender(BaseRollout):
         for bucket in buckets_of(copied(weights, torch.device("cpu"))):
             await server.load_weights.remote(bucket, False, global_steps)
         await server.load_weights.remote([], True, global_steps)
-
-
-def _eos_ids(folder: str) -> list[int]:
-    """The end-of-text ids in generation_config.json, else in config.json, as in transformers."""
-    for name in ("generation_config.json", "config.json"):
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            with open(path) as file:
-                ids = json.load(file).get("eos_token_id")
-            if ids is not None:
-                return ids if isinstance(ids, list) else [ids]
-    return []

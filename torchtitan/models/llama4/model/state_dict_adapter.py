@@ -1,5 +1,7 @@
 """Llama 4 weights under the names and layouts of Hugging Face."""
 
+import copy
+
 from torchtitan.models.hf_adapter import (
     HF_LINEARS,
     Fused,
@@ -9,13 +11,16 @@ from torchtitan.models.hf_adapter import (
 )
 from torchtitan.models.llama4.model.args import TransformerModelArgs
 
+_TEXT_MODEL = "language_model."  # in front of names in multimodal files
+
 
 class Llama4StateDictAdapter(KeyMapAdapter):
     """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours here and in HF.
 
     Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
     which begin with `language_model.`. Writes the multimodal names if the index file under
-    `hf_assets_path` has them. Weights for images are left out.
+    `hf_assets_path` has them, in an export only if it has the weights for images, too. Those are
+    left out on reading.
     """
 
     model_args: TransformerModelArgs
@@ -36,8 +41,19 @@ class Llama4StateDictAdapter(KeyMapAdapter):
             f"{hf_moe}.experts.gate_up_proj": Fused(gate_up, transposed=True),
             f"{hf_moe}.experts.down_proj": Fused((f"{moe}.experts.w2",), transposed=True),
         }
-        multimodal = {f"language_model.{hf}": entry for hf, entry in text.items()}
+        self._text = text
         index = self.fqn_to_index_mapping or {}
-        is_multimodal = any(name.startswith("language_model.") for name in index)
+        self._prefer(any(name.startswith(_TEXT_MODEL) for name in index))
+
+    def _prefer(self, multimodal_names: bool) -> None:
+        multimodal = {_TEXT_MODEL + hf: entry for hf, entry in self._text.items()}
         # If several names stand for one of our tensors, the first is written.
-        self.from_hf_map = multimodal | text if is_multimodal else text | multimodal
+        self.from_hf_map = multimodal | self._text if multimodal_names else self._text | multimodal
+
+    def for_export(self, has_untrained_parts: bool) -> "Llama4StateDictAdapter":
+        adapter = copy.copy(self)
+        adapter._prefer(has_untrained_parts)
+        index = self.fqn_to_index_mapping or {}
+        more = {name.removeprefix(_TEXT_MODEL): number for name, number in index.items()}
+        adapter.fqn_to_index_mapping = index | more or None
+        return adapter
