@@ -177,7 +177,7 @@ def generation(_name: str) -> Notes:
 def adapters_of_two_models(_name: str) -> Notes:
     """A microbatch with rows of both, unsorted, through a mixture of experts."""
     from torchtitan.adapters.lora import add_adapter
-    from torchtitan.adapters.together import AdaptersTogether
+    from torchtitan.adapters.multi_lora import MultiLoRA
     from torchtitan.models.moe import MoE, MoEArgs
 
     notes: Notes = {}
@@ -187,7 +187,7 @@ def adapters_of_two_models(_name: str) -> Notes:
         add_adapter(moe.experts, "w1", rank=8, scale=1.0, dropout=0.0)
         add_adapter(moe.shared_experts.w1, "weight", rank=8, scale=1.0, dropout=0.0)
         adapters = {name: p.detach() for name, p in moe.named_parameters() if "lora" in name}
-        together, x = AdaptersTogether([moe], None), torch.ones(2, 8, 64, device="cuda").bfloat16()
+        together, x = MultiLoRA([moe], None), torch.ones(2, 8, 64, device="cuda").bfloat16()
         with together.adapters([adapters, adapters]), noting(rehearsal, notes, "microbatch"):
             together.set_rows([1, 0])
             moe(x).sum().backward()

@@ -10,7 +10,8 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.snapshots import Snapshots, host_copy
 from torchtitan.rl.types import OptimParams
-from torchtitan.rl.weight_sync import LiveWeights, StagedWeights, copy_weights
+from torchtitan.rl.weight_sync import LiveWeights, copy_weights
+from torchtitan.rl.weight_transport import StagedWeights
 from torchtitan.testing.gloo import run_ranks
 
 pytest.importorskip("torchao")

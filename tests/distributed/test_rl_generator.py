@@ -27,13 +27,14 @@ from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.generator import CopyGenerator, LocalGenerator
+from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
-from torchtitan.rl.weight_sync import ReceivedWeights, WeightSync, send_weights
+from torchtitan.rl.weight_sync import WeightSync
+from torchtitan.rl.weight_transport import ReceivedWeights, send_weights
 from torchtitan.testing.gloo import run_ranks
 
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
@@ -75,11 +76,11 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
         # The ranks' rows begin and end at different steps, two at a time.
         few = LocalGenerator(engine, max_rows=2)
         stopped = generator.generate(PROMPTS, sampling) + few.generate(PROMPTS, sampling, 3)
-    copy = CopyGenerator.of_engine(engine)
+    copy = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     WeightSync(engine, copy).update()
     of_copy = copy.generate(PROMPTS, SAMPLING)
     samples = [
-        TrainingSample.of_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
+        TrainingSample.from_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
         for prompt, c in zip(PROMPTS, free, strict=True)
     ]
     batch = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2).batch(samples)
@@ -144,13 +145,13 @@ def assert_alike(found: list[Completion], expected: list[Completion], where: str
 
 
 def _send_or_receive(family):
-    rank = torch.distributed.get_rank()
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
     model = tiny(family, 1 + rank)
     if rank == 0:
-        send_weights(weights_of(model, version=7), group=None, source=0)
+        send_weights(weights_of(model, version=7), group)
         return {name: t.double().sum().item() for name, t in model.state_dict().items()}, 7
     generator = CopyGenerator(model)
-    generator.update_weights(ReceivedWeights(None, 0, torch.device("cpu")))
+    generator.update_weights(ReceivedWeights(group))
     state = generator.model.state_dict()
     return {name: t.double().sum().item() for name, t in state.items()}, generator.policy_version
 

@@ -19,13 +19,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.numerics import products
-from torchtitan.rl import roles
+from torchtitan.rl import disaggregated
 from torchtitan.rl.controller import Controller, build_part
+from torchtitan.rl.disaggregated import Link, RemoteGenerator
 from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.roles import Link, RemoteGenerator
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.weight_sync import ReceivedWeights, StagedWeights
+from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 from torchtitan.tools.errors import RunError
 
@@ -362,7 +362,7 @@ def test_weights_and_draws_have_the_time_limit_of_a_collective_each(monkeypatch)
         after_each.append((len(link.sent), link.n_received))
         return result
 
-    monkeypatch.setattr(roles, "from_rank_zero", collective)
+    monkeypatch.setattr(disaggregated, "from_rank_zero", collective)
     remote = RemoteGenerator(link, 1)
     remote.update_weights(Update(0, torch.zeros(2)))
     threading.Timer(0.1, link.is_open.set).start()
@@ -406,7 +406,7 @@ def test_weights_and_buffers_of_every_dtype_arrive():
     with ThreadPoolExecutor(1) as pool:
         weights = StagedWeights(Update(0, None), sent)
         done = pool.submit(sender.send_weights, weights, None)
-        received = list(ReceivedWeights(receiver.down, 0, torch.device("cpu")))
+        received = list(ReceivedWeights(receiver.down))
         done.result()
     for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
         assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())

@@ -16,8 +16,8 @@ from tests.distributed.layout_matrix import (
     global_batch,
 )
 from torchtitan.adapters.lora import adapted_weights, add_adapter
+from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.adapters.names import fits
-from torchtitan.adapters.together import AdaptersTogether
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.models.moe import MoE, MoEArgs
@@ -148,7 +148,7 @@ def test_models_that_share_a_mixture_of_experts_compute_as_each_alone(kernel, mo
     weights = [{name: torch.randn_like(p) for name, p in trained.items()} for _ in range(4)]
     models, x = [2, 0, 1, 2, 0], torch.randn(5, 7, 16)
     factors = torch.randn_like(x)
-    together = AdaptersTogether([moe], None)
+    together = MultiLoRA([moe], None)
     monkeypatch.setattr(moe_module, "_needs_padding", lambda _: kernel == "padded groups")
     with together.adapters(weights) as gradients:
         together.set_rows(models)

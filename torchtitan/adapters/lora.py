@@ -72,7 +72,7 @@ def add_adapter(
     if not hasattr(module, "lora"):
         module.lora, module.lora_is_on = Adapters({}, dropout), True
         module.lora_n_off = 0  # of the `adapters_off` contexts that are open
-        module.lora_stacked = None  # adapters of several models in its place; see `together`
+        module.lora_stacked = None  # adapters of several models in its place; see `multi_lora`
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the method of the new class takes its place

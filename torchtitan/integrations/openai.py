@@ -29,9 +29,10 @@ from torch import Tensor
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.integrations.vllm_lane import WeightLane
-from torchtitan.rl.generator import ForeignGenerator, Prompts
+from torchtitan.rl.foreign_generator import ForeignGenerator
+from torchtitan.rl.generator import Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
+from torchtitan.rl.weight_transport import Pairs
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file, save_tensors
 
@@ -72,6 +73,8 @@ class OpenAIGenerator(ForeignGenerator):
     Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
     """
 
+    engine_name = "the server"
+
     def __init__(
         self,
         url: str,
@@ -93,6 +96,9 @@ class OpenAIGenerator(ForeignGenerator):
         super().__init__(dtype, seed, folder, adapters, records_experts)
         self._weight_transfer, self._delta = weight_transfer, delta and weight_transfer == "gloo"
         self._lane: WeightLane | None = None
+        self._adapter = ""  # name of the adapters that the server has
+        if not reload_url:
+            self.remedy = _HOW_VLLM_RELOADS["transfer" if weight_transfer else self.weight_names]
         # Drawn anew, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
         self._vocab_size = vocab_size
@@ -100,21 +106,15 @@ class OpenAIGenerator(ForeignGenerator):
         self._hf_assets_path = hf_assets_path
         self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    def _complete_all(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, seeds: Sequence[int]
     ) -> list[Completion]:
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ValueError(
-                "rl.generator.backend = 'openai' gives no log-probs of a truncated distribution, got "
-                f"top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0"
-            )
-        seed = self._seed_of_call(sampling)
         requests = [
             {
                 "model": self._name_of(self.policy_version),
                 "prompt": list(prompts[i // num_samples]),
                 "n": 1,  # each completion has its own seed
-                "seed": (seed + row) % 2**62,
+                "seed": seed,
                 "temperature": sampling.temperature,
                 "max_tokens": sampling.max_tokens,
                 "stop": list(sampling.stop_strings) or None,
@@ -127,7 +127,7 @@ class OpenAIGenerator(ForeignGenerator):
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
             }
-            for i, row in enumerate(rows)
+            for i, seed in enumerate(seeds)
         ]
         threads = ThreadPoolExecutor(self._max_requests, "completions")
         try:
@@ -169,58 +169,42 @@ class OpenAIGenerator(ForeignGenerator):
         experts = _array(choice.get("routed_experts")) if self.records_experts else None
         return self._completion(token_ids, logprobs, sampling, request["prompt"], experts)
 
-    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Make the server load the weights. Collective over the ranks that share an update.
-
-        Raises WeightMismatchError if the weights cannot be written, or the server refuses them.
-        """
-        previous, self.policy_version = self.policy_version, -1
-        how = "transfer" if self._weight_transfer else self.weight_names
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        version, path = weights.version, self._folder_of(weights.version)
-
-        def send(pairs: Iterable[tuple[str, Tensor]]) -> None:
-            if self._weight_transfer:
-                if self._lane is None:
-                    self._lane = WeightLane(
-                        self._weight_transfer,
-                        self._call,
-                        self._url,
-                        self._timeout_seconds,
-                        self._delta,
-                    )
-                self._lane.send(pairs, version)
-                self._call("reset_prefix_cache", {})
-                return
-            if self.weight_names == "adapters":
-                self._write_adapters(pairs, version)
-            else:
-                _write(pairs, path, self._hf_assets_path)
-            for url, message in posts.items():
-                answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
-                if isinstance(answer, dict) and answer.get("success") is False:
-                    raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
-            self._remove_other_versions(version)
-
-        rpc = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        # vLLM's reload_weights keeps the prefix cache.
-        posts: dict[str, Any] = {f"{self._url}/collective_rpc": rpc}
-        posts[f"{self._url}/reset_prefix_cache"] = {}
+    def _load(self, pairs: Pairs, version: int) -> None:
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return  # rank 0 sends the weights for all
+        if self._weight_transfer:
+            if self._lane is None:
+                self._lane = WeightLane(
+                    self._weight_transfer, self._call, self._url, self._timeout_seconds, self._delta
+                )
+            self._lane.send(pairs, version)
+            self._call("reset_prefix_cache", {})
+            return
+        folder, takes_adapters = self._folder_of(version), self.weight_names == "adapters"
+        if takes_adapters:
+            self._write_adapters(pairs, version)
+        else:
+            _write(pairs, folder, self._hf_assets_path)
         if self._reload_url:
-            posts = {self._reload_url: {"path": path, "version": version}}
-        elif self.weight_names == "adapters":
-            lora = {"lora_name": self._name_of(version), "lora_path": path}
-            posts = {f"{self._url}/v1/load_lora_adapter": lora}
-            if previous >= 0:
-                old = {"lora_name": self._name_of(previous)}
-                posts[f"{self._url}/v1/unload_lora_adapter"] = old
-        failure = hand_over(weights, send if is_first else lambda pairs: None)
-        if failure is not None:
-            raise WeightMismatchError(
-                f"the server did not load version {version} of the weights: {failure}"
-                + ("" if self._reload_url else _HOW_VLLM_RELOADS[how])
-            ) from failure
-        self.policy_version = version
+            self._command(self._reload_url, {"path": folder, "version": version})
+        elif takes_adapters:
+            name, previous = self._name_of(version), self._adapter
+            lora = {"lora_name": name, "lora_path": folder}
+            self._command(f"{self._url}/v1/load_lora_adapter", lora)
+            self._adapter = name
+            if previous:
+                self._command(f"{self._url}/v1/unload_lora_adapter", {"lora_name": previous})
+        else:
+            rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            self._command(f"{self._url}/collective_rpc", rpc)
+            # vLLM's reload_weights keeps the prefix cache.
+            self._command(f"{self._url}/reset_prefix_cache", {})
+        self._remove_other_versions(version)
+
+    def _command(self, url: str, message: dict[str, Any]) -> None:
+        answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
 
     def _call(self, name: str, message: dict[str, Any] | None) -> Any:
         """Post to an endpoint of vLLM, or get; once, because a second transfer would find no sender."""

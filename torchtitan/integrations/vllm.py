@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.distributed.processes.ranks import num_ranks
-from torchtitan.rl.generator import ForeignGenerator, Prompts
+from torchtitan.rl.foreign_generator import ForeignGenerator
+from torchtitan.rl.generator import Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import PolicyWeights, WeightMismatchError, hand_over
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
 
@@ -40,6 +40,12 @@ class VLLMGenerator(ForeignGenerator):
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
     divide the number of ranks.
     """
+
+    engine_name = "vLLM"
+    remedy = (
+        "; if names or shapes differ, check that config.json in model.hf_assets_path describes the "
+        "model that is trained"
+    )
 
     def __init__(
         self,
@@ -110,16 +116,9 @@ class VLLMGenerator(ForeignGenerator):
             finalizer.detach()
         host.at_last_move_out(_destroy_groups_of_vllm)
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    def _complete_all(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, seeds: Sequence[int]
     ) -> list[Completion]:
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ValueError(
-                f"rl.generator.backend = 'vllm' gives no log-probs of a truncated distribution, "
-                f"got top_p = {sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, "
-                "or the backend to 'local'"
-            )
-        seed = self._seed_of_call(sampling)
         requests = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             [
@@ -134,9 +133,9 @@ class VLLMGenerator(ForeignGenerator):
                     detokenize=bool(sampling.stop_strings),
                     logprobs=0,
                     # vLLM adds a sample's index, so each completion has its own seed.
-                    seed=(seed + first_row) % 2**62,
+                    seed=seed,
                 )
-                for first_row in rows[::num_samples]
+                for seed in seeds[::num_samples]
             ],
             use_tqdm=False,
             lora_request=self._adapters,
@@ -153,38 +152,24 @@ class VLLMGenerator(ForeignGenerator):
             )
         return completions
 
-    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # until all weights are of one version
-
-        def load(pairs: Iterator[tuple[str, Tensor]]) -> None:
-            self._llm.collective_rpc(_pack_experts_again)
-            # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
-            if next(pairs, None) is not None:
-                raise RunError("it did not read all weights")
-            # Inside `hand_over`, so that a failure reaches the other ranks, too.
-            if self._llm.reset_prefix_cache() is False:
-                raise RunError(
-                    "it kept its prefix cache, which holds keys and values of earlier weights, "
-                    "because a request was still running; end all requests before an update"
-                )
-
-        def load_adapters(pairs: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, pairs: Iterator[tuple[str, Tensor]], version: int) -> None:
+        if self.weight_names == "adapters":
             # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
-            name, path = f"version-{weights.version}", self._write_adapters(pairs, weights.version)
-            self._adapters = self._vllm.lora.request.LoRARequest(name, weights.version + 1, path)
+            name, path = f"version-{version}", self._write_adapters(pairs, version)
+            self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
             self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
-            self._remove_other_versions(weights.version)
-
-        takes_adapters = self.weight_names == "adapters"
-        failure = hand_over(weights, load_adapters if takes_adapters else load)
-        if failure is not None:
-            raise WeightMismatchError(
-                f"vLLM did not load version {weights.version} of the weights ({failure!r}); if "
-                "names or shapes differ, check that config.json in model.hf_assets_path describes "
-                "the model that is trained"
-            ) from failure
-        self.policy_version = weights.version
+            self._remove_other_versions(version)
+            return
+        self._llm.collective_rpc(_pack_experts_again)
+        # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+        if next(pairs, None) is not None:
+            raise RunError("it did not read all weights")
+        if self._llm.reset_prefix_cache() is False:
+            raise RunError(
+                "it kept its prefix cache, which holds keys and values of earlier weights, "
+                "because a request was still running; end all requests before an update"
+            )
 
 
 def _pack_experts_again(worker: Any) -> None:

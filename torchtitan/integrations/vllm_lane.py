@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-from torchtitan.rl.weight_sync import buckets_of, copied
+from torchtitan.rl.weight_transport import buckets_of, copied, gloo_group
 from torchtitan.tools.utils import get_device_type, use_device
 
 T = TypeVar("T")
@@ -37,11 +37,6 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "torchtitan.integrations.vllm_receiver", "GlooReceiver"
         )
-
-
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a process group beside the default one, which other programs can join."""
-    return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
 
 
 class WeightLane:

@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchtitan.integrations.vllm_lane import gloo_group
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_transport import gloo_group
 
 _TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
 

@@ -9,6 +9,7 @@ B rows, T slots per row.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,21 +97,13 @@ class Batcher:
         Raises ValueError if an optional tensor is missing in some samples and present in others.
         """
         has = _optional_fields(samples)
-        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
-        if len(kept) < len(samples):
-            logger.warning(
-                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
-                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
-                len(samples) - len(kept),
-                len(samples),
-                self.seq_len,
-                max(map(len, samples)),
-            )
-        lengths = [len(samples[i]) for i in kept]
+        kept = self._indices_that_fit(samples)
+        fitting = [samples[i] for i in kept]
+        lengths = [len(sample) for sample in fitting]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             """Concatenate the samples' entries; the empty tensor at the end is for no samples."""
-            of_samples = [getattr(samples[i], name) for i in kept]
+            of_samples = [getattr(sample, name) for sample in fitting]
             return torch.cat([*of_samples, torch.zeros(0, dtype=dtype)])
 
         wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
@@ -118,29 +111,17 @@ class Batcher:
         for name in _OTHER_LOGPROBS:
             if has[name]:
                 mask &= joined(name).isfinite()
-        num_dropped = int(wanted.sum() - mask.sum())
-        if num_dropped:
+        if num_dropped := int(wanted.sum() - mask.sum()):
             logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
         masks = mask.split(lengths) if lengths else []
         denominator = None
         if has["weights"]:
             weights = joined("weights") * mask
         else:
-            per_sample = aggregation_weights(
-                masks,
-                self.agg_mode,
-                norm=self.norm,
-                prompt_ids=[samples[i].group_id for i in kept],
-                normalize=not self.deferred,
-                count_empty=self.count_empty,
-            )
-            if self.deferred:
-                per_sample, denominator = per_sample
-            weights = torch.cat([*per_sample, torch.zeros(0)])
-
+            weights, denominator = self._weights(masks, [sample.group_id for sample in fitting])
         labels = joined("labels", torch.int64)
         values = {
-            "token_ids": joined("token_ids", torch.int64),
+            "input": joined("token_ids", torch.int64),
             "labels": labels if self.scores_masked else labels.masked_fill(~wanted, IGNORE_INDEX),
             "loss_mask": mask.float(),
             "loss_weights": weights,
@@ -151,7 +132,7 @@ class Batcher:
             if has[name]:
                 values[name] = joined(name).masked_fill(~mask, 0)
         if has["routed_experts"] and kept:
-            values["routed_experts"] = _joined_experts([samples[i] for i in kept])
+            values["routed_experts"] = _joined_experts(fitting)
         in_rows = list(range(len(kept)))  # indices into `kept`
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
@@ -168,14 +149,39 @@ class Batcher:
             ),
             num_global_valid_tokens=int(mask.sum()),
             num_measured_tokens=int(values["loss_mask"].sum()),
-            num_global_sequences=sum(bool(of_sample.any()) for of_sample in masks),
             num_samples=len(samples),
             denominator=denominator,
-            min_policy_version=min((samples[i].policy_version for i in kept), default=None),
             oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
             num_skipped=len(kept) - len(in_rows),
-            num_dropped_tokens=num_dropped,
         )
+
+    def _indices_that_fit(self, samples: Sequence[TrainingSample]) -> list[int]:
+        kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
+        if len(kept) < len(samples):
+            logger.warning(
+                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
+                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
+                len(samples) - len(kept),
+                len(samples),
+                self.seq_len,
+                max(map(len, samples)),
+            )
+        return kept
+
+    def _weights(
+        self, masks: Sequence[Tensor], prompt_ids: Sequence[int]
+    ) -> tuple[Tensor, float | None]:
+        """Return the weights of all tokens, and the denominator if it is deferred."""
+        per_sample: Any = aggregation_weights(
+            masks,
+            self.agg_mode,
+            norm=self.norm,
+            prompt_ids=prompt_ids,
+            normalize=not self.deferred,
+            count_empty=self.count_empty,
+        )
+        per_sample, denominator = per_sample if self.deferred else (per_sample, None)
+        return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
     def _rows_of(self, lengths: Sequence[int], models: Sequence[int]) -> list[list[int]]:
         """Return the samples of each row, by their index in `lengths`. A row has samples of one model."""
@@ -287,17 +293,15 @@ class Batcher:
             parts = padded.split([math.prod(shape) for shape in shapes])
             pairs = zip(parts, shapes, strict=True)
             of_groups[name] = [part.view(*shape, *rest) for part, shape in pairs]
-        return tuple(
-            tuple(
-                TrainingMicrobatch(
-                    **{name: parts[group][rank] for name, parts in of_groups.items()},
-                    slots=tuple(slots[group][rank]),
-                    models=models_of_rows[group][rank] if any(models) else [],
-                )
-                for rank in range(self.dp_size)
-            )
-            for group in range(len(groups))
-        )
+
+        def microbatch(group: int, rank: int) -> TrainingMicrobatch:
+            inputs: Any = {name: parts[group][rank] for name, parts in of_groups.items()}
+            if any(models):
+                inputs["models"] = models_of_rows[group][rank]
+            return TrainingMicrobatch(inputs, tuple(slots[group][rank]))
+
+        ranks = range(self.dp_size)
+        return tuple(tuple(microbatch(i, rank) for rank in ranks) for i in range(len(groups)))
 
 
 def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:

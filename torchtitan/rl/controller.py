@@ -32,12 +32,12 @@ from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_not_divided, check_rl_config
 from torchtitan.rl.critic import Critic, critic_config
+from torchtitan.rl.disaggregated import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.losses import metrics_of_updates
 from torchtitan.rl.metrics import MetricsWriter, describe, mean_scores, staleness
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
-from torchtitan.rl.roles import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.rollout import (
     Draws,
     DrawsEpisodes,
@@ -104,7 +104,7 @@ class Controller:
             self.generator: TakesWeights
             draws: DrawsEpisodes
             if remote is not None:
-                remote.take_policy(PolicyModel.of_engine(engine))
+                remote.take_policy(PolicyModel.from_engine(engine))
                 self.generator = draws = remote
             else:
                 ahead = self.config.async_steps > 0
@@ -251,7 +251,7 @@ class Controller:
 
         if self.reference is not None:
             episodes = self._with_reference(episodes)
-        samples = [TrainingSample.of_episode(episode) for episode in episodes]
+        samples = [TrainingSample.from_episode(episode) for episode in episodes]
         if self.critic is not None:
             rewards = [episode.reward for episode in episodes]
             samples, of_values = self.critic.with_advantages(samples, rewards)
@@ -356,7 +356,7 @@ class Controller:
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with log-probs under the policy before RL."""
         with_logprobs = []
-        samples = [TrainingSample.of_episode(episode) for episode in episodes]
+        samples = [TrainingSample.from_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
             logprobs = episode.token_log_probs  # placeholder for an episode that fits no row

@@ -7,7 +7,7 @@ B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import LossOutput
 from torchtitan.rl.snapshots import exchange, host_copy, own_weights
-from torchtitan.rl.types import TrainingBatch, TrainingSample
+from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
@@ -47,7 +47,7 @@ class ValueLoss:
 
     value_clip: float = 0.2
 
-    def check(self, batch: Mapping[str, Any]) -> None:
+    def check(self, batch: LossInputs) -> None:
         """Raise ValueError if the entries of a microbatch lack what the loss reads."""
         missing = [name for name in ("old_values", "returns") if batch.get(name) is None]
         if missing:
@@ -56,10 +56,10 @@ class ValueLoss:
                 f"{' and no '.join(missing)}; add them with Critic.with_advantages"
             )
 
-    def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, values: Tensor, batch: LossInputs) -> LossOutput:
         """Return the loss of one microbatch and its metrics.
 
-        values: [B, T]. batch: the entries of `TrainingMicrobatch.engine_batch()`.
+        values: [B, T].
         """
         old, returns = batch["old_values"], batch["returns"]
         error = (values - returns) ** 2
@@ -158,7 +158,7 @@ class Critic(Learner):
     def _output_layer(self, loss_fn: Any = None) -> None:
         return None
 
-    def _loss_inputs(self, outputs: Tensor) -> tuple[Tensor]:
+    def _values(self, outputs: Tensor) -> tuple[Tensor]:
         return (outputs.squeeze(-1),)
 
     # ---- state ----

@@ -43,7 +43,7 @@ class LocalDecoder:
     runs_uncompiled: bool = False
 
     @classmethod
-    def of_model(
+    def from_model(
         cls, model: Decoder, autocast: contextlib.AbstractContextManager | None = None
     ) -> "LocalDecoder":
         """Return the decoder of a whole model on this process. autocast: a context for the forward."""
@@ -53,7 +53,7 @@ class LocalDecoder:
         return cls(Runner([model], device, nothing, autocast or nothing()))
 
     @classmethod
-    def of_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
+    def from_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
         """Return the decoder of an engine's own modules, in any layout; nothing is copied.
 
         Every rank of the engine has to make the same calls. Data-parallel ranks generate different

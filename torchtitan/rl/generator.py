@@ -3,20 +3,17 @@
 import contextlib
 import copy
 import os
-import random
-import shutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from torchtitan.adapters.together import AdaptersTogether, reasons_for_turns
+from torchtitan.adapters.multi_lora import MultiLoRA, reasons_for_turns
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.distributed import ParallelDims
@@ -31,15 +28,9 @@ from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_sync import (
-    NoWeightsError,
-    OurNames,
-    PolicyWeights,
-    StagedWeights,
-    StaleWeightsError,
-    copy_weights,
-)
-from torchtitan.tools.errors import ConfigError, RunError
+from torchtitan.rl.weight_sync import NoWeightsError, OurNames, StaleWeightsError, copy_weights
+from torchtitan.rl.weight_transport import PolicyWeights, StagedWeights
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
@@ -117,10 +108,10 @@ class Generator(ABC):
             )
 
     @abstractmethod
-    def update_weights(
-        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
-    ) -> None:
-        """Take over all weights and their version; `weights` is None if they are shared.
+    def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
+        """Take over all weights and their version.
+
+        weights: `PolicyWeights` in the form of `weight_sync.weights_for`; None if they are shared.
 
         Raises WeightMismatchError if the received weights differ from the sent ones.
         """
@@ -155,7 +146,7 @@ class DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
-        self._on_rows: Callable[[list[int]], None] = lambda _: None  # see `continue_prompts`
+        self._on_rows: Callable[[list[int]], Any] = lambda _: None  # see `continue_prompts`
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
@@ -257,7 +248,7 @@ class LocalGenerator(DecoderGenerator):
     weight_names = "shared"
 
     def __init__(self, engine: TrainingEngine, *, seed: int = 0, max_rows: int = 0):
-        decoder = LocalDecoder.of_engine(engine)
+        decoder = LocalDecoder.from_engine(engine)
         super().__init__(decoder, engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
         self.policy_version = engine.weights_version
@@ -278,10 +269,10 @@ class LocalGenerator(DecoderGenerator):
                 f"models with adapters cannot share a batch, because {reasons[0]}; sample from one "
                 "after the other"
             )
-        together = AdaptersTogether(parts, None)
-        self._on_rows = lambda prompts: together.set_rows([of_prompts[i] for i in prompts])
+        passes = MultiLoRA(parts, None)
+        self._on_rows = lambda prompts: passes.set_rows([of_prompts[i] for i in prompts])
         try:
-            with torch.no_grad(), together.adapters(weights, trains=False):
+            with torch.no_grad(), passes.adapters(weights, trains=False):
                 yield
         finally:
             self._on_rows = lambda _: None
@@ -320,32 +311,25 @@ class CopyGenerator(DecoderGenerator):
         max_rows: int = 0,
         autocast: AbstractContextManager | None = None,
     ):
-        super().__init__(LocalDecoder.of_model(model, autocast), model.vocab_size, seed, max_rows)
+        super().__init__(LocalDecoder.from_model(model, autocast), model.vocab_size, seed, max_rows)
         self.model = model
         self.weight_dtype = model.tok_embeddings.weight.dtype
 
     @classmethod
-    def of_engine(
+    @torch.no_grad()
+    def from_policy(
         cls,
-        engine: TrainingEngine,
+        policy: "PolicyModel",
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
         max_rows: int = 0,
     ) -> "CopyGenerator":
-        """Return a generator with a copy of the engine's model on every rank, without weights yet.
+        """Return a generator with a copy of the policy's model on this rank, without weights yet.
 
-        dtype: of its parameters except routers, which keep the engine's dtype; None takes the dtype
+        dtype: of its parameters except routers, which keep the policy's dtype; None takes the dtype
             of the trainer's matrix products.
         """
-        return cls.of_model_of(PolicyModel.of_engine(engine), dtype, seed, max_rows)
-
-    @classmethod
-    @torch.no_grad()
-    def of_model_of(
-        cls, policy: "PolicyModel", dtype: torch.dtype | None, seed: int, max_rows: int
-    ) -> "CopyGenerator":
-        """As `of_engine`, for a rank that need not have the policy's engine."""
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
@@ -429,93 +413,6 @@ class BufferedGenerator(Generator):
         self._generator.load_state_dict(state_dict)
 
 
-class ForeignGenerator(Generator):
-    """A generator on another project's engine, which takes Hugging Face weights and a seed per row.
-
-    folder: gets a subfolder per version; the engine reads files of weights from there.
-    adapters: take `weight_sync.AdapterWeights` in place of whole weights.
-    records_experts: the engine returns the experts of each token.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype | None,
-        seed: int,
-        folder: str = "",
-        adapters: bool = False,
-        records_experts: bool = False,
-    ):
-        self.weight_dtype, self._folder = dtype, os.path.abspath(folder)
-        self.weight_names = "adapters" if adapters else "hf"
-        self.records_experts = records_experts
-        self._seed, self._n_calls = seed, 0
-
-    def _seed_of_call(self, sampling: SamplingConfig) -> int:
-        """Return the seed of a call; each row adds its number."""
-        if sampling.seed is not None:
-            return sampling.seed
-        self._n_calls += 1
-        return random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
-
-    def _folder_of(self, version: int) -> str:
-        return os.path.join(self._folder, f"version-{version}")
-
-    def _write_adapters(self, pairs: Iterable[tuple[str, torch.Tensor]], version: int) -> str:
-        """Write the files of `AdapterWeights` to the version's folder, and return it."""
-        folder = self._folder_of(version)
-        os.makedirs(folder, exist_ok=True)
-        for name, content in pairs:
-            Path(folder, name).write_bytes(content.cpu().numpy().tobytes())
-        return folder
-
-    def _remove_other_versions(self, version: int) -> None:
-        for name in os.listdir(self._folder):
-            if name.startswith("version-") and name != f"version-{version}":
-                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
-
-    def _completion(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        sampling: SamplingConfig,
-        prompt: Sequence[int],
-        experts: np.ndarray | None,
-    ) -> Completion:
-        """Return a completion. experts: [tokens of prompt and completion, L, k], as the engine gives them.
-
-        Raises RunError if experts are wanted and are not there for every token but the last.
-        """
-        routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
-        if self.records_experts:
-            if experts is None or experts.ndim != 3 or len(experts) < n_read:
-                raise RunError(
-                    f"rl.generator.replay_experts needs the experts of {n_read} tokens [tokens, layers, "
-                    f"experts per token], got {'none' if experts is None else list(experts.shape)}; "
-                    "use a vLLM with enable_return_routed_experts, and a mixture of experts"
-                )
-            routed_experts = torch.from_numpy(experts[:n_read].astype(np.int16))
-        kept_mass = None
-        if sampling.temperature == 0:
-            # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
-            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
-            logprobs = [0.0] * len(logprobs)
-        reason = "stop" if sampling.stops_at(token_ids) else "length"
-        return Completion(
-            token_ids=tuple(token_ids),
-            token_logprobs=tuple(logprobs),
-            finish_reason=reason,
-            policy_version=self.policy_version,
-            token_kept_mass=kept_mass,
-            routed_experts=routed_experts,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"n_calls": self._n_calls}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._n_calls = state_dict["n_calls"]
-
-
 @dataclass(frozen=True)
 class PolicyModel:
     """The trained model as a generator with weights of its own needs it.
@@ -530,7 +427,7 @@ class PolicyModel:
     device: torch.device
 
     @classmethod
-    def of_engine(cls, engine: TrainingEngine) -> "PolicyModel":
+    def from_engine(cls, engine: TrainingEngine) -> "PolicyModel":
         return cls(*(getattr(engine, field.name) for field in fields(cls)))
 
     @property
@@ -554,7 +451,7 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
 
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
-    rl, policy = job_config.rl, replace(PolicyModel.of_engine(engine), job_config=job_config)
+    rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
     trainer_dtype = policy.compute_dtype_name
     refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
@@ -606,8 +503,11 @@ def build_copy(policy: PolicyModel) -> Generator:
             adapters=rl.generator.adapters,
             records_experts=rl.generator.replay_experts,
         )
-    own = CopyGenerator.of_model_of(
-        policy, policy.generator_dtype, rl.seed, rl.generator.max_batch_size
+    own = CopyGenerator.from_policy(
+        policy,
+        dtype=policy.generator_dtype,
+        seed=rl.seed,
+        max_rows=rl.generator.max_batch_size,
     )
     if rl.generator.exact:
         use_exact([own.model])

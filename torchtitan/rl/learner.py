@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.batch.batch import Batch, check_ids
-from torchtitan.distributed.processes.ranks import on_all_ranks
+from torchtitan.batch.batch import TokenBatch, check_ids
+from torchtitan.distributed.processes.ranks import all_ranks, on_all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.losses import finalize_metrics
 from torchtitan.rl.types import (
     ForwardBackwardOutput,
+    LossInputs,
     OptimParams,
     OptimStepOutput,
     TrainingBatch,
@@ -61,8 +61,8 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def _loss_inputs(self, outputs: Any) -> tuple:
-        """Return the inputs of losses, made of a model's outputs; the scores [B, T] are first."""
+    def _values(self, outputs: Any) -> tuple:
+        """Return what losses get of a model's outputs, each [B, T] or None; the scores are first."""
 
     # ---- one step ----
 
@@ -103,13 +103,13 @@ class Learner(ABC):
             )
         self._check_on_all_ranks(batch, loss_fn)
 
-        def loss_of(outputs: Any, _labels: Tensor, engine_batch: Batch) -> tuple:
-            inputs = self._loss_inputs(outputs)
-            return *loss_fn(*inputs, engine_batch), inputs[0] if return_logprobs else None
+        def loss_of(outputs: Any, _labels: Tensor, batch: LossInputs) -> tuple:
+            values = self._values(outputs)
+            return *loss_fn(*values, batch), values[0] if return_logprobs else None
 
         try:
             step = self.engine.forward_backward_step(
-                input_dict=self._engine_batches(batch),
+                input_dict=self._token_batches(batch),
                 loss_fn=loss_of,  # the batch's weights are shares of the whole step
                 head=self._output_layer(loss_fn),
                 metrics={
@@ -219,12 +219,13 @@ class Learner(ABC):
                     )
                 for microbatch in of_ranks:
                     vocab_size = self.engine.model_args.vocab_size
-                    check_ids("the tokens of samples", microbatch.token_ids, vocab_size)
-                    check_ids("labels", microbatch.labels, vocab_size)
-                    if self.replays_experts and microbatch.routed_experts is not None:
-                        model.check_routed_experts(microbatch.token_ids, microbatch.routed_experts)
+                    inputs = microbatch.inputs
+                    check_ids("the tokens of samples", inputs["input"], vocab_size)
+                    check_ids("labels", inputs["labels"], vocab_size)
+                    if self.replays_experts and "routed_experts" in inputs:
+                        model.check_routed_experts(inputs["input"], inputs["routed_experts"])
                     if loss_fn is not None:
-                        loss_fn.check(microbatch.engine_batch())
+                        loss_fn.check(inputs)
             return len(batch.microbatches), batch.num_samples, batch.num_global_valid_tokens
 
         sizes = on_all_ranks(check)
@@ -235,18 +236,18 @@ class Learner(ABC):
             )
             raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
-    def _engine_batches(self, batch: TrainingBatch) -> list[dict[str, Tensor]]:
-        """Return this rank's microbatches for the engine."""
-        batches = [mb.engine_batch() for mb in batch.of_rank(self.engine.dp_rank)]
-        for engine_batch in batches if not self.replays_experts else ():
-            engine_batch.pop("routed_experts", None)
-        return batches
+    def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
+        """Return this rank's microbatches for the engine, which does not check their ids again."""
+        of_rank = [microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)]
+        if not self.replays_experts:
+            of_rank = [{k: x for k, x in b.items() if k != "routed_experts"} for b in of_rank]
+        return [TokenBatch.of(inputs, inputs["labels"]) for inputs in of_rank]
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last stage."""
         return self.engine.forward_step(
-            self._engine_batches(batch),
-            output_fn=lambda outputs, _: outputs if head else self._loss_inputs(outputs)[0],
+            self._token_batches(batch),
+            output_fn=lambda outputs, _: outputs if head else self._values(outputs)[0],
             head=head or self._output_layer(),
         )
 
@@ -259,7 +260,6 @@ class Learner(ABC):
         ):
             samples |= microbatch.per_sample(values.float().cpu())
         if self.engine.dp_group is not None:
-            parts: list[Any] = [None] * self.engine.dp_size
-            dist.all_gather_object(parts, samples, group=self.engine.dp_group)
+            parts = all_ranks(samples, self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}
         return [samples.get(index) for index in range(batch.num_samples)]

@@ -12,7 +12,7 @@ sampled, and A the advantage, the loss of a token is:
     cross_entropy        -logprob
 
 With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
-weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.mismatch`.
+weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.correction`.
 
 B rows, T slots per row; values of a token are shifted already, see `torchtitan.rl.types`.
 """
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.loss.aggregation import weighted_sum
-from torchtitan.rl.mismatch import MismatchGuard, sequence_sums
+from torchtitan.rl.correction import ImportanceCorrection, sequence_sums
+from torchtitan.rl.types import LossInputs
 
-Batch = Mapping[str, Tensor]
 Measured = dict[str, Tensor]
 
 
@@ -51,7 +51,7 @@ class PolicyLoss(ABC):
 
     max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
     correction, correction_cap, max_token_mismatch, max_sequence_mismatch: the `weighting`, `cap`,
-        `max_token` and `max_sequence` of `MismatchGuard`. Masked tokens are left out of all terms
+        `max_token` and `max_sequence` of `ImportanceCorrection`. Masked tokens are left out of all terms
         but not out of the denominators. The batch's `old_logprobs` are of the policy when the step
         began; without them the trained policy stands in, which is the same in the first update.
     kl_coef, kl_type: weight and estimator of the divergence from the batch's `ref_logprobs`; see
@@ -82,17 +82,16 @@ class PolicyLoss(ABC):
             )
 
     @abstractmethod
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         """Return the policy loss of each token, and metrics by name, all [B, T] and finite.
 
-        logprobs: [B, T] of the labels under the trained policy. batch: the entries of
-            `TrainingMicrobatch.engine_batch()`.
+        logprobs: [B, T] of the labels under the trained policy, in nats.
         """
 
     @property
-    def guard(self) -> MismatchGuard:
+    def guard(self) -> ImportanceCorrection:
         """The correction for the generator's distance from the trainer's policy."""
-        return MismatchGuard(
+        return ImportanceCorrection(
             self.correction,
             self.correction_cap,
             self.max_token_mismatch,
@@ -122,7 +121,7 @@ class PolicyLoss(ABC):
             names += ["kl_ref", "kl_loss"]
         return tuple(names)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: LossInputs) -> None:
         """Raise ValueError if the entries of a microbatch lack what the loss reads."""
         if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
             raise ValueError(
@@ -130,10 +129,10 @@ class PolicyLoss(ABC):
                 f"compute them with a forward pass of the reference policy, or set it to 0"
             )
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> LossOutput:
-        """Return the loss of one microbatch and its metrics; logprobs, batch: as for `per_token`.
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
+        """Return the loss of one microbatch and its metrics.
 
-        entropy: [B, T]; may be None unless `needs_entropy`.
+        logprobs: as for `per_token`. entropy: [B, T], in nats; may be None unless `needs_entropy`.
         Raises ValueError if the batch lacks what the loss needs.
         """
         if self.needs_entropy and entropy is None:
@@ -171,7 +170,7 @@ class PolicyLoss(ABC):
             loss = loss + metrics["kl_loss"]
         return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
 
-    def log_ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+    def log_ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         """Return log(policy / old policy) of each token, clamped; 0 for tokens not in the loss.
 
         The old policy is the generator's; with a correction, the trainer's when the step began.
@@ -180,12 +179,12 @@ class PolicyLoss(ABC):
             return self._clamped(logprobs, batch["generator_logprobs"], batch)
         return self._clamped(logprobs, _old_logprobs(logprobs, batch), batch)
 
-    def _clamped(self, logprobs: Tensor, old_logprobs: Tensor, batch: Batch) -> Tensor:
+    def _clamped(self, logprobs: Tensor, old_logprobs: Tensor, batch: LossInputs) -> Tensor:
         log_ratio = (logprobs - old_logprobs).masked_fill(batch["loss_mask"] == 0, 0)
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
 
-def _old_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
+def _old_logprobs(logprobs: Tensor, batch: LossInputs) -> Tensor:
     old = batch.get("old_logprobs")
     return logprobs.detach() if old is None else old.to(logprobs.dtype)
 
@@ -273,11 +272,11 @@ class _ClippedRatioLoss(PolicyLoss):
     def clip_range(self) -> tuple[float, float]:
         """Return the clip distances below and above 1."""
 
-    def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+    def ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         """The ratio of each token, [B, T]."""
         return self.log_ratio(logprobs, batch).exp()
 
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range()
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
@@ -340,7 +339,7 @@ class GSPOLoss(DAPOLoss):
     def needs_whole_sequences(self) -> bool:
         return True
 
-    def ratio(self, logprobs: Tensor, batch: Batch) -> Tensor:
+    def ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         log_ratio = self.log_ratio(logprobs.detach(), batch)
         # The mean over the tokens of a sequence that are in the loss; 0 if there are none.
         in_loss = batch["loss_mask"] != 0
@@ -361,7 +360,7 @@ class CISPOLoss(PolicyLoss):
     ratio_clip_low: float = 1.0
     ratio_clip_high: float = 0.28
 
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio = self.log_ratio(logprobs.detach(), batch).exp()
         clipped = ratio.clamp(1 - self.ratio_clip_low, 1 + self.ratio_clip_high)
         measured = {"ratio_mean": ratio, "ratio_clipped_frac": clipped != ratio}
@@ -374,7 +373,7 @@ class ImportanceSamplingLoss(PolicyLoss):
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
 
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio = self.log_ratio(logprobs, batch).exp()
         return -ratio * batch["advantages"], {"ratio_mean": ratio}
 
@@ -392,7 +391,7 @@ class DROLoss(PolicyLoss):
 
     beta: float = 0.05
 
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         squared = self.log_ratio(logprobs, batch) ** 2
         losses = 0.5 * self.beta * squared - logprobs * batch["advantages"]
         return losses, {"log_ratio_squared_mean": squared}
@@ -404,7 +403,7 @@ class CrossEntropyLoss(PolicyLoss):
 
     has_generator: ClassVar[bool] = False
 
-    def per_token(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Measured]:
+    def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         return -logprobs, {}
 
 

@@ -68,7 +68,7 @@ class PolicyTrainer(Learner):
             exact=config.rl.generator.exact,
         )
 
-    def _loss_inputs(self, outputs: TokenOutputs) -> TokenOutputs:
+    def _values(self, outputs: TokenOutputs) -> TokenOutputs:
         return outputs
 
     def _metrics_of(self, passes: Sequence[Any]) -> dict[str, float]:
@@ -97,8 +97,8 @@ class PolicyTrainer(Learner):
         largest = torch.zeros((), device=self.engine.device)
         dp_rank = self.engine.dp_rank
         for old, new in zip(batch.of_rank(dp_rank), rescored.of_rank(dp_rank), strict=True):
-            change = (new.generator_logprobs - old.generator_logprobs).abs().max()
-            largest = torch.maximum(largest, change.to(largest.device))
+            change = new.inputs["generator_logprobs"] - old.inputs["generator_logprobs"]
+            largest = torch.maximum(largest, change.abs().max().to(largest.device))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return rescored, largest.item()
 
@@ -114,9 +114,10 @@ class PolicyTrainer(Learner):
         self._check_on_all_ranks(batch)
         dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
         for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
-            mask = row[dp_rank].loss_mask
+            inputs: Any = row[dp_rank].inputs
+            mask = inputs["loss_mask"]
             new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
-            row[dp_rank] = dataclasses.replace(row[dp_rank], **{name: new})
+            row[dp_rank] = dataclasses.replace(row[dp_rank], inputs={**inputs, name: new})
         return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
 
     # ---- state ----

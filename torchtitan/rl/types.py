@@ -9,9 +9,9 @@ B rows, T slots per row, n slots of one sequence.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -182,16 +182,12 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see the module's docstring.
+    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring.
 
-    labels: the token that each slot should predict.
-    loss_mask: 1 where the label was sampled and is in the loss; else 0.
-    logprobs: the generator's log-probs of the labels; any number where the mask is 0.
-    ref_logprobs: a reference model's; None if the loss has no KL term.
-    old_logprobs: the trainer's, by the weights with which the step began; None takes the log-probs
-        of each forward pass. For losses with a correction, if a batch serves several updates.
-    old_values: a critic's values of the state before each sampled label when the step began.
-        returns: the targets of these values. Both None without a critic.
+    logprobs: `generator_logprobs`; any number where the mask is 0.
+    ref_logprobs: None if the loss has no KL term. old_logprobs: for losses with a correction, if a
+        batch serves several updates; None takes the log-probs of each forward pass.
+    old_values, returns: None without a critic.
     weights: factors of the per-token losses; None lets the batcher compute them from the
         aggregation mode.
     routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
@@ -214,25 +210,22 @@ class TrainingSample:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
-        if self.routed_experts is not None:
-            shape, n_tokens = list(self.routed_experts.shape), len(self.token_ids)
-            if len(shape) != 3 or shape[0] != n_tokens:
+        n_tokens, experts = self.token_ids.numel(), self.routed_experts
+        if experts is not None and (experts.dim() != 3 or len(experts) != n_tokens):
+            raise ValueError(
+                "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
+                f"token], got {list(experts.shape)} for {n_tokens} input tokens; leave out the last "
+                "token, whose experts nobody needs"
+            )
+        for name, value in vars(self).items():
+            is_per_token = isinstance(value, Tensor) and name != "routed_experts"
+            if is_per_token and value.shape != self.token_ids.shape:
                 raise ValueError(
-                    "routed_experts of a sample must be [input tokens, mixtures of experts, experts "
-                    f"per token], got {shape} for {n_tokens} input tokens; leave out the last token, "
-                    "whose experts nobody needs"
-                )
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "routed_experts":
-                continue
-            if isinstance(value, Tensor) and value.shape != self.token_ids.shape:
-                raise ValueError(
-                    f"{item.name} of a sample must have one entry per input token, "
+                    f"{name} of a sample must have one entry per input token, "
                     f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
                     f"leave out the last input token and the first label"
                 )
-        if self.token_ids.dim() != 1 or len(self.token_ids) == 0:
+        if self.token_ids.dim() != 1 or not n_tokens:
             raise ValueError(
                 f"token_ids of a sample must be 1-D and not empty, got shape "
                 f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
@@ -253,7 +246,7 @@ class TrainingSample:
         return len(self.token_ids)
 
     @classmethod
-    def of_sequence(
+    def from_sequence(
         cls,
         prompt_token_ids: Sequence[int],
         token_ids: Sequence[int],
@@ -300,14 +293,14 @@ class TrainingSample:
         )
 
     @classmethod
-    def of_episode(cls, episode: Episode) -> "TrainingSample":
+    def from_episode(cls, episode: Episode) -> "TrainingSample":
         """Return the sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
                 f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
                 f"and estimate advantages first"
             )
-        return cls.of_sequence(
+        return cls.from_sequence(
             episode.prompt_token_ids,
             episode.token_ids,
             episode.token_log_probs,
@@ -318,6 +311,8 @@ class TrainingSample:
             group_id=episode.group_id,
             policy_version=episode.policy_version,
         )
+
+    of_sequence, of_episode = from_sequence, from_episode  # earlier names
 
 
 class Slot(NamedTuple):
@@ -332,45 +327,43 @@ class Slot(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingMicrobatch:
-    """The rows of one rank in one forward pass; tensors [B, T].
+class LossInputs(TypedDict, total=False):
+    """The tensors of one microbatch, for the engine and for losses: B rows of T slots, or T/cp.
 
-    token_ids: 0 in padding. labels: IGNORE_INDEX in padding and, unless the batcher has
-        `scores_masked`, where a sample's loss_mask is 0.
-    positions: from 0 in each sequence, -1 in padding.
-    loss_mask: 1 for tokens in the loss, else 0. loss_weights: factors of the per-token losses, 0
-        for tokens not in the loss; the loss is the sum of weight * loss.
-    generator_logprobs, advantages, and the optional ref_logprobs, old_logprobs, old_values and
-        returns: 0 for tokens not in the loss.
-    sequence_ids: number of the sequence within the row, from 0; -1 in padding.
-    routed_experts: int16 [B, T, L, k], or None; -1 in padding, and where the routers choose.
-    slots: where the samples are; empty if the microbatch is all padding.
-    models: of each row, the number of the model that has the row's samples, in ascending order; rows
-        of padding are the last model's. Empty if one model has all samples.
+    Entries that no sample has are missing. A loss reads entries by name: `batch["advantages"]`.
     """
 
-    token_ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor
-    generator_logprobs: Tensor
-    advantages: Tensor
-    sequence_ids: Tensor
-    ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    routed_experts: Tensor | None = None
-    slots: tuple[Slot, ...] = ()
-    models: list[int] = field(default_factory=list)
+    input: Required[Tensor]  # [B, T] int64 token ids; 0 in padding
+    # [B, T] int64 token ids; IGNORE_INDEX in padding and, unless the batcher has `scores_masked`, where
+    # a sample's loss_mask is 0
+    labels: Required[Tensor]
+    positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
+    sequence_ids: Required[Tensor]  # [B, T] int64, from 0 in each row; -1 in padding
+    loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
+    # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This
+    # and the following entries are 0 for tokens not in the loss.
+    loss_weights: Required[Tensor]
+    generator_logprobs: Required[Tensor]  # [B, T] fp32, nats: by the policy that sampled
+    advantages: Required[Tensor]  # [B, T] fp32, in units of the reward
+    ref_logprobs: Tensor  # [B, T] fp32, nats: by the reference policy
+    old_logprobs: Tensor  # [B, T] fp32, nats: by the trainer's policy when the step began
+    old_values: Tensor  # [B, T] fp32, in units of the reward: by the critic when the step began
+    returns: Tensor  # [B, T] fp32, in units of the reward: the targets of values
+    routed_experts: Tensor  # [B, T, L, k] int16; -1 in padding, and where the routers choose
+    # The number of each row's model, ascending; padding counts as the last model's. Missing if one
+    # model has all rows.
+    models: list[int]
 
-    def engine_batch(self) -> dict[str, Any]:
-        """Return the batch for `TrainingEngine`: `input`, `positions`, and the loss's entries."""
-        entries = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
-        batch: dict[str, Any] = {"models": self.models} if self.models else {}
-        return batch | {"input" if name == "token_ids" else name: value for name, value in entries}
+
+@dataclass(frozen=True, eq=False)
+class TrainingMicrobatch:
+    """The rows of one rank in one forward pass.
+
+    slots: where the samples are; empty if the microbatch is all padding.
+    """
+
+    inputs: LossInputs
+    slots: tuple[Slot, ...] = ()
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
@@ -382,26 +375,21 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; every rank has the same number.
-    num_global_valid_tokens, num_global_sequences: how many are in the loss.
+    num_global_valid_tokens: tokens in the loss.
     num_measured_tokens: tokens in the loss without those of skipped samples; metrics are means over
         them.
     denominator: these samples' share of the number by which the optimizer step divides gradients,
         see `aggregation_weights`; None if the weights are final.
-    min_policy_version: of the samples; None without samples.
     num_samples: how many were given. oversize: indices of the samples that did not fit a row.
-    num_dropped_tokens: tokens left out of the loss because a log-prob is not finite.
     num_skipped: samples left out of the rows because their advantage is 0; denominators count them.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
     num_global_valid_tokens: int
     num_measured_tokens: int
-    num_global_sequences: int
     num_samples: int
     denominator: float | None = None
-    min_policy_version: int | None = None
     oversize: tuple[int, ...] = ()
-    num_dropped_tokens: int = 0
     num_skipped: int = 0
 
     @property
@@ -409,14 +397,14 @@ class TrainingBatch:
         """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
         cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
         n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
-        return sum(cell.labels.numel() for cell in cells) / max(n_tokens, 1)
+        return sum(cell.inputs["labels"].numel() for cell in cells) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
         """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
         for cell in (cell for of_ranks in self.microbatches for cell in of_ranks):
-            masks = cell.per_sample(cell.loss_mask)
-            for sample, advantages in cell.per_sample(cell.advantages).items():
+            masks = cell.per_sample(cell.inputs["loss_mask"])
+            for sample, advantages in cell.per_sample(cell.inputs["advantages"]).items():
                 in_loss = advantages[masks[sample] != 0]
                 if len(in_loss):
                     means.append(in_loss.mean().item())

@@ -1,17 +1,16 @@
-"""Sending the policy's weights to generators, and detecting stale or damaged weights.
+"""The update of a generator's weights: what is sent, and the check that it arrived.
 
-A generator declares whether it takes whole tensors, or shards, which need no gathering. Every update
-has a version, and a digest that the receiver's weights have to match. Weights for our models are
-sent under our names, because some buffers have no Hugging Face name.
+A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters. Every
+update has a version, and a digest that the receiver's weights have to match. Weights for our models are
+sent under our names, because some buffers have no Hugging Face name. How weights travel is in
+`weight_transport`.
 """
 
 import os
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,9 +24,7 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-
-_BUCKET_BYTES = 64 * 2**20
+from torchtitan.rl.weight_transport import PolicyWeights
 
 
 class StaleWeightsError(RuntimeError):
@@ -42,18 +39,6 @@ class WeightMismatchError(RuntimeError):
     """The generator's weights differ from the weights that were sent."""
 
 
-class PolicyWeights(Protocol):
-    """Iterates over (name, tensor) of all weights. Copy the tensors: their memory may change later.
-
-    version: the engine's `weights_version`. digest: known after the last tensor.
-    """
-
-    version: int
-    digest: str | None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
 class TakesWeights(Protocol):
     """A receiver of weights, such as `rl.generator.Generator`, which explains these attributes.
 
@@ -65,31 +50,6 @@ class TakesWeights(Protocol):
     weight_dtype: torch.dtype | None
 
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None: ...
-
-
-class StagedWeights:
-    """A copy of weights that can be read once, later; reading frees its memory.
-
-    pairs: an iteration over `weights`; None begins one. device: of the copy; None keeps the tensors'.
-    version, digest: as in `PolicyWeights`. failure: the exception that taking the weights over
-    raised.
-    """
-
-    def __init__(
-        self,
-        weights: PolicyWeights,
-        pairs: Iterable[tuple[str, Tensor]] | None = None,
-        device: torch.device | None = None,
-    ):
-        self._pairs = deque(copied(weights if pairs is None else pairs, device))
-        self.version, self._digest = weights.version, weights.digest
-        self.digest: str | None = None
-        self.failure: Exception | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        while self._pairs:
-            yield self._pairs.popleft()
-        self.digest = self._digest
 
 
 class LiveWeights:
@@ -160,6 +120,21 @@ class OurNames(BaseStateDictAdapter):
         raise NotImplementedError("weights under our own names are not read from files")
 
 
+def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
+    """Return the engine's weights in the form that the generator takes; None if it shares them."""
+    dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
+    match generator.weight_names, takes_shards:
+        case "hf", _:
+            return engine.iter_hf_weights(dtype=dtype, sharded=takes_shards)
+        case "ours", True:
+            return LiveWeights(engine, dtype)
+        case "ours", False:
+            return WeightStream.from_engine(engine, OurNames(), dtype=dtype)
+        case "adapters", _:
+            return AdapterWeights(engine)
+    return None
+
+
 @torch.no_grad()
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
     """Overwrite the model's parameters and saved buffers with weights under our names.
@@ -199,39 +174,6 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             )
 
 
-def hand_over(
-    weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
-) -> Exception | None:
-    """Let `take` read weights, then read the rest of them, because gathering them is collective.
-
-    Returns an exception that `take` raised, so that the caller can tell the other ranks. An
-    exception of the weights themselves, which every rank has, is raised.
-    """
-    pairs, weights_failed = iter(weights), False
-
-    def watched() -> Iterator[tuple[str, Tensor]]:
-        nonlocal weights_failed
-        try:
-            yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
-        except Exception:
-            weights_failed = True
-            raise
-
-    failure = None
-    try:
-        take(watched())
-    except Exception as error:  # of a file system, a server or an engine
-        if weights_failed:
-            raise
-        failure = error
-    for _ in pairs:
-        pass
-    return failure
-
-
-# ---- to a generator in the same job ----
-
-
 @dataclass(frozen=True)
 class WeightSync:
     """Sends the engine's weights to a generator.
@@ -249,19 +191,7 @@ class WeightSync:
         Raises WeightMismatchError on all ranks if any rank received different weights,
         StaleWeightsError if the generator has another version afterwards.
         """
-        engine, dtype = self.engine, self.generator.weight_dtype
-        names = self.generator.weight_names
-        takes_shards = getattr(self.generator, "takes_shards", False)
-        weights: Any = None
-        if names == "hf":
-            weights = engine.iter_hf_weights(dtype=dtype, sharded=takes_shards)
-        elif names == "ours" and takes_shards:
-            weights = LiveWeights(engine, dtype)
-        elif names == "ours":
-            weights = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
-        elif names == "adapters":
-            weights = AdapterWeights(engine)
-        failure = None
+        weights, failure = weights_for(self.generator, self.engine), None
         try:
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
@@ -270,7 +200,7 @@ class WeightSync:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
-        version = engine.weights_version
+        version = self.engine.weights_version
         if self.generator.policy_version != version:
             raise StaleWeightsError(
                 f"the generator has version {self.generator.policy_version} after an update to "
@@ -285,86 +215,3 @@ class WeightSync:
         num_failed = torch.tensor(float(failed), device=self.engine.device)
         dist.all_reduce(num_failed)
         return bool(num_failed)
-
-
-# ---- to a generator on other ranks ----
-
-
-def send_weights(
-    weights: PolicyWeights,
-    group: dist.ProcessGroup | None,
-    source: int,
-    *,
-    pairs: Iterable[tuple[str, Tensor]] | None = None,
-) -> None:
-    """Broadcast weights to a group's ranks, which iterate over `ReceivedWeights`.
-
-    source: this rank's number in the group. pairs: an iteration over `weights`, or
-    `WeightChanges.packed` of one; None begins one. Its tensors must not change meanwhile.
-    """
-    for bucket in buckets_of(weights if pairs is None else pairs):
-        header = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket]
-        dist.broadcast_object_list([header], group=group, group_src=source)
-        for _, tensor in bucket:
-            dist.broadcast(bytes_of(tensor), group=group, group_src=source)
-    end = {"version": weights.version, "digest": weights.digest}
-    dist.broadcast_object_list([end], group=group, group_src=source)
-
-
-def copied(
-    pairs: Iterable[tuple[str, Tensor]], device: torch.device | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield contiguous copies, which stay when the memory of the weights changes.
-
-    device: of the copies; None keeps the tensors'.
-    """
-    for name, tensor in pairs:
-        yield name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
-
-
-def buckets_of(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of (name, tensor) of 64 MiB or little more."""
-    bucket: list[tuple[str, Tensor]] = []
-    for pair in pairs:
-        bucket.append(pair)
-        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
-
-
-class ReceivedWeights:
-    """The weights that another rank sends with `send_weights`, as `PolicyWeights`.
-
-    changes: unpacks weights that were packed; a receiver has one for all updates.
-    version: -1 until the last tensor was read.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        source: int,
-        device: torch.device,
-        changes: WeightChanges | None = None,
-    ):
-        self._group, self._source, self._device = group, source, device
-        self._changes = changes or WeightChanges()
-        self.version = -1
-        self.digest: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._changes.unpacked(self._received())
-
-    def _received(self) -> Iterator[tuple[str, Tensor]]:
-        while True:
-            received: list[Any] = [None]
-            dist.broadcast_object_list(received, group=self._group, group_src=self._source)
-            (header,) = received
-            if isinstance(header, dict):
-                self.version, self.digest = header["version"], header["digest"]
-                return
-            for name, shape, dtype in header:
-                tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                dist.broadcast(bytes_of(tensor), group=self._group, group_src=self._source)
-                yield name, tensor

@@ -80,9 +80,6 @@ job: every job
     last_lr torch.optim.lr_scheduler:LRScheduler._last_lr
 guest: an engine in a program with its own process group; let torchtitan make the group
     mesh_default_group torch.distributed.device_mesh:_get_default_group
-roles: RL on ranks with several roles; train and generate on the same ranks
-    register_backend torch.distributed:ProcessGroup._register_backend
-    set_default_backend torch.distributed:ProcessGroup._set_default_backend
 fake ranks: comm.mode = 'local_tensor'; set it to 'fake_backend'
     LocalTensorMode torch.distributed._local_tensor:LocalTensorMode
 weights: copies of a model's weights

@@ -53,7 +53,7 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
         length = rng.randint(1, LONGEST)
         tokens = [rng.randrange(VOCAB) for _ in range(length + 1)]
         n_prompt = rng.randint(1, length)
-        sample = TrainingSample.of_sequence(
+        sample = TrainingSample.from_sequence(
             tokens[:n_prompt],
             tokens[n_prompt:],
             [-2 * rng.random() for _ in range(length + 1 - n_prompt)],
@@ -76,7 +76,7 @@ def loss_of_batch(
     """The loss of all microbatches of all ranks, and the metrics as a trainer reduces them."""
     total, reduced = 0.0, dict.fromkeys(loss.metric_names, 0.0)
     for microbatch in (m for of_ranks in batch.microbatches for m in of_ranks):
-        entries = microbatch.engine_batch()
+        entries = microbatch.inputs
         logprobs, entropy = policy(entries["input"], entries["positions"], entries["labels"])
         output = loss(logprobs, entropy, entries)
         total = total + output.loss

@@ -104,8 +104,10 @@ def test_same_order_of_microbatches_gives_the_same_bits_on_one_rank_and_on_two(m
             parameter.grad = torch.zeros_like(parameter)
         for of_ranks in make_batcher(mode, **settings_of_split).batch(samples).microbatches:
             for cell in of_ranks:
-                logprobs, entropy = policy(cell.token_ids, cell.positions, cell.labels)
-                LOSS(logprobs, entropy, cell.engine_batch()).loss.backward()
+                logprobs, entropy = policy(
+                    cell.inputs["input"], cell.inputs["positions"], cell.inputs["labels"]
+                )
+                LOSS(logprobs, entropy, cell.inputs).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     assert torch.equal(gradients[0], gradients[1])
     # In one microbatch fp32 sums are rounded in another order.
@@ -166,7 +168,6 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
         broken = list(samples)
         broken[1] = dataclasses.replace(samples[1], **{name: values})
         batch = make_batcher().batch(broken)
-        assert batch.num_dropped_tokens == 1
         assert batch.num_global_valid_tokens == tokens_of(samples) - 1
         _, gradient, metrics = all_at_once(broken, "token-mean")
         torch.testing.assert_close(gradient, expected[1], **CLOSE)
@@ -184,8 +185,8 @@ def test_all_ranks_get_equally_many_microbatches_of_one_shape(packing, n_samples
     batch = batcher.batch(samples)
     cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
     assert all(len(of_ranks) == 3 for of_ranks in batch.microbatches)
-    assert len({cell.token_ids.shape for cell in cells}) == 1
-    assert len(cells[0].token_ids) <= 2
+    assert len({cell.inputs["input"].shape for cell in cells}) == 1
+    assert len(cells[0].inputs["input"]) <= 2
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
     assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
 
@@ -196,9 +197,9 @@ def test_buckets_give_all_ranks_equally_many_microbatches_whose_shape_is_the_sam
     batch = make_batcher(dp_size=3, rows=2, bucketing=True).batch(samples)
     for of_ranks in batch.microbatches:
         assert len(of_ranks) == 3
-        assert len({cell.token_ids.shape for cell in of_ranks}) == 1
-        assert len(of_ranks[0].token_ids) <= 2
-    widths = [of_ranks[0].token_ids.shape[1] for of_ranks in batch.microbatches]
+        assert len({cell.inputs["input"].shape for cell in of_ranks}) == 1
+        assert len(of_ranks[0].inputs["input"]) <= 2
+    widths = [of_ranks[0].inputs["input"].shape[1] for of_ranks in batch.microbatches]
     assert widths == sorted(widths, reverse=True)
     cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
@@ -261,19 +262,22 @@ def test_step_in_which_all_are_skipped_has_rows_of_padding_and_gradient_zero():
 def test_packed_rows_hold_whole_samples_whose_positions_restart():
     samples = random_samples(8)
     batch = make_batcher(packing=True, rows=4).batch(samples)
-    assert sum(len(cell[0].token_ids) for cell in batch.microbatches) < len(samples)
+    assert sum(len(cell[0].inputs["input"]) for cell in batch.microbatches) < len(samples)
     for (cell,) in batch.microbatches:
         # The positions tell the model where samples begin.
-        assert torch.equal(document_ids_from_positions(cell.positions).long(), cell.sequence_ids)
-        for index, tokens in cell.per_sample(cell.token_ids).items():
+        assert torch.equal(
+            document_ids_from_positions(cell.inputs["positions"]).long(),
+            cell.inputs["sequence_ids"],
+        )
+        for index, tokens in cell.per_sample(cell.inputs["input"]).items():
             assert torch.equal(tokens, samples[index].token_ids)
-        for index, labels in cell.per_sample(cell.labels).items():
+        for index, labels in cell.per_sample(cell.inputs["labels"]).items():
             sample = samples[index]
             expected = sample.labels.masked_fill(sample.loss_mask == 0, IGNORE_INDEX)
             assert torch.equal(labels, expected)
-        in_padding = cell.sequence_ids == -1
-        assert (cell.labels[in_padding] == IGNORE_INDEX).all()
-        assert not cell.loss_weights[in_padding].any()
+        in_padding = cell.inputs["sequence_ids"] == -1
+        assert (cell.inputs["labels"][in_padding] == IGNORE_INDEX).all()
+        assert not cell.inputs["loss_weights"][in_padding].any()
 
 
 def test_packing_fills_rows_to_their_last_slot_and_not_beyond():
@@ -281,19 +285,19 @@ def test_packing_fills_rows_to_their_last_slot_and_not_beyond():
     batch = make_batcher(packing=True, rows=4, seq_len=8).batch(samples)
     assert batch.oversize == (5,)
     ((cell,),) = batch.microbatches
-    assert cell.token_ids.shape == (3, 8) and (cell.sequence_ids >= 0).all()
+    assert cell.inputs["input"].shape == (3, 8) and (cell.inputs["sequence_ids"] >= 0).all()
     rows = [[slot.sample for slot in cell.slots if slot.row == row] for row in range(3)]
     assert rows == [[2], [3, 4], [0, 1]]  # the longest first, each into the first row with room
 
 
 def test_rows_are_as_long_as_the_longest_sample_rounded_up():
     (of_ranks,) = make_batcher(pad_multiple=8).batch(sequences_of(3, 9)).microbatches
-    assert of_ranks[0].token_ids.shape == (2, 16)
+    assert of_ranks[0].inputs["input"].shape == (2, 16)
 
 
 def test_rows_follow_a_budget_of_tokens():
     batch = make_batcher(max_tokens=30).batch(sequences_of(10, 10, 10, 10))
-    assert [cell.token_ids.shape for (cell,) in batch.microbatches] == [(2, 10), (2, 10)]
+    assert [cell.inputs["input"].shape for (cell,) in batch.microbatches] == [(2, 10), (2, 10)]
 
 
 def test_oversize_samples_are_left_out_counted_and_reported(caplog):
@@ -302,23 +306,17 @@ def test_oversize_samples_are_left_out_counted_and_reported(caplog):
         batch = make_batcher().batch(samples)
     assert "1 of 3 samples do not fit rl.batch.seq_len = 24" in caplog.text
     assert (batch.oversize, batch.num_samples) == ((1,), 3)
-    assert batch.num_global_sequences == 2
     assert batch.num_global_valid_tokens == 11
-
-
-def test_batch_knows_its_oldest_policy_version():
-    assert make_batcher().batch(random_samples(5)[2:]).min_policy_version == 2
-    assert make_batcher().batch([]).min_policy_version is None
 
 
 def test_samples_keep_weights_of_their_own():
     weights = torch.tensor([0.0, 3.0])
     samples = [dataclasses.replace(s, weights=weights) for s in sequences_of(2, 2)]
     ((cell,),) = make_batcher("token-mean").batch(samples).microbatches
-    assert cell.loss_weights.tolist() == [[0.0, 3.0], [0.0, 3.0]]
+    assert cell.inputs["loss_weights"].tolist() == [[0.0, 3.0], [0.0, 3.0]]
     samples[1].loss_mask[1] = 0  # whatever weight such a token has
     ((cell,),) = make_batcher("token-mean").batch(samples).microbatches
-    assert cell.loss_weights.tolist() == [[0.0, 3.0], [0.0, 0.0]]
+    assert cell.inputs["loss_weights"].tolist() == [[0.0, 3.0], [0.0, 0.0]]
 
 
 def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
@@ -336,7 +334,8 @@ def test_samples_that_are_masked_whole_count_in_the_denominator_if_asked():
             make_batcher("seq-mean-token-sum", **settings)
             .batch(samples)
             .microbatches[0][0]
-            .loss_weights.max()
+            .inputs["loss_weights"]
+            .max()
         )
         for settings in ({}, {"count_empty": True})
     ]
@@ -361,7 +360,7 @@ def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing(
 def sequences_of(*lengths):
     """Samples of these lengths, with all slots in the loss."""
     return [
-        TrainingSample.of_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
+        TrainingSample.from_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
     ]
 
 
@@ -373,8 +372,9 @@ def test_rows_have_one_model_and_those_of_a_model_are_next_to_each_other(kind, d
     batch = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples, models)
     cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
     for cell in cells:
-        assert cell.models == sorted(cell.models) and len(cell.models) == len(cell.labels)
-        assert all(cell.models[slot.row] == models[slot.sample] for slot in cell.slots)
+        own = cell.inputs["models"]
+        assert own == sorted(own) and len(own) == len(cell.inputs["labels"])
+        assert all(own[slot.row] == models[slot.sample] for slot in cell.slots)
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(23))
     plain = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples)
-    assert not any(cell.models for of_ranks in plain.microbatches for cell in of_ranks)
+    assert not any("models" in cell.inputs for of_ranks in plain.microbatches for cell in of_ranks)

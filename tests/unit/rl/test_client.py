@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.rl.toy import gradients, toy_config
 from torchtitan.experiments.rl_toy.tasks import CharTokenizer
-from torchtitan.integrations.tinker.client import (
+from torchtitan.rl.client import (
     AdamParams,
     Datum,
     LocalTrainingClient,

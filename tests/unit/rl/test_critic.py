@@ -249,9 +249,9 @@ def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(tmp
         values = controller.critic.forward(batch)
         change = [
             (values[index] - old)[old != 0].abs().max().item()
-            for index, old in microbatch.per_sample(microbatch.old_values).items()
+            for index, old in microbatch.per_sample(microbatch.inputs["old_values"]).items()
         ]
-        seen.append((microbatch.old_values, microbatch.advantages, max(change)))
+        seen.append((microbatch.inputs["old_values"], microbatch.inputs["advantages"], max(change)))
         return update(batch)
 
     controller.critic.update = recorded
@@ -306,7 +306,11 @@ def test_critic_may_take_another_mean_than_the_policy(tmp_path, monkeypatch):
     controller.close()
     for learner, of_policy in ((controller.trainer, True), (controller.critic, False)):
         cells = [cell for (cell,) in seen[learner].microbatches]
-        weights = [w[w != 0] for cell in cells for w in cell.per_sample(cell.loss_weights).values()]
+        weights = [
+            w[w != 0]
+            for cell in cells
+            for w in cell.per_sample(cell.inputs["loss_weights"]).values()
+        ]
         n_tokens = sum(map(len, weights))
         for w in weights:
             expected = 1 / n_tokens if of_policy else 1 / (len(weights) * len(w))

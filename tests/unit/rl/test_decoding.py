@@ -26,7 +26,7 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
     drawn, versions, _ = continue_prompts(
-        LocalDecoder.of_model(model), prompts, rows, uniform, sampling, max_rows
+        LocalDecoder.from_model(model), prompts, rows, uniform, sampling, max_rows
     )
     columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
     return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]
@@ -126,7 +126,7 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(m
     uniform = torch.full((16, 12), 0.1, dtype=torch.float64)
     uniform[range(16), [length - 1 for length in lengths]] = 1 - 2**-53  # draws the last token
     sampling = SamplingConfig(max_tokens=12, stop_token_ids=(V - 1,))
-    decoder = LocalDecoder.of_model(tiny_model())
+    decoder = LocalDecoder.from_model(tiny_model())
     for max_rows, expected in {
         # All rows at once: they are dropped when half of them have ended.
         0: [(2, 7)] + [(16, 1)] * 5 + [(2, 1)] * 3 + [(1, 1)] * 3,

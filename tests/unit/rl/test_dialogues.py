@@ -90,7 +90,7 @@ def test_policy_that_bisects_finds_every_number_and_only_its_tokens_count(tmp_pa
         assert episode.turn_lengths == [2] * n
         mask = ([1, 1, 0] * n)[:-1]
         assert episode.token_log_probs == tuple(-0.5 * m for m in mask)
-        sample = TrainingSample.of_episode(Episode(**vars(episode) | {"advantage": 2.0}))
+        sample = TrainingSample.from_episode(Episode(**vars(episode) | {"advantage": 2.0}))
         assert sample.loss_mask.tolist() == mask
         assert sample.labels.tolist() == written
     assert all(Episode.from_dict(e.to_dict()) == e for e in episodes)

@@ -45,7 +45,7 @@ def make_trainer(folder, *overrides) -> PolicyTrainer:
 
 def samples_of(prompts, completions, num_samples=1) -> list[TrainingSample]:
     return [
-        TrainingSample.of_sequence(prompts[i // num_samples], c.token_ids, c.token_logprobs, 1.0)
+        TrainingSample.from_sequence(prompts[i // num_samples], c.token_ids, c.token_logprobs, 1.0)
         for i, c in enumerate(completions)
     ]
 

@@ -29,7 +29,8 @@ from torchtitan.protocols.train_spec import (
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
-from torchtitan.rl.generator import ForeignGenerator, LocalGenerator, recording
+from torchtitan.rl.foreign_generator import ForeignGenerator
+from torchtitan.rl.generator import LocalGenerator, recording
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import _joined_experts
@@ -93,7 +94,7 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
     uniform = uniform_numbers(len(prompt_of_row), 10)
     sampling = SamplingConfig(max_tokens=10, stop_token_ids=tuple(range(0, V, 7)))
     drawn, versions, experts = continue_prompts(
-        LocalDecoder.of_model(model),
+        LocalDecoder.from_model(model),
         PROMPTS,
         prompt_of_row,
         uniform,
@@ -133,7 +134,7 @@ def samples_of(trainer, n: int = 5) -> list[TrainingSample]:
     for i in range(n):
         tokens = torch.randint(0, 2000, (6 + 2 * i,), generator=torch.manual_seed(i)).tolist()
         samples.append(
-            TrainingSample.of_sequence(
+            TrainingSample.from_sequence(
                 tokens[:3],
                 tokens[3:],
                 [-7.0] * len(tokens[3:]),
@@ -149,7 +150,7 @@ def test_packed_samples_give_the_log_probs_and_gradients_of_single_rows(trainer)
     results = {}
     for packing in (False, True):
         batch = Batcher(seq_len=32, rows=2, packing=packing, pad_multiple=4).batch(samples)
-        assert batch.microbatches[0][0].routed_experts.dtype == torch.int16
+        assert batch.microbatches[0][0].inputs["routed_experts"].dtype == torch.int16
         trainer.zero_grad()
         output = trainer.forward_backward(batch, return_logprobs=True)
         results[packing] = output.logprobs, gradients(trainer)
@@ -169,7 +170,7 @@ def test_replay_of_the_own_choice_changes_nothing(trainer):
     scores = []
     for replays in (True, False):
         samples = [
-            TrainingSample.of_sequence(
+            TrainingSample.from_sequence(
                 prompt,
                 c.token_ids,
                 c.token_logprobs,
@@ -207,9 +208,9 @@ def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
         trainer.forward_backward(batch)
     assert str(error.value).count(". ") == 0
     (rank,) = batch.microbatches[0]
-    inputs = {"input": rank.token_ids, "positions": rank.positions}
+    inputs = {"input": rank.inputs["input"], "positions": rank.inputs["positions"]}
     with pytest.raises(ValueError, match=words):
-        trainer.engine.forward_step(inputs | {"routed_experts": rank.routed_experts})
+        trainer.engine.forward_step(inputs | {"routed_experts": rank.inputs["routed_experts"]})
 
 
 def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
@@ -245,12 +246,12 @@ def test_episode_with_experts_goes_through_json():
     assert again == episode
     assert again.routed_experts.dtype == torch.int16
     assert torch.equal(again.routed_experts, experts)
-    sample = TrainingSample.of_episode(dataclasses.replace(again, advantage=1.0))
+    sample = TrainingSample.from_episode(dataclasses.replace(again, advantage=1.0))
     assert torch.equal(sample.routed_experts, experts)
 
 
 class AnotherEngine(ForeignGenerator):
-    _draw = update_weights = None
+    _complete_all = _load = None
 
 
 def test_experts_of_another_engine_are_cut_to_the_tokens_that_it_read():
@@ -343,9 +344,9 @@ def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_pat
     controller.train_step()
     for batch in batches:
         (microbatch,) = (rank for of_ranks in batch.microbatches[:1] for rank in of_ranks)
-        experts = microbatch.routed_experts
+        experts = microbatch.inputs["routed_experts"]
         assert experts.shape[2:] == (3, 1)
-        is_token = microbatch.positions >= 0
+        is_token = microbatch.inputs["positions"] >= 0
         assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
     lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["routed_experts"] is None

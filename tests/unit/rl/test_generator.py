@@ -15,7 +15,7 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import job_config as rl_job_config
-from torchtitan.rl.generator import CopyGenerator, LocalGenerator, build_generator
+from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
@@ -143,7 +143,7 @@ def test_weights_that_changed_unannounced_are_refused(engine):
 
 
 def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
-    generator = CopyGenerator.of_engine(engine)
+    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     sync = WeightSync(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
@@ -159,7 +159,7 @@ def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine
 
 
 def test_thread_draws_from_a_copy_the_same_while_the_trainer_takes_steps(engine):
-    generator = CopyGenerator.of_engine(engine)
+    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     WeightSync(engine, generator).update()
     expected = generator.generate(PROMPTS, with_seed(1), 8)
     with ThreadPoolExecutor(1) as thread:
@@ -174,12 +174,12 @@ def test_thread_draws_from_a_copy_the_same_while_the_trainer_takes_steps(engine)
 
 def test_building_a_copy_and_updating_it_draws_no_random_numbers(engine):
     state = torch.get_rng_state()
-    WeightSync(engine, CopyGenerator.of_engine(engine)).update()
+    WeightSync(engine, CopyGenerator.from_policy(PolicyModel.from_engine(engine))).update()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_copy_in_bf16_has_bf16_parameters(engine):
-    generator = CopyGenerator.of_engine(engine, dtype=torch.bfloat16)
+    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine), dtype=torch.bfloat16)
     WeightSync(engine, generator).update()
     assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
     expected = engine.model_parts[0].norm.weight.to(torch.bfloat16)
@@ -188,14 +188,14 @@ def test_copy_in_bf16_has_bf16_parameters(engine):
 
 
 def test_update_that_left_another_version_behind_is_told(engine):
-    generator = CopyGenerator.of_engine(engine)
+    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     generator.update_weights = lambda weights, check_digest: None
     with pytest.raises(StaleWeightsError, match="has version -1 after an update to"):
         WeightSync(engine, generator).update()
 
 
 def test_mismatch_on_one_rank_names_it(engine):
-    generator = CopyGenerator.of_engine(engine, dtype=torch.bfloat16)
+    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine), dtype=torch.bfloat16)
     generator.weight_dtype = None
     with pytest.raises(WeightMismatchError, match="rank 0: tok_embeddings.weight was sent as"):
         WeightSync(engine, generator).update()

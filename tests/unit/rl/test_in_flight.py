@@ -135,7 +135,7 @@ def test_episodes_are_as_old_as_their_oldest_token(tmp_path):
     assert type(mixed).from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
     numbers = staleness([mixed, plain], version=5)
     assert numbers["rl/lag"] == 2 and numbers["rl/versions_per_episode"] == 1.5
-    sample = TrainingSample.of_sequence([1], mixed.token_ids, mixed.token_log_probs, 1.0)
+    sample = TrainingSample.from_sequence([1], mixed.token_ids, mixed.token_log_probs, 1.0)
     assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0]  # each under the weights that drew it
 
 

@@ -34,7 +34,7 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path):
 
     by_hand = PolicyTrainer(toy_config(tmp_path / "b", "--training.steps=4"))
     samples = [
-        TrainingSample.of_episode(episode)
+        TrainingSample.from_episode(episode)
         for episode in with_advantages(episodes, controller.advantages)
     ]
     norms, ratios = [], []
@@ -69,7 +69,7 @@ def test_correction_is_relative_to_the_policy_before_the_first_update(tmp_path):
 
     def recorded(batch):
         (microbatch,), *_ = batch.microbatches
-        seen.append((microbatch.old_logprobs, microbatch.generator_logprobs))
+        seen.append((microbatch.inputs["old_logprobs"], microbatch.inputs["generator_logprobs"]))
         output = forward_backward(batch)
         seen[-1] += (output.metrics,)
         return output

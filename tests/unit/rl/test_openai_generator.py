@@ -21,14 +21,14 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
-from torchtitan.integrations.vllm_lane import gloo_group
-from torchtitan.rl import weight_sync
+from torchtitan.rl import weight_transport
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.generator import CopyGenerator, build_generator
+from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
+from torchtitan.rl.weight_transport import gloo_group
 from torchtitan.tools.errors import RunError
 
 
@@ -47,7 +47,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.engine = engine = TrainingEngine(toy_config(folder, *flags))
         self.generator, self.adapter = (
-            CopyGenerator.of_engine(engine),
+            CopyGenerator.from_policy(PolicyModel.from_engine(engine)),
             engine.checkpointer.require_adapter(),
         )
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
@@ -216,7 +216,9 @@ DELTA = ["--rl.weight_sync.delta", "--optimizer.lr=1e-10"]
 
 @pytest.mark.parametrize("extra", [[], DELTA], ids=["whole", "delta"])
 def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_sync, "_BUCKET_BYTES", 100_000)  # several messages for an update
+    monkeypatch.setattr(
+        weight_transport, "_BUCKET_BYTES", 100_000
+    )  # several messages for an update
     controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server), *extra))
     controller.setup()
     for _ in range(2):

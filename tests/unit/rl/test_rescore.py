@@ -30,7 +30,7 @@ def batch_of(engine, packing: bool):
     sampling = SamplingConfig(temperature=TEMPERATURE, max_tokens=9, stop_token_ids=(1, 2, 3))
     completions = generator.generate(PROMPTS, sampling, num_samples=3)
     samples = [
-        TrainingSample.of_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
+        TrainingSample.from_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
         for i, c in enumerate(completions)
     ]
     return Batcher(seq_len=24, rows=5, packing=packing).batch(samples)
@@ -46,8 +46,8 @@ def trained_logprobs(engine, batch) -> list[torch.Tensor]:
 
     own = batch.of_rank(0)
     engine.forward_backward_step(
-        input_dict=[microbatch.engine_batch() for microbatch in own],
-        labels=[microbatch.labels for microbatch in own],
+        input_dict=[microbatch.inputs for microbatch in own],
+        labels=[microbatch.inputs["labels"] for microbatch in own],
         global_valid_tokens=1.0,
         loss_fn=loss_of,
         head=TokenLogProbs(TEMPERATURE),
@@ -66,7 +66,7 @@ def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path,
         for microbatch, trained in zip(
             rescored.of_rank(0), trained_logprobs(engine, rescored), strict=True
         ):
-            assert torch.equal(microbatch.generator_logprobs, trained)
+            assert torch.equal(microbatch.inputs["generator_logprobs"], trained)
         again, difference = trainer.rescore(rescored)
         assert difference == 0
         engine.optim_step()
@@ -75,19 +75,23 @@ def test_rescored_logprobs_are_bitwise_those_of_training_on_every_step(tmp_path,
 def test_rescoring_changes_nothing_but_logprobs(tmp_path):
     engine = TrainingEngine(make_config(tmp_path))
     batch = batch_of(engine, packing=False)
+
+    def with_wrong_logprobs(mb):
+        inputs = {**mb.inputs, "generator_logprobs": mb.inputs["loss_mask"] * -9.0}
+        return dataclasses.replace(mb, inputs=inputs)
+
     wrong = dataclasses.replace(
         batch,
         microbatches=tuple(
-            tuple(dataclasses.replace(mb, generator_logprobs=mb.loss_mask * -9.0) for mb in row)
-            for row in batch.microbatches
+            tuple(with_wrong_logprobs(mb) for mb in row) for row in batch.microbatches
         ),
     )
     rescored, difference = trainer_of(engine).rescore(wrong)
     assert difference > 1
     for ours, theirs in zip(rescored.of_rank(0), batch.of_rank(0), strict=True):
-        ours, theirs = (dict(vars(mb)) for mb in (ours, theirs))
+        assert ours.slots == theirs.slots
+        ours, theirs = (dict(mb.inputs) for mb in (ours, theirs))
         first, second = ours.pop("generator_logprobs"), theirs.pop("generator_logprobs")
         assert (first - second).abs().max() <= 5e-6
         for name, value in theirs.items():
-            same = torch.equal(value, ours[name]) if torch.is_tensor(value) else value == ours[name]
-            assert same, name
+            assert torch.equal(value, ours[name]), name

@@ -19,7 +19,7 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker import http, results, sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
-from torchtitan.integrations.tinker.lanes import Command
+from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput

@@ -22,10 +22,10 @@ from tests.unit.rl.together import (
     train,
 )
 from tests.unit.rl.toy import toy_config
-from torchtitan.adapters.together import reasons_for_turns
+from torchtitan.adapters.multi_lora import reasons_for_turns
 from torchtitan.integrations.tinker.client import LocalTrainingClient
-from torchtitan.integrations.tinker.lanes import Command, Lanes
 from torchtitan.integrations.tinker.policy import Policy
+from torchtitan.integrations.tinker.request_queue import Command, RequestQueue
 from torchtitan.integrations.tinker.types import Datum, ModelInput
 from torchtitan.numerics import products
 
@@ -182,7 +182,7 @@ def command(lane, size=1, joins="fb", **options):
 
 
 def lanes_of(*commands, max_size=4):
-    lanes = Lanes(max_size)
+    lanes = RequestQueue(max_size)
     for each in commands:
         lanes.add(each)
     return lanes

@@ -21,7 +21,7 @@ def make_episode(**changes) -> Episode:
 
 
 def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
-    sample = TrainingSample.of_episode(make_episode(advantage=2.0, ref_logprobs=(-1.0, -2.0)))
+    sample = TrainingSample.from_episode(make_episode(advantage=2.0, ref_logprobs=(-1.0, -2.0)))
     assert sample.token_ids.tolist() == [5, 6, 7, 8]
     assert sample.labels.tolist() == [6, 7, 8, 9]
     assert sample.loss_mask.tolist() == [0, 0, 1, 1]
@@ -48,13 +48,13 @@ def test_episode_counts_the_tokens_and_the_weights_of_its_turns_alone():
 
 def test_episode_without_advantage_is_refused():
     with pytest.raises(ValueError, match="group 3 has no advantage yet"):
-        TrainingSample.of_episode(make_episode())
+        TrainingSample.from_episode(make_episode())
 
 
 def test_sample_without_prompt_or_completion_is_refused():
     for prompt, new in (((), (1,)), ((1,), ())):
         with pytest.raises(ValueError, match="needs a prompt and sampled tokens"):
-            TrainingSample.of_sequence(prompt, new, [0.0] * len(new), 1.0)
+            TrainingSample.from_sequence(prompt, new, [0.0] * len(new), 1.0)
 
 
 def test_sample_whose_labels_are_not_shifted_is_refused():

@@ -47,7 +47,7 @@ def toy_samples(n: int, seed: int = 0) -> list[TrainingSample]:
     for i in range(n):
         new = tokens(rng.randint(1, 9))
         samples.append(
-            TrainingSample.of_sequence(
+            TrainingSample.from_sequence(
                 tokens(rng.randint(1, 9)),
                 new,
                 [rng.uniform(-4, -3) for _ in new],

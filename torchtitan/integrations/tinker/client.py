@@ -13,26 +13,24 @@ with the same data.
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import shutil
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.adapters.together import reasons_for_turns
+from torchtitan.adapters.multi_lora import reasons_for_turns
 from torchtitan.batch.batch import check_ids
 from torchtitan.checkpoint.saver import is_rank_zero
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, num_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.integrations.tinker.call_thread import CallThread, on_thread
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
     finite_output,
@@ -41,6 +39,7 @@ from torchtitan.integrations.tinker.conversions import (
     output_of,
     training_sample,
 )
+from torchtitan.integrations.tinker.local_sampling import LocalSamplingClient
 from torchtitan.integrations.tinker.states import Limits, TrainingState
 from torchtitan.integrations.tinker.types import (
     AdamParams,
@@ -51,11 +50,7 @@ from torchtitan.integrations.tinker.types import (
     ForwardBackwardOutput,
     GetInfoResponse,
     ModelData,
-    ModelInput,
     OptimStepResponse,
-    SampledSequence,
-    SampleResponse,
-    SamplingParams,
     SaveWeightsResponse,
 )
 from torchtitan.numerics.products import avoid_onednn
@@ -63,6 +58,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.snapshots import (
     Snapshots,
     WeightsKey,
@@ -70,73 +66,10 @@ from torchtitan.rl.snapshots import (
     host_copy,
     swap_memory,
 )
-from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.step.forward import scalar_loss
 from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import use_device
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-class _Thread:
-    """Runs calls one by one in their order, on one thread; joins calls that share a key."""
-
-    def __init__(self, device: torch.device):
-        self._pool = ThreadPoolExecutor(
-            1, "training client", initializer=use_device, initargs=(device,)
-        )
-        self._lock = threading.Lock()
-        # The key and the (item, future) pairs of the last call, while more items may join it.
-        self._joinable: tuple[Any, list[tuple[Any, Future]]] | None = None
-
-    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> ClientFuture[_T]:
-        return self.submit_item(lambda _: [call(*args, **kwargs)], None, object())
-
-    def submit_item(
-        self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any
-    ) -> ClientFuture[_T]:
-        """Pass items that were submitted in a row with the same key to one `call`.
-
-        Items join while the thread is busy with an earlier call. Under torchrun each item gets its
-        own call, because the ranks, which have to make the same calls, are not busy equally long.
-        """
-        future: ClientFuture[_T] = ClientFuture()
-        with self._lock:
-            if self._joinable is None or self._joinable[0] != key or num_ranks() > 1:
-                self._joinable = key, []
-                self._pool.submit(self._run, call, self._joinable[1])
-            self._joinable[1].append((item, future))
-        return future
-
-    def _run(self, call: Callable[[list[Any]], list[_T]], items: list[tuple[Any, Future]]) -> None:
-        with self._lock:
-            if self._joinable is not None and self._joinable[1] is items:
-                self._joinable = None
-        items = [entry for entry in items if entry[1].set_running_or_notify_cancel()]
-        try:
-            results = call([item for item, _ in items]) if items else []
-        except BaseException as error:
-            for _, future in items:
-                future.set_exception(error)
-            return
-        for (_, future), result in zip(items, results, strict=True):
-            future.set_result(result)
-
-    def shutdown(self) -> None:
-        self._pool.shutdown()
-
-
-def on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
-    """Make a method run on the client's thread, after all earlier calls, and return a future."""
-
-    @functools.wraps(method)
-    def submit(self: Any, *args: Any, **kwargs: Any) -> ClientFuture[_T]:
-        return self._thread.submit(method, self, *args, **kwargs)
-
-    return submit
 
 
 class LocalTrainingClient(AsyncNames):
@@ -163,13 +96,15 @@ class LocalTrainingClient(AsyncNames):
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
         self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
-        self._thread = _Thread(engine.device)
+        self._thread = CallThread(engine.device)
         self._trained = list(
             changing_weights(engine)
         )  # kept, because collecting them takes as long
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
-        self.limits = Limits.of(job_config.rl.serve, max(all_ranks(own_bytes)), engine.device)
+        self.limits = Limits.from_config(
+            job_config.rl.serve, max(all_ranks(own_bytes)), engine.device
+        )
         self.shares_passes = False
         if self.checkpointer.has_adapters:
             reasons = reasons_for_turns(job_config, engine.parallel_dims, engine.model_parts)
@@ -331,7 +266,7 @@ class LocalTrainingClient(AsyncNames):
         return self._load(None, model_only=False)
 
     @on_thread
-    def load_sampler_weights(self, sampler: "LocalSamplingClient") -> None:
+    def load_sampler_weights(self, sampler: LocalSamplingClient) -> None:
         """Copy a sampling client's weights into the policy, and reset the optimizer."""
         with sampler.weights():
             weights = host_copy(self._trainer.engine)
@@ -384,7 +319,7 @@ class LocalTrainingClient(AsyncNames):
     @on_thread
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, pinned: bool = False
-    ) -> "LocalSamplingClient":
+    ) -> LocalSamplingClient:
         """Return a client that keeps sampling from today's weights when the policy's change.
 
         name: ignored, because nothing is written.
@@ -393,7 +328,7 @@ class LocalTrainingClient(AsyncNames):
         return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
 
     @on_thread
-    def create_sampling_client(self, model_path: str) -> "LocalSamplingClient":
+    def create_sampling_client(self, model_path: str) -> LocalSamplingClient:
         """Return a client that samples from a saved state; the policy keeps its weights."""
         sampler = LocalSamplingClient(self, None, model_path)
         with sampler.weights():  # raises if the state cannot be loaded
@@ -527,144 +462,3 @@ class LocalTrainingClient(AsyncNames):
         self._pushed = None
         with self._snapshots.changing():
             yield
-
-
-class LocalSamplingClient(AsyncNames):
-    """Samples from the weights that the policy had when this client was made, or from saved ones.
-
-    When the policy's weights change, the client's are copied to host memory. The copy is dropped
-    once sampling clients were made for `rl.generator.max_snapshots` later versions: from then on
-    calls raise ValueError, or load the weights again if they were saved.
-    """
-
-    def __init__(self, client: LocalTrainingClient, key: WeightsKey | None, path: str = ""):
-        self._client, self._key, self._path = client, key, path
-        self._thread = client._thread
-
-    def sample(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        *,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> ClientFuture[SampleResponse]:
-        """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
-
-        include_prompt_logprobs: also score the prompt's tokens, as `compute_logprobs` does.
-        topk_prompt_logprobs: also return this number of most probable tokens at each place of the prompt.
-        prompt_logprobs_last_n: return both for the prompt's last tokens only.
-        Calls in a row with the same settings and without a seed are drawn together: make all
-        calls before you wait for the first result.
-        """
-        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
-            raise ValueError(
-                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
-                f"{topk_prompt_logprobs}"
-            )
-        params = SamplingParams.of(sampling_params, self._client.room_after(prompt.length))
-        settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
-        # Joined prompts would change what a seed draws.
-        key = object() if params.seed is not None else (self._key or self, *settings)
-        return self._thread.submit_item(
-            lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
-        )
-
-    def sample_all(
-        self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
-    ) -> ClientFuture[list[SampleResponse]]:
-        """Return the response to each prompt, as from `sample`, all drawn together.
-
-        prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
-        """
-        return self._thread.submit(self._sample, prompts, *settings)
-
-    def _sample(
-        self,
-        prompts: list[tuple[ModelInput, int | None]],
-        num_samples: int,
-        params: SamplingParams,
-        is_scored: bool,
-        k: int,
-    ) -> list[SampleResponse]:
-        client, inputs = self._client, [prompt.to_ints() for prompt, _ in prompts]
-        sampling = params.to_config(client.tokenizer)
-        with self.weights():
-            if client._pushed is not self._key:
-                client._trainer.push_model_state_dict(client._generator)
-                client._pushed = self._key
-            completions = iter(client._generator.generate(inputs, sampling, num_samples))
-            scores = self._scores(inputs) if is_scored else [None] * len(inputs)
-            top = self._scores(inputs, k) if k else [None] * len(inputs)
-        responses = []
-        for (_, last_n), *of_prompt in zip(prompts, scores, top, strict=True):
-            drawn = itertools.islice(completions, num_samples)
-            sequences = [
-                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-                for c in drawn
-            ]
-            responses.append(SampleResponse(sequences, *(_last(x, last_n) for x in of_prompt)))
-        return responses
-
-    def compute_logprobs(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> ClientFuture[list[float | None]]:
-        """Return the log-prob of each token given the tokens before it; None for the first.
-
-        prompt_logprobs_last_n: None for all tokens but the last ones, too.
-        """
-
-        def compute() -> list[float | None]:
-            with self.weights():
-                return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
-
-        return self._thread.submit(compute)
-
-    def _scores(self, prompts: list[list[int]], k: int = 0) -> list[list[Any]]:
-        """Return a value for each token of each prompt, None for the first token: its log-prob, or
-        with k the (token id, log-prob) of the k most probable tokens in its place."""
-        # The first token has no context, so it is only an input.
-        data = [
-            Datum(ModelInput.from_ints(prompt[:-1]), {"target_tokens": prompt[1:]})
-            for prompt in prompts
-            if len(prompt) > 1
-        ]
-        found = iter(self._client._logprobs(data, k) if data else ())
-        scores: list[list[Any]] = []
-        for prompt in prompts:
-            rows = next(found).tolist() if len(prompt) > 1 else []
-            if k:
-                rows = [[(int(i), x) for i, x in zip(r[:k], r[k:], strict=True)] for r in rows]
-            scores.append([None] * min(len(prompt), 1) + rows)
-        return scores
-
-    def get_tokenizer(self) -> Any:
-        """Return the policy's tokenizer, as `LocalTrainingClient.get_tokenizer` does."""
-        return self._client.get_tokenizer()
-
-    def get_base_model(self) -> str:
-        """Return `rl.serve.base_model`."""
-        return self._client.get_info().model_data.model_name
-
-    @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
-        """Give the policy this client's weights inside. Collective; call on the client's thread."""
-        client = self._client
-        if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
-            client._pushed = None
-            # Not `engine.load`, which drops the gradients of the policy's own weights.
-            load = functools.partial(client.checkpointer.load, path=self._path, model_only=True)
-            self._key = client._snapshots.loaded(load)
-        assert self._key is not None
-        with client._snapshots.using(self._key):
-            yield
-
-
-def _last(values: list[Any] | None, n: int | None) -> Any:
-    """Return values with None in place of all but the last n; n = None keeps all."""
-    if values is None or n is None:
-        return values
-    n_hidden = max(len(values) - n, 0)
-    return [None] * n_hidden + values[n_hidden:]

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.integrations.tinker.client import LocalSamplingClient, LocalTrainingClient
-from torchtitan.integrations.tinker.lanes import Command, Lanes
+from torchtitan.integrations.tinker.request_queue import Command, RequestQueue
+from torchtitan.integrations.tinker.shared_passes import Call, SharedPasses
 from torchtitan.integrations.tinker.states import WaitingStates
-from torchtitan.integrations.tinker.together import Call, SharedPasses
 from torchtitan.integrations.tinker.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -200,7 +200,8 @@ class CommandLoop:
         self._policy, self._config = policy, job_config
         # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._lanes = Lanes(job_config.rl.serve.max_datums_per_pass)  # taken from the queue
+        # Commands that were taken from the queue.
+        self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -272,16 +273,16 @@ class CommandLoop:
 
     def _next(self) -> list[Command] | None:
         """Return the commands to run as one: [] if none came for a while, None after `stop`."""
-        if not self._lanes.has_commands and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
+        if not self._waiting.has_commands and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
             return []
         while self._take(0):
             pass
         # While all waiting commands can be joined, wait a moment for more of them.
         until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
-        while self._lanes.may_gather() and not self._is_stopping:
+        while self._waiting.may_gather() and not self._is_stopping:
             if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
                 break
-        return None if self._is_stopping else self._lanes.next_batch()
+        return None if self._is_stopping else self._waiting.next_batch()
 
     def _take(self, seconds: float) -> bool:
         """Take one entry of the queue; return False if none comes in this time."""
@@ -290,7 +291,7 @@ class CommandLoop:
         except queue.Empty:
             return False
         if command is not None:
-            self._lanes.add(command)
+            self._waiting.add(command)
         return True
 
 

@@ -20,7 +20,7 @@ from torchtitan.integrations.tinker.requests import Refused, take
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput, SampleResponse
 
 if TYPE_CHECKING:
-    from torchtitan.integrations.tinker.lanes import Command
+    from torchtitan.integrations.tinker.request_queue import Command
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result

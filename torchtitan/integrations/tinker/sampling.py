@@ -6,8 +6,8 @@ from threading import Lock
 from typing import Any
 
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.integrations.tinker.lanes import Command
 from torchtitan.integrations.tinker.policy import BASE
+from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Refused, model_input, sampling_params, take
 from torchtitan.integrations.tinker.results import (
     Answer,

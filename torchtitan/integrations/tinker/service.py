@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.integrations.tinker import sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
-from torchtitan.integrations.tinker.lanes import Command
+from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
 from torchtitan.integrations.tinker.results import Answer, Results, digest_of, write_output
 from torchtitan.integrations.tinker.sampling import Sampling

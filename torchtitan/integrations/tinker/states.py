@@ -75,7 +75,7 @@ class Limits:
     full: str
 
     @classmethod
-    def of(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
+    def from_config(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
         """state_bytes: of the largest state of a rank, with gradients and optimizer."""
         n_device, n_host, n_file = (
             mib * 2**20 // max(state_bytes, 1)

@@ -163,7 +163,7 @@ class SamplingParams:
     seed: int | None = None
 
     @classmethod
-    def of(cls, params: Any, room: int) -> "SamplingParams":
+    def from_attributes(cls, params: Any, room: int) -> "SamplingParams":
         """Return the settings of any object with these attributes, such as the tinker package's; they
         can be hashed. room: the number that `max_tokens` = None stands for."""
         values = {name: getattr(params, name) for name in cls.__dataclass_fields__}

@@ -23,9 +23,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from torchtitan.generation.sampling import end_ids
 from torchtitan.integrations.verl.sampler import Sampler
-
-# Weights are sent in parts of about this size. verl's bucket size is for GPUs, and not used.
-_BYTES_PER_PART = 2**28
+from torchtitan.rl.weight_transport import buckets_of, copied
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
@@ -190,13 +188,8 @@ class WeightSender(BaseRollout):
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=naive and model.lora.merge=true"
             )
         server = ray.get_actor(server_name(self.replica_rank))
-        part: list[tuple[str, Tensor]] = []
-        n_bytes = 0
-        for name, tensor in weights:
-            # A copy, because the iterator may reuse the tensor's memory.
-            part.append((name, tensor.detach().to("cpu", copy=True)))
-            n_bytes += tensor.nbytes
-            if n_bytes >= _BYTES_PER_PART:
-                await server.load_weights.remote(part, False, global_steps)
-                part, n_bytes = [], 0
-        await server.load_weights.remote(part, True, global_steps)
+        # Copies, because the iterator may reuse a tensor's memory. verl's bucket size is for GPUs, and
+        # not used.
+        for bucket in buckets_of(copied(weights, torch.device("cpu"))):
+            await server.load_weights.remote(bucket, False, global_steps)
+        await server.load_weights.remote([], True, global_steps)

@@ -7,12 +7,11 @@ draw depend on the order of the messages, not on timing.
 """
 
 import os
-import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -36,14 +35,20 @@ from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_o
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
 from torchtitan.rl.weight_changes import WeightChanges
-from torchtitan.rl.weight_sync import (
+from torchtitan.rl.weight_transport import (
+    Pairs,
     PolicyWeights,
     ReceivedWeights,
     StagedWeights,
+    broadcast_object,
+    gloo_group,
     hand_over,
+    pickled,
+    received_object,
     send_weights,
+    unpickled,
 )
-from torchtitan.tools import host, torch_parts
+from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.signals import SIGNALS
@@ -113,71 +118,33 @@ class Link:
         down = dist.PrefixStore("down", store)
         # Other members wait without a limit, because the trainer may take long between two messages.
         limit = timedelta(days=365) if member else timeout
-        self.down = _gloo_group(down, member, size, limit)
-        self._up = _gloo_group(dist.PrefixStore("up", store), member, size, timeout)
+        self.down = gloo_group(down, member, size, limit)
+        self._up = gloo_group(dist.PrefixStore("up", store), member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
-    def broadcast(self, message: Any = None) -> Any:
-        """Send member 0's message to all members, which return it."""
-        box = [message]
-        with errors_of_gloo():
-            dist.broadcast_object_list(box, group=self.down, group_src=0)
-        return box[0]
+    def broadcast(self, message: Any) -> None:
+        """Send a message to all members, which call `received`; called on member 0."""
+        broadcast_object(self.down, message)
+
+    def received(self) -> Any:
+        """Return member 0's next message."""
+        return received_object(self.down)
 
     def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
         """Send weights, packed by `changes`; the other members read `ReceivedWeights`."""
-        pairs = weights if changes is None else changes.packed(weights)
-        with errors_of_gloo():
-            send_weights(weights, self.down, 0, pairs=pairs)
+        send_weights(weights, self.down, changes)
 
     def send(self, answer: Any) -> None:
         """Send member 0 an answer, without waiting until it is received."""
-        data = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), data):
+        for tensor in pickled(answer):
             self._unsent.append((self._up.send([tensor], 0, 0), tensor))
         while self._unsent and self._unsent[0][0].is_completed():
             self._unsent.popleft()
 
     def receive_from_all(self) -> list[Any]:
         """Return the next answer of each other member; called on member 0."""
-        answers = []
-        for member in range(1, self.size):
-            length = torch.zeros(1, dtype=torch.int64)
-            self._up.recv([length], member, 0).wait()
-            data = torch.empty(int(length), dtype=torch.uint8)
-            self._up.recv([data], member, 0).wait()
-            answers.append(pickle.loads(data.numpy().tobytes()))
-        return answers
-
-
-@contextmanager
-def errors_of_gloo() -> Iterator[None]:
-    """Raise gloo's error of a lost connection.
-
-    torch (2.13) looks a failed group up in its list of groups, which does not have ours, and raises
-    ValueError in place of the first error.
-    """
-    try:
-        yield
-    except ValueError as error:
-        first: BaseException = error
-        while first.__context__ is not None:
-            first = first.__context__
-        raise first from None
-
-
-def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of ranks that have no default group in common.
-
-    `dist.new_group` makes only groups within the default group, so torch's private
-    way to register a backend is needed to build one.
-    """
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    torch_parts.register_backend(group, _CPU, kind, backend)
-    torch_parts.set_default_backend(group, kind)
-    return group
+        members = range(1, self.size)
+        return [unpickled(lambda x, m=member: self._up.recv([x], m, 0)) for member in members]
 
 
 # ---- on the ranks that train ----
@@ -228,7 +195,7 @@ class RemoteGenerator:
         if self._weights_sent is not None:
             self._weights_sent.result()
 
-        def stage(pairs: Iterator[tuple[str, Tensor]]) -> None:
+        def stage(pairs: Pairs) -> None:
             if self._link is not None and self._failure is None:
                 staged = StagedWeights(weights, pairs, _CPU)
                 self._weights_sent = self._send(("weights", check_digest), staged)
@@ -333,12 +300,11 @@ class GeneratorRank:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         logger.info("generating for the ranks that train")
         try:
-            while (message := self._link.broadcast()) is not None:
+            while (message := self._link.received()) is not None:
                 kind, argument = message
                 if kind == "weights":
-                    weights = ReceivedWeights(self._link.down, 0, _CPU, self._changes)
-                    with errors_of_gloo():
-                        self.generator.update_weights(weights, check_digest=argument)
+                    weights = ReceivedWeights(self._link.down, self._changes)
+                    self.generator.update_weights(weights, check_digest=argument)
                 else:
                     self._thread.submit(self._answer, self._draws.begin_share(argument))
         finally:

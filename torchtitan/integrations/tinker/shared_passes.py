@@ -1,6 +1,6 @@
 """Requests of several models in one batch: their samples' rows, losses, metrics and gradients apart.
 
-B rows, T slots per row; the rows of a model are next to each other (`TrainingMicrobatch.models`).
+B rows, T slots per row; the rows of a model are next to each other (`LossInputs.models`).
 """
 
 import contextlib
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.adapters.together import AdaptersTogether
-from torchtitan.integrations.tinker.client import LocalTrainingClient, on_thread
+from torchtitan.adapters.multi_lora import MultiLoRA
+from torchtitan.integrations.tinker.call_thread import on_thread
+from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
     error_or,
@@ -24,7 +25,7 @@ from torchtitan.integrations.tinker.states import TrainingState
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.losses import LossOutput, PolicyLoss, finalize_metrics
-from torchtitan.rl.types import TrainingBatch, TrainingSample
+from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
 
 
 class Call(NamedTuple):
@@ -51,18 +52,16 @@ class LossesOfModels:
             f"{i}/{name}" for i, loss in enumerate(losses) for name in (_SUM, *loss.metric_names)
         )
 
-    def check(self, batch: Mapping[str, Any]) -> None:
+    def check(self, batch: LossInputs) -> None:
         for loss in self._losses:
             loss.check(batch)
 
-    def __call__(
-        self, logprobs: Tensor, entropy: Tensor | None, batch: Mapping[str, Any]
-    ) -> LossOutput:
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
         nothing = logprobs.new_zeros(())
         metrics: dict[str, Any] = dict.fromkeys(self.metric_names, nothing)
         total = nothing
         for i, rows in _rows_of_models(batch.get("models") or [0] * len(logprobs)):
-            own = {key: x[rows] for key, x in batch.items() if isinstance(x, Tensor)}
+            own: Any = {key: x[rows] for key, x in batch.items() if isinstance(x, Tensor)}
             own_entropy = None if entropy is None else entropy[rows]
             loss, of_model = self._losses[i](logprobs[rows], own_entropy, own)
             total = total + loss
@@ -99,7 +98,7 @@ class SharedPasses:
         self._client, self._thread = client, client._thread
         dims = engine.parallel_dims
         has_ddp = dims.dp_replicate_enabled and not (dims.uses_fsdp or dims.pp_enabled)
-        self._adapters = AdaptersTogether(engine.model_parts, engine.loss_group, has_ddp)
+        self._adapters = MultiLoRA(engine.model_parts, engine.loss_group, has_ddp)
 
     @on_thread
     def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:

@@ -39,7 +39,7 @@ class Command:
     is_wanted: Callable[[], bool] = lambda: True
 
 
-class Lanes:
+class RequestQueue:
     """Waiting commands. max_size: of commands that run as one, except if the first one is larger."""
 
     def __init__(self, max_size: int):

@@ -15,12 +15,13 @@ B rows, T slots per row, see `torchtitan.rl.types`.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from torchtitan.rl.types import LossInputs
 
 CORRECTIONS = ("none", "token", "sequence")
 
@@ -36,7 +37,7 @@ class Corrected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MismatchGuard:
+class ImportanceCorrection:
     """Weights and masks by the ratio of the trainer's old policy to the generator's.
 
     weighting: "none", "token" or "sequence". cap: the largest weight, at least 1.
@@ -97,9 +98,7 @@ class MismatchGuard:
         return tuple(names)
 
     @torch.no_grad()
-    def __call__(
-        self, old_logprobs: Tensor, batch: Mapping[str, Tensor], max_log_ratio: float
-    ) -> Corrected:
+    def __call__(self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float) -> Corrected:
         """old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow."""
         in_loss = batch["loss_mask"] != 0
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)

@@ -1,10 +1,11 @@
-"""Adapters of several models in one pass over their base.
+"""Multi-LoRA: one pass over the base for the rows of several models, each with adapters of its own.
 
-Each row of a batch belongs to a model. A layer's frozen product is computed once for all rows; the
-low-rank products are computed for each model's rows with its own A and B, which are stacked. Experts'
-tokens are sorted by expert and then by model (`AdaptedExperts.groups`).
+A layer's frozen product is computed once for all rows; the low-rank products are computed for each
+model's rows with its own A and B, which are stacked. Experts' tokens are sorted by expert and then by
+model (`AdaptedExperts.groups`). All stacks of a pass are views of one buffer, so that each group of
+ranks sums its part of the buffer, of weights or of gradients, in one all-reduce.
 
-m models, E experts, r rank, K inputs and N outputs of a layer, n tokens of all rows.
+m models, E experts, r rank, K inputs and N outputs of a layer.
 """
 
 import contextlib
@@ -37,24 +38,24 @@ from torchtitan.tools.host_copy import to_device
 
 
 class Stacked:
-    """The adapters of a layer's weights. together: knows the models of the rows.
+    """The adapters of a layer's weights. passes: knows the models of the rows.
 
     pairs: of each weight, A [m, r, K] and B [m, N, r]; of experts [m, E, r, K] and [m, E, N, r].
     """
 
-    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], together: "AdaptersTogether"):
-        self.pairs, self.together = pairs, together
+    def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], passes: "MultiLoRA"):
+        self.pairs, self.passes = pairs, passes
 
     def low_rank(self, x: Tensor, scale: float, product: Callable[..., Tensor]) -> LowRank:
         """Return the low-rank product of x [B, T, K], or [B * T, K]. product: as in `LowRank`."""
-        counts, order = self.together.counts, self.together.order
+        counts, order = self.passes.counts, self.passes.order
         tokens_per_row = x.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
         return LowRank(x, *self.pairs["weight"], sizes, scale, order, product)
 
     def models_of_tokens(self, n_tokens: int) -> tuple[Tensor, int]:
         """Return the models [n_tokens] of the tokens of all rows, and the number of models."""
-        models, counts = self.together.models, self.together.counts
+        models, counts = self.passes.models, self.passes.counts
         return models.repeat_interleave(n_tokens // len(models)), len(counts)
 
 
@@ -123,7 +124,7 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
 
-class AdaptersTogether:
+class MultiLoRA:
     """Computes passes in which each row has the adapters of its model.
 
     parts: the model, with its parameters sharded. group: the ranks that have other rows or tokens,
@@ -139,18 +140,18 @@ class AdaptersTogether:
         self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
-        self._modules: list[nn.Module] = []
         parameters: dict[str, Tensor] = {}
+        modules: list[nn.Module] = []
         for part in self._parts:
             parameters |= {name_without_wrappers(n): p for n, p in part.named_parameters()}
-            self._modules += [m for m in part.modules() if hasattr(m, "lora")]
-        names = [name for one in adapted_weights(self._parts) for name in (one.a, one.b)]
-        self._matrices = [_matrix(name, parameters[name], group) for name in names]
-        # In the buffers, matrices with the same groups are next to each other.
-        kinds = [(matrix.shards, matrix.sums) for matrix in self._matrices]
-        order = sorted(range(len(names)), key=lambda i: kinds.index(kinds[i]))
-        self._places = [order.index(i) for i in range(len(names))]
-        self._ordered = [self._matrices[i] for i in order]
+            modules += [m for m in part.modules() if hasattr(m, "lora")]
+        adapted = adapted_weights(self._parts)  # in the order of the modules and their weights
+        self._layers = [(m, {name: next(adapted) for name in m.lora.scales}) for m in modules]
+        names = [n for _, of_layer in self._layers for x in of_layer.values() for n in (x.a, x.b)]
+        matrices = [_matrix(name, parameters[name], group) for name in names]
+        # Matrices with the same groups are next to each other in the buffer.
+        kinds = [(matrix.shards, matrix.sums) for matrix in matrices]
+        self._matrices = sorted(matrices, key=lambda x: kinds.index((x.shards, x.sums)))
 
     @contextlib.contextmanager
     def adapters(
@@ -165,26 +166,17 @@ class AdaptersTogether:
         if not self._matrices:  # a pipeline stage without adapters
             yield [{} for _ in weights]
             return
-        like = local_tensor(self._matrices[0].parameter)
-        n_values = len(weights) * sum(math.prod(matrix.shape) for matrix in self._ordered)
-        values = like.new_empty(n_values)
-        stacks = self._views(values, len(weights))
-        for matrix, stack in zip(self._matrices, stacks, strict=True):
-            own = [of_model[matrix.name].to(like.device) for of_model in weights]
-            if matrix.shards:
-                stack.zero_()[(slice(None), *matrix.own)] = torch.stack(own)
-            else:
-                torch.stack(own, out=stack)
-        # Each sum is of one rank's value and the other ranks' zeros.
-        self._reduce(values, len(weights), lambda matrix: matrix.shards)
-        sums = torch.zeros_like(values) if trains else values
-        leaves = [stack.detach().requires_grad_(trains) for stack in stacks]
-        for leaf, grad in zip(leaves, self._views(sums, len(weights)), strict=True):
-            leaf.grad = grad if trains else None
+        buffer = self._gathered(weights)
+        stacks = self._stacks(buffer, len(weights))
+        stacks = {name: stack.detach().requires_grad_(trains) for name, stack in stacks.items()}
+        sums = torch.zeros_like(buffer) if trains else None
+        if sums is not None:
+            for name, grad in self._stacks(sums, len(weights)).items():
+                stacks[name].grad = grad  # backward adds to it
         self.counts, self.order = [0] * len(weights), None
-        pairs = iter(zip(leaves[::2], leaves[1::2], strict=True))
-        for module in self._modules:
-            module.lora_stacked = Stacked({name: next(pairs) for name in module.lora.scales}, self)
+        for module, adapted in self._layers:
+            pairs = {name: (stacks[x.a], stacks[x.b]) for name, x in adapted.items()}
+            module.lora_stacked = Stacked(pairs, self)
         for part in self._parts if self._has_ddp else ():
             part.set_requires_gradient_sync(False)  # its parameters get no gradients
         try:
@@ -193,10 +185,10 @@ class AdaptersTogether:
         finally:
             for part in self._parts if self._has_ddp else ():
                 part.set_requires_gradient_sync(True)
-            for module in self._modules:
+            for module, _ in self._layers:
                 module.lora_stacked = None
-        if trains:
-            gradients += self._summed(sums, len(weights))
+        if sums is not None:
+            gradients += self._gradients(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Call before a microbatch's forward, and before its backward; the context does nothing.
@@ -211,40 +203,52 @@ class AdaptersTogether:
         self.order = None if is_sorted else to_device(torch.tensor(order), device)
         return contextlib.nullcontext()
 
-    def _views(self, values: Tensor, n_models: int) -> list[Tensor]:
-        """Return the stack [m, ...] of each matrix in a buffer of all, in the order of `_matrices`."""
-        sizes = [n_models * math.prod(matrix.shape) for matrix in self._ordered]
-        pieces = values.split(sizes)
-        return [
-            pieces[place].view(n_models, *matrix.shape)
-            for place, matrix in zip(self._places, self._matrices, strict=True)
-        ]
+    # ---- the buffer ----
 
-    def _reduce(
+    def _sizes(self, n_models: int) -> list[int]:
+        return [n_models * math.prod(matrix.shape) for matrix in self._matrices]
+
+    def _stacks(self, buffer: Tensor, n_models: int) -> dict[str, Tensor]:
+        """Return the stack [m, ...] of each matrix, by name, as views of the buffer."""
+        pieces = zip(self._matrices, buffer.split(self._sizes(n_models)), strict=True)
+        return {matrix.name: piece.view(n_models, *matrix.shape) for matrix, piece in pieces}
+
+    def _all_reduce(
         self,
-        values: Tensor,
+        buffer: Tensor,
         n_models: int,
         groups_of: Callable[[_Matrix], tuple[dist.ProcessGroup, ...]],
     ) -> None:
-        """Sum a buffer of all matrices over ranks, each matrix over its groups."""
+        """Sum the buffer over ranks, each matrix over its groups."""
+        pieces = zip(self._matrices, self._sizes(n_models), strict=True)
         begin = 0
-        for groups, matrices in itertools.groupby(self._ordered, groups_of):
-            end = begin + n_models * sum(math.prod(matrix.shape) for matrix in matrices)
+        for groups, of_groups in itertools.groupby(pieces, lambda piece: groups_of(piece[0])):
+            end = begin + sum(size for _, size in of_groups)
             for group in groups:
-                dist.all_reduce(values[begin:end], group=group)
+                dist.all_reduce(buffer[begin:end], group=group)
             begin = end
 
-    def _summed(self, sums: Tensor, n_models: int) -> Iterator[dict[str, Tensor]]:
-        """Sum the gradients over ranks, and yield this rank's part of each model's."""
-        self._reduce(sums, n_models, lambda matrix: matrix.sums)
+    def _gathered(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return a buffer with the models' adapters, those of other ranks' shards included."""
+        like, n_models = local_tensor(self._matrices[0].parameter), len(weights)
+        buffer = like.new_zeros(sum(self._sizes(n_models)))
+        stacks = self._stacks(buffer, n_models)
+        for matrix in self._matrices:
+            shards = [of_model[matrix.name].to(like.device) for of_model in weights]
+            torch.stack(shards, out=stacks[matrix.name][(slice(None), *matrix.own)])
+        # Each sum is of one rank's value and the other ranks' zeros.
+        self._all_reduce(buffer, n_models, lambda matrix: matrix.shards)
+        return buffer
+
+    def _gradients(self, sums: Tensor, n_models: int) -> list[dict[str, Tensor]]:
+        """Sum the gradients over ranks, and return this rank's part of each model's, by name."""
+        self._all_reduce(sums, n_models, lambda matrix: matrix.sums)
         if self._group is not None and self._has_ddp:
             sums /= self._group.size()  # its hook has multiplied them, because DDP averages
-        of_models = [
-            (stack[(slice(None), *matrix.own)] if matrix.shards else stack).unbind()
-            for matrix, stack in zip(self._matrices, self._views(sums, n_models), strict=True)
-        ]
-        for model in range(n_models):
-            yield {
-                m.name: with_local(m.parameter, of[model]) if is_dtensor(m.parameter) else of[model]
-                for m, of in zip(self._matrices, of_models, strict=True)
-            }
+        stacks = self._stacks(sums, n_models)
+
+        def own_part(matrix: _Matrix, model: int) -> Tensor:
+            own = stacks[matrix.name][(model, *matrix.own)]
+            return with_local(matrix.parameter, own) if is_dtensor(matrix.parameter) else own
+
+        return [{m.name: own_part(m, i) for m in self._matrices} for i in range(n_models)]

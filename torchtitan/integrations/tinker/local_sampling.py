@@ -1,0 +1,164 @@
+"""Sampling from the weights of one moment of a local training client, or from saved weights."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.integrations.tinker.types import (
+    AsyncNames,
+    ClientFuture,
+    Datum,
+    ModelInput,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+)
+from torchtitan.rl.snapshots import WeightsKey
+
+if TYPE_CHECKING:
+    from torchtitan.integrations.tinker.client import LocalTrainingClient
+
+
+class LocalSamplingClient(AsyncNames):
+    """Samples from the weights that the policy had when this client was made, or from saved ones.
+
+    When the policy's weights change, the client's are copied to host memory. The copy is dropped
+    once sampling clients were made for `rl.generator.max_snapshots` later versions: from then on
+    calls raise ValueError, or load the weights again if they were saved.
+    """
+
+    def __init__(self, client: "LocalTrainingClient", key: WeightsKey | None, path: str = ""):
+        self._client, self._key, self._path = client, key, path
+        self._thread = client._thread
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        *,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> ClientFuture[SampleResponse]:
+        """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
+
+        include_prompt_logprobs: also score the prompt's tokens, as `compute_logprobs` does.
+        topk_prompt_logprobs: also return this number of most probable tokens at each place of the prompt.
+        prompt_logprobs_last_n: return both for the prompt's last tokens only.
+        Calls in a row with the same settings and without a seed are drawn together: make all
+        calls before you wait for the first result.
+        """
+        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
+            raise ValueError(
+                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
+                f"{topk_prompt_logprobs}"
+            )
+        params = SamplingParams.from_attributes(
+            sampling_params, self._client.room_after(prompt.length)
+        )
+        settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
+        # Joined prompts would change what a seed draws.
+        key = object() if params.seed is not None else (self._key or self, *settings)
+        return self._thread.submit_item(
+            lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
+        )
+
+    def sample_all(
+        self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
+    ) -> ClientFuture[list[SampleResponse]]:
+        """Return the response to each prompt, as from `sample`, all drawn together.
+
+        prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
+        """
+        return self._thread.submit(self._sample, prompts, *settings)
+
+    def _sample(
+        self,
+        prompts: list[tuple[ModelInput, int | None]],
+        num_samples: int,
+        params: SamplingParams,
+        is_scored: bool,
+        k: int,
+    ) -> list[SampleResponse]:
+        client, inputs = self._client, [prompt.to_ints() for prompt, _ in prompts]
+        sampling = params.to_config(client.tokenizer)
+        with self.weights():
+            if client._pushed is not self._key:
+                client._trainer.push_model_state_dict(client._generator)
+                client._pushed = self._key
+            completions = iter(client._generator.generate(inputs, sampling, num_samples))
+            scores = self._scores(inputs) if is_scored else [None] * len(inputs)
+            top = self._scores(inputs, k) if k else [None] * len(inputs)
+        responses = []
+        for (_, last_n), *of_prompt in zip(prompts, scores, top, strict=True):
+            drawn = itertools.islice(completions, num_samples)
+            sequences = [
+                SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
+                for c in drawn
+            ]
+            responses.append(SampleResponse(sequences, *(_last(x, last_n) for x in of_prompt)))
+        return responses
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> ClientFuture[list[float | None]]:
+        """Return the log-prob of each token given the tokens before it; None for the first.
+
+        prompt_logprobs_last_n: None for all tokens but the last ones, too.
+        """
+
+        def compute() -> list[float | None]:
+            with self.weights():
+                return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
+
+        return self._thread.submit(compute)
+
+    def _scores(self, prompts: list[list[int]], k: int = 0) -> list[list[Any]]:
+        """Return a value for each token of each prompt, None for the first token: its log-prob, or
+        with k the (token id, log-prob) of the k most probable tokens in its place."""
+        # The first token has no context, so it is only an input.
+        data = [
+            Datum(ModelInput.from_ints(prompt[:-1]), {"target_tokens": prompt[1:]})
+            for prompt in prompts
+            if len(prompt) > 1
+        ]
+        found = iter(self._client._logprobs(data, k) if data else ())
+        scores: list[list[Any]] = []
+        for prompt in prompts:
+            rows = next(found).tolist() if len(prompt) > 1 else []
+            if k:
+                rows = [[(int(i), x) for i, x in zip(r[:k], r[k:], strict=True)] for r in rows]
+            scores.append([None] * min(len(prompt), 1) + rows)
+        return scores
+
+    def get_tokenizer(self) -> Any:
+        """Return the policy's tokenizer, as `LocalTrainingClient.get_tokenizer` does."""
+        return self._client.get_tokenizer()
+
+    def get_base_model(self) -> str:
+        """Return `rl.serve.base_model`."""
+        return self._client.get_info().model_data.model_name
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Give the policy this client's weights inside. Collective; call on the client's thread."""
+        client = self._client
+        if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
+            client._pushed = None
+            # Not `engine.load`, which drops the gradients of the policy's own weights.
+            load = functools.partial(client.checkpointer.load, path=self._path, model_only=True)
+            self._key = client._snapshots.loaded(load)
+        assert self._key is not None
+        with client._snapshots.using(self._key):
+            yield
+
+
+def _last(values: list[Any] | None, n: int | None) -> Any:
+    """Return values with None in place of all but the last n; n = None keeps all."""
+    if values is None or n is None:
+        return values
+    n_hidden = max(len(values) - n, 0)
+    return [None] * n_hidden + values[n_hidden:]

@@ -1,0 +1,144 @@
+"""What generators on another project's engine have in common: vLLM in the process, and HTTP servers."""
+
+import os
+import random
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan.rl.generator import Generator, Prompts
+from torchtitan.rl.types import Completion, SamplingConfig
+from torchtitan.rl.weight_sync import WeightMismatchError
+from torchtitan.rl.weight_transport import Pairs, PolicyWeights, hand_over
+from torchtitan.tools.errors import RunError
+
+
+class ForeignGenerator(Generator):
+    """A generator on another project's engine, which takes Hugging Face weights and a seed per row.
+
+    folder: gets a subfolder per version; the engine reads files of weights from there.
+    adapters: take `weight_sync.AdapterWeights` in place of whole weights.
+    records_experts: the engine returns the experts of each token.
+    engine_name: in errors. remedy: the end of the error of a failed update.
+    """
+
+    engine_name: str
+    remedy = ""
+
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        seed: int,
+        folder: str = "",
+        adapters: bool = False,
+        records_experts: bool = False,
+    ):
+        self.weight_dtype, self._folder = dtype, os.path.abspath(folder)
+        self.weight_names = "adapters" if adapters else "hf"
+        self.records_experts = records_experts
+        self._seed, self._n_calls = seed, 0
+
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        """Have the engine load the weights. Collective over the ranks that share an update.
+
+        Versions and names are checked but no digest, because engines change the layout of weights.
+        Raises WeightMismatchError if the engine does not load them.
+        """
+        self.policy_version = -1  # until all weights are of one version
+        failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
+        if failure is not None:
+            raise WeightMismatchError(
+                f"{self.engine_name} did not load version {weights.version} of the weights "
+                f"({type(failure).__name__}: {failure}){self.remedy}"
+            ) from failure
+        self.policy_version = weights.version
+
+    @abstractmethod
+    def _load(self, pairs: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Have the engine load weights; what it leaves unread is read afterwards."""
+
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
+    ) -> list[Completion]:
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                f"{self.engine_name} gives no log-probs of a truncated distribution, got top_p = "
+                f"{sampling.top_p} and top_k = {sampling.top_k}; set them to 1 and 0, or "
+                "rl.generator.backend to 'local'"
+            )
+        seed = sampling.seed
+        if seed is None:
+            self._n_calls += 1
+            seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
+        return self._complete_all(
+            prompts, sampling, num_samples, [(seed + row) % 2**62 for row in rows]
+        )
+
+    @abstractmethod
+    def _complete_all(
+        self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Return what `generate` returns. seeds: of the completions."""
+
+    def _folder_of(self, version: int) -> str:
+        return os.path.join(self._folder, f"version-{version}")
+
+    def _write_adapters(self, pairs: Pairs, version: int) -> str:
+        """Write the files of `AdapterWeights` to the version's folder, and return it."""
+        folder = self._folder_of(version)
+        os.makedirs(folder, exist_ok=True)
+        for name, content in pairs:
+            Path(folder, name).write_bytes(content.cpu().numpy().tobytes())
+        return folder
+
+    def _remove_other_versions(self, version: int) -> None:
+        for name in os.listdir(self._folder):
+            if name.startswith("version-") and name != f"version-{version}":
+                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+
+    def _completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: SamplingConfig,
+        prompt: Sequence[int],
+        experts: np.ndarray | None,
+    ) -> Completion:
+        """Return a completion. experts: [tokens of prompt and completion, L, k], as the engine gives them.
+
+        Raises RunError if experts are wanted and are not there for every token but the last.
+        """
+        routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
+        if self.records_experts:
+            if experts is None or experts.ndim != 3 or len(experts) < n_read:
+                raise RunError(
+                    f"rl.generator.replay_experts needs the experts of {n_read} tokens [tokens, layers, "
+                    f"experts per token], got {'none' if experts is None else list(experts.shape)}; "
+                    "use a vLLM with enable_return_routed_experts, and a mixture of experts"
+                )
+            routed_experts = torch.from_numpy(experts[:n_read].astype(np.int16))
+        kept_mass = None
+        if sampling.temperature == 0:
+            # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
+            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
+            logprobs = [0.0] * len(logprobs)
+        reason = "stop" if sampling.stops_at(token_ids) else "length"
+        return Completion(
+            token_ids=tuple(token_ids),
+            token_logprobs=tuple(logprobs),
+            finish_reason=reason,
+            policy_version=self.policy_version,
+            token_kept_mass=kept_mass,
+            routed_experts=routed_experts,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_calls": self._n_calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._n_calls = state_dict["n_calls"]
