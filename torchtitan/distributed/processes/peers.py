@@ -4,6 +4,7 @@ For `torchtitan.train.main`. When a rank dies, collectives on the other ranks fa
 and without the reason. Here every rank learns the reason within seconds.
 """
 
+import dataclasses
 import ipaddress
 import json
 import os
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan.tools.admission import SECRET_BYTES, admit, digest_of
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 
@@ -41,7 +45,6 @@ _SETTINGS_PER_RANK = (
 )
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
-_LONGEST_GREETING = 64  # bytes, before a connection has sent the token
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 # After a helper's failure, to save; torchrun kills ranks 30 s after its SIGTERM.
 _SECONDS_TO_SAVE = 25
@@ -54,6 +57,15 @@ class PeerError(Exception):
     """The config can't run, or not on all ranks; rank 0 has printed the reason."""
 
 
+@dataclasses.dataclass
+class _Peer:
+    """The rank at the other end of a connection."""
+
+    rank: int
+    heard_at: float  # when it last sent anything, in seconds
+    unread: bytes = b""  # the beginning of a line
+
+
 class Peers:
     """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
@@ -61,8 +73,16 @@ class Peers:
     message, its rank was killed. If a connection is silent for the store's timeout (at least a
     minute), its rank was stopped: a thread sends regular messages, even while the main thread hangs.
 
+    What is protected: each rank draws a secret, and publishes only its digest in the store. Rank 0
+    reads the digests before it opens its port, admits each secret once, and closes the port when all
+    ranks are connected. So nobody who reads the store, or finds the port, can pass for a rank, end
+    the job or use up rank 0's files. Not protected: torch's store at MASTER_PORT and torch's own
+    connections ask nobody for a secret. A program that can write there while the job starts can end
+    the job or take part in it, so keep the ports of a job's machines closed to others.
+
     helpers: ranks that the other ranks don't need in order to save. When a helper fails, the other
         ranks have longer to end by themselves.
+    Raises RunError if another process has this rank's number.
     """
 
     def __init__(
@@ -71,8 +91,10 @@ class Peers:
         self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
-        self._connected: set[int] = set()  # on rank 0, the ranks that have connected so far
+        self._connections: dict[socket.socket, _Peer] = {}
+        # epoll and kqueue take a new connection while the watch waits for the others.
+        self._selector = selectors.DefaultSelector()
+        self._all_came = threading.Event()  # on rank 0
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
@@ -133,14 +155,23 @@ class Peers:
     # ---- from the start on ----
 
     def _connect(self) -> None:
-        server, token = None, ""
         if self.rank == 0:
-            server, token = _listen(), secrets.token_hex(16)
-            place = {"port": server.getsockname()[1], "token": token}
-            self._store.set("watch", json.dumps(place))
+            names = [f"digest_{rank}" for rank in range(1, self.world_size)]
+            self._store.wait(names, self._store.timeout)
+            digests = [digest.decode() for digest in self._store.multi_get(names)]
+            expected = {digest: rank for rank, digest in enumerate(digests, 1)}
+            server = _listen()
+            self._store.set("port", str(server.getsockname()[1]))
+            self._start("admission", lambda: self._admit(server, expected))
         else:
-            place = json.loads(self._store.get("watch"))
-            address = os.environ["MASTER_ADDR"], place["port"]
+            secret = secrets.token_bytes(SECRET_BYTES)
+            digest = digest_of(secret)
+            if self._store.compare_set(f"digest_{self.rank}", "", digest).decode() != digest:
+                raise RunError(
+                    f"two processes of this job have RANK = {self.rank}; give each its own number "
+                    f"from 0 to {self.world_size - 1}"
+                )
+            address = os.environ["MASTER_ADDR"], int(self._store.get("port"))
             try:
                 connection = socket.create_connection(address, timeout=10)
             except OSError as error:
@@ -152,98 +183,92 @@ class Peers:
                     error,
                 )
                 return
-            _keep_alive(connection)
-            connection.sendall(f"{place['token']} {self.rank}\n".encode())
-            self._connections[connection] = 0
-        threading.Thread(
-            target=self._listen_to_peers, args=(server, token), name="peers", daemon=True
-        ).start()
+            connection.sendall(secret)
+            self._add(0, connection)
+        self._start("peers", self._watch)
 
-    def _listen_to_peers(self, server: socket.socket | None, token: str) -> None:
-        selector = selectors.DefaultSelector()
-        unread: dict[socket.socket, bytes] = {}
-        heard_at: dict[socket.socket, float] = {}
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work` on a thread; its failure is this rank's, because nobody watches after it."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                logger.exception("the watch of other ranks failed")
+                self._fail(self.rank, f"its watch of other ranks failed: {error!r}")
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
+        for rank, connection in admit(server, expected):
+            self._add(rank, connection)
+            if self._first_failure is not None:  # before this rank connected
+                self._send({"failed": self._first_failure})
+        self._all_came.set()
+
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        _keep_alive(connection)
+        connection.settimeout(None)
+        peer = self._connections[connection] = _Peer(rank, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
         next_message_at = last_turn = time.monotonic()
-
-        def add(connection: socket.socket) -> None:
-            connection.settimeout(None)
-            unread[connection] = b""
-            heard_at[connection] = time.monotonic()
-            selector.register(connection, selectors.EVENT_READ)
-
-        if server is not None:
-            selector.register(server, selectors.EVENT_READ)
-        for connection in self._connections:
-            add(connection)
         while True:
-            ready = selector.select(longest_silence / 8)
+            ready = self._selector.select(longest_silence / 8)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process itself was stopped
-                heard_at = dict.fromkeys(heard_at, now)
+                for peer in list(self._connections.values()):
+                    peer.heard_at = now
             last_turn = now
             if now >= next_message_at:
                 next_message_at = now + longest_silence / 4
                 self._send({"alive": self.rank})
             for key, _ in ready:
-                connection = key.fileobj
-                if connection is server:
-                    try:
-                        connection, _ = server.accept()
-                    except OSError:  # it was closed already, or too many files are open
-                        time.sleep(0.1)
-                        continue
-                    _keep_alive(connection)
-                    add(connection)
-                    continue
-                heard_at[connection] = now
-                try:
-                    data = connection.recv(65536)
-                except OSError:
-                    data = b""
-                *lines, unread[connection] = (unread[connection] + data).split(b"\n")
-                is_peer = all([self._hear(connection, line, token) for line in lines])
-                is_known = connection in self._connections
-                most = _LONGEST_MESSAGE if is_known else _LONGEST_GREETING
-                if not data or not is_peer or len(unread[connection]) > most:
-                    selector.unregister(connection)
-                    connection.close()
-                    del unread[connection], heard_at[connection]
-                    rank = self._connections.pop(connection, None)
-                    if rank is not None:
-                        self._fail(rank, "")
-            for connection, rank in list(self._connections.items()):
-                if now - heard_at[connection] > longest_silence:
+                key.data.heard_at = now
+                self._read(key.fileobj, key.data)
+            for peer in list(self._connections.values()):
+                if now - peer.heard_at > longest_silence:
                     seconds = f"{longest_silence:.0f} s"
-                    self._fail(rank, f"it was stopped, or its machine hangs: silent for {seconds}")
+                    self._fail(
+                        peer.rank, f"it was stopped, or its machine hangs: silent for {seconds}"
+                    )
 
-    def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
-        """Handle a line; returns False if it comes from another program that found the port.
-
-        No line is parsed before its connection has sent the token.
-        """
-        if connection not in self._connections:
-            sent_token, _, rank = line.partition(b" ")
-            if sent_token != token.encode():
-                return False
-            self._connections[connection] = int(rank)
-            self._connected.add(int(rank))
-            if self._first_failure is not None:  # before this rank connected
-                self._send({"failed": self._first_failure})
-            return True
-        message = json.loads(line)
-        if "failed" in message:
-            self._fail(*message["failed"])
-        elif "bye" in message:
-            self._connections.pop(connection)
-        return True
+    def _read(self, connection: socket.socket, peer: _Peer) -> None:
+        """Handle what a rank has sent; the end of its connection is its failure, unless it left."""
+        problem = ""
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        *lines, peer.unread = (peer.unread + data).split(b"\n")
+        try:
+            for message in map(json.loads, lines):
+                if "failed" in message:
+                    rank, text = message["failed"]
+                    self._fail(int(rank), str(text))
+                elif "bye" in message:
+                    self._connections.pop(connection, None)
+            if len(peer.unread) > _LONGEST_MESSAGE:
+                raise ValueError("a line without an end")
+        except (ValueError, TypeError, RecursionError) as error:
+            problem = f"it sent a message that no rank sends ({error!r})"
+        if problem or not data:
+            self._selector.unregister(connection)
+            connection.close()
+            if self._connections.pop(connection, None) is not None:
+                self._fail(peer.rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
         """Record the first failure, forward it, and end this process if it doesn't end itself."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank == 0:  # before the main thread learns of it, which may end this process
+        if self.rank in (
+            0,
+            rank,
+        ):  # before the main thread learns of it, which may end this process
             self._send({"failed": self._first_failure})
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
@@ -272,11 +297,8 @@ class Peers:
         if self._first_failure is None:
             self._first_failure = self.rank, message.partition("\n")[0][:2000]
             self._send({"failed": self._first_failure})
-        deadline = time.monotonic() + _SECONDS_TO_CONNECT
-        while self.rank == 0 and len(self._connected) < self.world_size - 1:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        if self.rank == 0:
+            self._all_came.wait(_SECONDS_TO_CONNECT)
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
         timer.daemon = True
         timer.start()
