@@ -61,5 +61,8 @@ def test_idle_connections_are_few_and_do_not_stay(door, monkeypatch):
 
 def test_program_that_does_not_come_is_not_waited_for_without_a_limit(door):
     server, address, known = door
-    with connect(address, known[1]), pytest.raises(TimeoutError, match="1 did not connect in 0.5"):
+    with (
+        connect(address, known[1]),
+        pytest.raises(TimeoutError, match="^1 expected programs did not connect within 0.5 s"),
+    ):
         list(admit(server, expected(known), 0.5))

@@ -2,25 +2,30 @@
 
 The server is told over HTTP what comes: `init_weight_transfer_engine` once, then for each update
 `start_weight_update`, `update_weights` for some tensors at a time, and `finish_weight_update`. The
-tensors go through a process group of the sending rank and the server's workers: with NCCL between
-GPUs, received by vLLM's own engine, or with gloo, received by `torchtitan.integrations.vllm_receiver`.
-Written for vLLM 0.32.0.
+tensors go from the sending rank to the server's workers: with "nccl" between GPUs, received by vLLM's
+own engine, or with "gloo" from host memory over TCP, received by `torchtitan.integrations.vllm_receiver`
+(the word is the setting's of earlier releases, which used that library). Written for vLLM 0.32.0.
+
+Over TCP, the sender listens at one address until all workers have connected, each with a secret that is
+derived from a token in the first of these messages. With NCCL, vLLM and torch listen at a port that asks
+for none: keep it closed to others.
 """
 
+import hmac
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from datetime import timedelta
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 from torchtitan.rl.weight_sync import buckets_of, copied
+from torchtitan.tools.admission import admit, digest_of
 from torchtitan.tools.utils import get_device_type, use_device
 
 T = TypeVar("T")
@@ -39,9 +44,30 @@ def register() -> None:
         )
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a process group beside the default one, which other programs can join."""
-    return dist.distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
+def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
+    """Return this worker's connection to the sender, given the message that announced it.
+
+    info: with the keys of `WeightLane`'s message as attributes. timeout_seconds: for each wait.
+    """
+    place = info.master_address, info.master_port
+    connection = socket.create_connection(place, timeout_seconds)
+    connection.sendall(_secret(info.token, info.rank_offset + worker))
+    return connection
+
+
+def receive(connection: socket.socket, tensors: Iterable[Tensor]) -> None:
+    """Fill these tensors on the CPU with the next ones that the sender sends."""
+    for tensor in tensors:
+        unfilled = memoryview(bytes_of(tensor).numpy())
+        while unfilled:
+            num_bytes = connection.recv_into(unfilled)
+            if not num_bytes:
+                raise ConnectionError("the rank that sends weights has closed its connection")
+            unfilled = unfilled[num_bytes:]
+
+
+def _secret(token: str, rank: int) -> bytes:
+    return hmac.digest(token.encode(), str(rank).encode(), "sha256")
 
 
 class WeightLane:
@@ -71,36 +97,37 @@ class WeightLane:
         server = to.hostname, to.port or (443 if to.scheme == "https" else 80)
         with socket.create_connection(server, timeout_seconds) as connection:
             address = connection.getsockname()[0]
-        timeout = timedelta(seconds=timeout_seconds)
-        if backend == "gloo":
-            store = dist.TCPStore(
-                address, 0, is_master=True, wait_for_workers=False, timeout=timeout
-            )
-            port = store.port
-            self._device = torch.device("cpu")
-        else:
-            with socket.socket() as probe:
-                probe.bind((address, 0))
-                port = probe.getsockname()[1]
-            self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
         info = {
             "master_address": address,
-            "master_port": port,
             "rank_offset": 1,  # this rank is 0
             "world_size": size,
             "packed": False,  # tensors are sent one by one
         }
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family)
+        info["master_port"] = server.getsockname()[1]
+        if backend == "gloo":
+            self._device = torch.device("cpu")
+            info["token"] = secrets.token_hex()
+            expected = {digest_of(_secret(info["token"], rank)): rank for rank in range(1, size)}
+        else:
+            self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
+            server.close()  # the port is free for the group
 
-        def join() -> Any:
+        def accept_workers() -> Any:
             if backend == "gloo":
-                return gloo_group(store, 0, size, timeout)
+                workers = [worker for _, worker in admit(server, expected, timeout_seconds)]
+                for worker in workers:
+                    worker.settimeout(timeout_seconds)
+                return workers
             from vllm.distributed.weight_transfer import nccl_common
 
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        self._group = _beside(
-            join, lambda: call("init_weight_transfer_engine", {"init_info": info})
+        # A list of connections, or vLLM's communicator
+        self._workers = _beside(
+            accept_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )
 
     def send(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -121,13 +148,19 @@ class WeightLane:
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":
-            for work in [self._group.broadcast(bytes_of(tensor), 0) for tensor in tensors]:
-                work.wait()
+            views = [memoryview(bytes_of(tensor).numpy()) for tensor in tensors]
+
+            def send_to(worker: socket.socket) -> None:
+                for view in views:
+                    worker.sendall(view)
+
+            with ThreadPoolExecutor(len(self._workers)) as pool:
+                list(pool.map(send_to, self._workers))
             return
         use_device(self._device)
         stream = torch.cuda.current_stream()
         for tensor in tensors:
-            self._group.broadcast(tensor, src=0, stream=stream)
+            self._workers.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
 
 

@@ -36,7 +36,9 @@ def admit(
                 ready = [key.fileobj for key, _ in selector.select(min(1.0, timeout_seconds))]
                 now = time.monotonic()
                 if now > deadline:
-                    raise TimeoutError(f"{len(expected)} did not connect in {timeout_seconds:g} s")
+                    raise TimeoutError(
+                        f"{len(expected)} expected programs did not connect within {timeout_seconds:g} s"
+                    )
                 for connection in strangers.keys() & ready:
                     came_at, sent = strangers[connection]
                     try:
