@@ -74,6 +74,7 @@ def dense_masks():
 
     with (
         mock.patch.object(decoder.Decoder, "get_attention_masks", pairs),
+        mock.patch.object(decoder.Decoder, "makes_document_masks", False),
         mock.patch.object(decoder, "attend", attend),
     ):
         yield
