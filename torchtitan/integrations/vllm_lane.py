@@ -14,9 +14,8 @@ for none: keep it closed to others.
 import hmac
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
 from torchtitan.rl.weight_sync import buckets_of, copied
 from torchtitan.tools.admission import admit, digest_of
-from torchtitan.tools.utils import get_device_type, use_device
+from torchtitan.tools.utils import get_device_type, run_beside, use_device
 
 T = TypeVar("T")
 
@@ -167,19 +166,9 @@ class WeightLane:
 def _beside(ours: Callable[[], T], theirs: Callable[[], Any]) -> T:
     """Run both at once; return the result of `ours`.
 
-    If one raises, that is raised at once: the other waits for a peer that is gone, on a thread
-    which does not keep the process from ending.
+    If one raises, that is raised at once: the other waits for a peer that is gone.
     """
-    futures: list[Future] = [Future(), Future()]
-
-    def run(function: Callable[[], Any], future: Future) -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    for function, future in zip((ours, theirs), futures, strict=True):
-        threading.Thread(target=run, args=(function, future), daemon=True).start()
+    futures = [run_beside(ours), run_beside(theirs)]
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()

@@ -92,23 +92,16 @@ class FailureWatch(Watch):
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
         # False while sends between two ranks may be in flight, because no group counts those.
         self.counts_collectives = True
-        self._closed = threading.Event()
-        try:
-            # The thread's own connection can block in a wait while this rank uses the other.
-            store, can_wait = store.clone(), True
-        except RuntimeError:  # a FileStore
-            can_wait = False
+        with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
+            store = store.clone()  # blocks in the thread's waits while this rank uses the other one
+        store = dist.PrefixStore(name, store)
         self._thread = threading.Thread(
-            target=self._listen,
-            args=(dist.PrefixStore(name, store), can_wait),
-            name="failures",
-            daemon=True,
+            target=self._listen, args=(store,), name="failures", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._closed.set()
             # In a thread, because the store may be gone or hang.
             threading.Thread(target=self._send_closed, daemon=True).start()
             self._thread.join(_SECONDS_TO_CLOSE)
@@ -233,16 +226,13 @@ class FailureWatch(Watch):
         with contextlib.suppress(RuntimeError):
             self._send("closed", "")
 
-    def _listen(self, store: dist.Store, can_wait: bool) -> None:
+    def _listen(self, store: dist.Store) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
-                    if self._closed.wait(0 if can_wait else _SECONDS_BETWEEN_LOOKS):
-                        return
-                    if can_wait:
-                        with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
-                            store.wait([name], _LONGEST_WAIT)
+                    with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
+                        store.wait([name], _LONGEST_WAIT)
                 kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":
                     return
