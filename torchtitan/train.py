@@ -166,7 +166,6 @@ def _locked_folder(config: JobConfig) -> Iterator[None]:
 
 
 def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:
-    signals.at_start.wait_for_peers()
     return Peers(*find_peers(timedelta(seconds=timeout_seconds)), helpers)
 
 

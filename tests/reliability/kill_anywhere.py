@@ -105,7 +105,8 @@ def _variants() -> list[Variant]:
         "export": ([*TRAIN, *EXPORT], "torchtitan.train"),
         "RL": (RL, "torchtitan.rl.train"),
     }
-    roles = (*RL, "--rl.generator.ranks=1", "--rl.async_steps=2")
+    # Only a time limit ends the wait for a rank that was killed before it met the other one.
+    roles = (*RL, "--rl.generator.ranks=1", "--rl.async_steps=2", "--comm.init_timeout_seconds=30")
     serve = (*TOY, "--training.seq_len=16", "--rl.serve.port=0")
     adapters = ("--model.converters=lora", "--lora.rank=8")
     return [

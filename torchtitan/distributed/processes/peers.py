@@ -125,32 +125,30 @@ class Peers:
     def _agree(
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
-        own = {
-            "error": error,
-            "config": {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK},
-        }
-        store.set(f"config_{self.rank}", json.dumps(own, default=str))
+        config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
+        own = json.dumps({"error": error, "config": config}, default=str)
+        store.set(f"config_{self.rank}", own)
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
                 self._leaving.set()  # before other ranks read the verdict and end
-            store.set("verdict", json.dumps({"problem": problem}))
-            if problem:
-                if problem != error:
-                    print(problem, file=sys.stderr, flush=True)
-                # This process may hold the store, so wait until all ranks have read the verdict.
-                deadline = time.monotonic() + SECONDS_TO_REPORT
-                while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
-                    time.sleep(0.05)
-        else:
-            problem = json.loads(store.get("verdict"))["problem"]
-            if problem:
-                self.leave()
+            store.set("verdict", json.dumps(problem))
+        problem = json.loads(store.get("verdict"))
+        if not problem:
+            return
+        if self.rank > 0:
+            self.leave()
             store.add("read", 1)
-        if problem:
             raise PeerError(problem)
+        if problem != error:
+            print(problem, file=sys.stderr, flush=True)
+        # This process may hold the store, so wait until all ranks have read the verdict.
+        deadline = time.monotonic() + SECONDS_TO_REPORT
+        while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise PeerError(problem)
 
     # ---- from the start on ----
 
@@ -230,10 +228,8 @@ class Peers:
                 self._read(key.fileobj, key.data)
             for peer in list(self._connections.values()):
                 if now - peer.heard_at > longest_silence:
-                    seconds = f"{longest_silence:.0f} s"
-                    self._fail(
-                        peer.rank, f"it was stopped, or its machine hangs: silent for {seconds}"
-                    )
+                    silent = f"silent for {longest_silence:.0f} s"
+                    self._fail(peer.rank, f"it was stopped, or its machine hangs: {silent}")
 
     def _read(self, connection: socket.socket, peer: _Peer) -> None:
         """Handle what a rank has sent; the end of its connection is its failure, unless it left."""
@@ -265,10 +261,8 @@ class Peers:
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank in (
-            0,
-            rank,
-        ):  # before the main thread learns of it, which may end this process
+        if self.rank in (0, rank):
+            # Before the main thread learns of it, which may end this process.
             self._send({"failed": self._first_failure})
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
@@ -317,26 +311,24 @@ class Peers:
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
     """Return why these ranks cannot train together, None if they can. reports: one per rank."""
-    ranks_of: dict[str, list[int]] = {}
+    ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
-        if own["error"] is not None:
-            ranks_of.setdefault(own["error"], []).append(rank)
-    if list(ranks_of.values()) == [list(range(len(reports)))]:
+        ranks_of.setdefault(own["error"], []).append(rank)
+    if len(ranks_of) == 1 and reports[0]["error"] is not None:
         return reports[0]["error"]
-    if ranks_of:
+    if ranks_of.keys() != {None}:
         return "\n".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {error}"
             for error, ranks in ranks_of.items()
+            if error is not None
         )
     first = reports[0]["config"]
-    lines = []
-    for rank, own in enumerate(reports):
-        other = own["config"]
-        lines += [
-            f"{key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}"
-            for key in sorted(first.keys() | other.keys())
-            if repr(first.get(key)) != repr(other.get(key))  # repr, so that nan equals nan
-        ]
+    lines = [
+        f"{key} is {first.get(key)!r} on rank 0 and {own['config'].get(key)!r} on rank {rank}"
+        for rank, own in enumerate(reports)
+        for key in sorted(first.keys() | own["config"].keys())
+        if repr(first.get(key)) != repr(own["config"].get(key))  # repr, so that nan equals nan
+    ]
     if not lines:
         return None
     more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
