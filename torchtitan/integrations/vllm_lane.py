@@ -15,7 +15,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -96,37 +96,34 @@ class WeightLane:
         server = to.hostname, to.port or (443 if to.scheme == "https" else 80)
         with socket.create_connection(server, timeout_seconds) as connection:
             address = connection.getsockname()[0]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family)
         info = {
             "master_address": address,
+            "master_port": server.getsockname()[1],
             "rank_offset": 1,  # this rank is 0
             "world_size": size,
             "packed": False,  # tensors are sent one by one
         }
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, 0), family=family)
-        info["master_port"] = server.getsockname()[1]
         if backend == "gloo":
             self._device = torch.device("cpu")
-            info["token"] = secrets.token_hex()
-            expected = {digest_of(_secret(info["token"], rank)): rank for rank in range(1, size)}
+            info["token"] = token = secrets.token_hex()
+            expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
         else:
             self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
-            server.close()  # the port is free for the group
+            server.close()  # the port is for NCCL
 
-        def accept_workers() -> Any:
+        def meet_workers() -> Any:
             if backend == "gloo":
-                workers = [worker for _, worker in admit(server, expected, timeout_seconds)]
-                for worker in workers:
-                    worker.settimeout(timeout_seconds)
-                return workers
+                return [worker for _, worker in admit(server, expected, timeout_seconds)]
             from vllm.distributed.weight_transfer import nccl_common
 
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        # A list of connections, or vLLM's communicator
+        # Connections, or vLLM's communicator
         self._workers = _beside(
-            accept_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
+            meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )
 
     def send(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -147,14 +144,9 @@ class WeightLane:
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":
-            views = [memoryview(bytes_of(tensor).numpy()) for tensor in tensors]
-
-            def send_to(worker: socket.socket) -> None:
-                for view in views:
-                    worker.sendall(view)
-
-            with ThreadPoolExecutor(len(self._workers)) as pool:
-                list(pool.map(send_to, self._workers))
+            for tensor in tensors:
+                for worker in self._workers:
+                    worker.sendall(memoryview(bytes_of(tensor).numpy()))
             return
         use_device(self._device)
         stream = torch.cuda.current_stream()

@@ -14,10 +14,10 @@ waits for them. A step without a failure sends no message.
 import contextlib
 import itertools
 import json
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from torchtitan.distributed.processes.own_groups import abort_groups, forget_mes
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 T = TypeVar("T")
 
@@ -95,16 +96,12 @@ class FailureWatch(Watch):
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
             store = store.clone()  # blocks in the thread's waits while this rank uses the other one
         store = dist.PrefixStore(name, store)
-        self._thread = threading.Thread(
-            target=self._listen, args=(store,), name="failures", daemon=True
-        )
-        self._thread.start()
+        self._listening = run_beside(lambda: self._listen(store))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            # In a thread, because the store may be gone or hang.
-            threading.Thread(target=self._send_closed, daemon=True).start()
-            self._thread.join(_SECONDS_TO_CLOSE)
+        if not self._listening.done():
+            run_beside(lambda: self._send("closed", ""))  # the store may be gone or hang
+            futures.wait([self._listening], _SECONDS_TO_CLOSE)
         if self._lost is not None:
             forget_meshes()
 
@@ -112,6 +109,8 @@ class FailureWatch(Watch):
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
+        if self._listening.done():
+            self._listening.result()  # raises the error that ended it
         if self._lost is not None:
             raise self._lost_error()
         if (late := self._take_failure()) is not None:
@@ -221,10 +220,6 @@ class FailureWatch(Watch):
         self._store.set(f"message/{number}", json.dumps([kind, self._call, self._rank, text]))
         if kind == "function":
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
-
-    def _send_closed(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._send("closed", "")
 
     def _listen(self, store: dist.Store) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it

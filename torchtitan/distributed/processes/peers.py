@@ -28,20 +28,13 @@ from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 
 # Settings that may differ between ranks: names, and paths, because each may have its own disk.
-_SETTINGS_PER_RANK = (
-    "job.config_file",
-    "job.description",
-    "job.dump_folder",
-    "job.print_config",
-    "job.save_config_file",
-    "model.hf_assets_path",
-    "model.hf_config",
-    "model.tokenizer_path",
-    "training.dataset_path",
-    "validation.dataset_path",
-    "comm.save_traces_folder",
-    "comm.save_traces_file_prefix",
-    "fault_tolerance.replica_id",
+_SETTINGS_PER_RANK = set(
+    """
+    job.config_file job.description job.dump_folder job.print_config job.save_config_file
+    model.hf_assets_path model.hf_config model.tokenizer_path
+    training.dataset_path validation.dataset_path
+    comm.save_traces_folder comm.save_traces_file_prefix fault_tolerance.replica_id
+    """.split()
 )
 _MOST_KEYS_SHOWN = 8
 _LONGEST_MESSAGE = 2**20  # bytes
@@ -174,11 +167,8 @@ class Peers:
                 connection = socket.create_connection(address, timeout=10)
             except OSError as error:
                 logger.warning(
-                    "rank %d cannot connect to rank 0 at %s, port %d (%s): the death of a rank is "
-                    "noticed only when a collective times out",
-                    self.rank,
-                    *address,
-                    error,
+                    f"rank {self.rank} cannot connect to rank 0 at {address} ({error}): the death of a "
+                    "rank is noticed only when a collective times out"
                 )
                 return
             connection.sendall(secret)
@@ -272,17 +262,15 @@ class Peers:
 
     def describe_failure(self, wait_seconds: float = 0) -> str:
         """Return another rank's failure in one line, for this rank to print."""
+        own = f"rank {self.rank}"
         if not self._has_failed.wait(wait_seconds) or self._first_failure is None:
-            return (
-                f"rank {self.rank} lost its connection to another rank; the first error is in that "
-                "rank's output"
-            )
+            return f"{own} lost its connection to another rank; the first error is in that rank's output"
         rank, message = self._first_failure
         if message:
-            return f"rank {self.rank} ends because rank {rank} failed: {message}"
+            return f"{own} ends because rank {rank} failed: {message}"
         return (
-            f"rank {self.rank} ends because rank {rank} ended without a message; if its output has "
-            "no error either, it was killed: look for the kernel's out-of-memory killer on its node"
+            f"{own} ends because rank {rank} ended without a message; if its output has no error "
+            "either, it was killed: look for the kernel's out-of-memory killer on its node"
         )
 
     def report(self, message: str) -> None:
@@ -349,15 +337,16 @@ def _listen() -> socket.socket:
     may have for the machine's own name: other machines can't reach that.
     """
     name = os.environ["MASTER_ADDR"]
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     with suppress(OSError):
         places = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)
-        is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        is_loopback = ipaddress.ip_address(address[0]).is_loopback
-        if is_local or not is_loopback or name in ("localhost", address[0]):
-            return socket.create_server(address[:2], family=family)
-    ipv6 = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    return socket.create_server(("", 0), **(ipv6 if socket.has_dualstack_ipv6() else {}))
+        family, *_, (address, *_) = min(places, key=lambda place: place[0] != socket.AF_INET)
+        is_loopback = ipaddress.ip_address(address).is_loopback
+        if is_local or not is_loopback or name in ("localhost", address):
+            return socket.create_server((address, 0), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
 
 
 def _keep_alive(connection: socket.socket) -> None:

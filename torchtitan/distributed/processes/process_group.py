@@ -129,8 +129,8 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
     store, rank, world_size = find_peers(timeout)
     place = _meeting_places[_meeting_place()]
     place[1] += 1
-    group_store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
-    return {"store": group_store, "rank": rank, "world_size": world_size}
+    store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
