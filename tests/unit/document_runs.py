@@ -1,4 +1,4 @@
-"""Training on packed documents with flex, varlen and a dense mask, for tests and benchmarks.
+"""Training on packed documents with flex, varlen and a dense mask.
 
 In fp32, except "varlen" on an accelerator, whose kernel takes only 16-bit numbers: in bf16.
 """

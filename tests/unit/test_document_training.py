@@ -23,7 +23,6 @@ ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, a
 
 
 def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
-    """The full size is benchmarks/documents.py."""
     data = short_documents(tmp_path)
     runs = {kernel: train(tmp_path / kernel, kernel, 4, *data) for kernel in KERNELS}
     assert all(n_ends >= 12 for _, n_ends in runs.values())
