@@ -4,7 +4,6 @@ For `torchtitan.train.main`. When a rank dies, collectives on the other ranks fa
 and without the reason. Here every rank learns the reason within seconds.
 """
 
-import dataclasses
 import ipaddress
 import json
 import os
@@ -37,6 +36,8 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
+# Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
+_ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 # After a helper's failure, to save; torchrun kills ranks 30 s after its SIGTERM.
@@ -48,15 +49,6 @@ _SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resourc
 
 class PeerError(Exception):
     """The config can't run, or not on all ranks; rank 0 has printed the reason."""
-
-
-@dataclasses.dataclass
-class _Peer:
-    """The rank at the other end of a connection."""
-
-    rank: int
-    heard_at: float  # when it last sent anything, in seconds
-    unread: bytes = b""  # the beginning of a line
 
 
 class Peers:
@@ -84,7 +76,8 @@ class Peers:
         self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, _Peer] = {}
+        self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
+        self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
         # epoll and kqueue take a new connection while the watch waits for the others.
         self._selector = selectors.DefaultSelector()
         self._all_came = threading.Event()  # on rank 0
@@ -191,14 +184,14 @@ class Peers:
         for rank, connection in admit(server, expected):
             self._add(rank, connection)
             if self._first_failure is not None:  # before this rank connected
-                self._send({"failed": self._first_failure})
+                self._send(_FAILED, self._first_failure)
         self._all_came.set()
 
     def _add(self, rank: int, connection: socket.socket) -> None:
         _keep_alive(connection)
-        connection.settimeout(None)
-        peer = self._connections[connection] = _Peer(rank, time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, peer)
+        connection.settimeout(_SECONDS_TO_END)  # for a message that has begun
+        self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
@@ -207,44 +200,40 @@ class Peers:
             ready = self._selector.select(longest_silence / 8)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process itself was stopped
-                for peer in list(self._connections.values()):
-                    peer.heard_at = now
+                self._heard_at = dict.fromkeys(self._heard_at, now)
             last_turn = now
             if now >= next_message_at:
                 next_message_at = now + longest_silence / 4
-                self._send({"alive": self.rank})
+                self._send(_ALIVE)
             for key, _ in ready:
-                key.data.heard_at = now
-                self._read(key.fileobj, key.data)
-            for peer in list(self._connections.values()):
-                if now - peer.heard_at > longest_silence:
+                self._read(key.fileobj)
+            for rank in list(self._connections.values()):
+                if now - self._heard_at[rank] > longest_silence:
                     silent = f"silent for {longest_silence:.0f} s"
-                    self._fail(peer.rank, f"it was stopped, or its machine hangs: {silent}")
+                    self._fail(rank, f"it was stopped, or its machine hangs: {silent}")
 
-    def _read(self, connection: socket.socket, peer: _Peer) -> None:
-        """Handle what a rank has sent; the end of its connection is its failure, unless it left."""
-        problem = ""
+    def _read(self, connection: socket.socket) -> None:
+        """Handle one message of a rank, or the end of its connection, which is a failure."""
+        rank, problem = self._connections[connection], ""
+        self._heard_at[rank] = time.monotonic()
         try:
-            data = connection.recv(65536)
+            kind = connection.recv(1)
+            if kind == _ALIVE:
+                return
+            if kind == _FAILED:
+                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
+                return self._fail(int(failed), str(text))
+            if kind not in (_LEAVES, b""):
+                raise ValueError(kind)
+        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
+            problem = f"it sent a message that no rank sends: {error!r}"
         except OSError:
-            data = b""
-        *lines, peer.unread = (peer.unread + data).split(b"\n")
-        try:
-            for message in map(json.loads, lines):
-                if "failed" in message:
-                    rank, text = message["failed"]
-                    self._fail(int(rank), str(text))
-                elif "bye" in message:
-                    self._connections.pop(connection, None)
-            if len(peer.unread) > _LONGEST_MESSAGE:
-                raise ValueError("a line without an end")
-        except (ValueError, TypeError, RecursionError) as error:
-            problem = f"it sent a message that no rank sends ({error!r})"
-        if problem or not data:
-            self._selector.unregister(connection)
-            connection.close()
-            if self._connections.pop(connection, None) is not None:
-                self._fail(peer.rank, problem)
+            kind = b""
+        self._selector.unregister(connection)
+        del self._connections[connection]
+        connection.close()
+        if kind != _LEAVES:
+            self._fail(rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
         """Record the first failure, forward it, and end this process if it doesn't end itself."""
@@ -253,7 +242,7 @@ class Peers:
         self._first_failure = rank, message
         if self.rank in (0, rank):
             # Before the main thread learns of it, which may end this process.
-            self._send({"failed": self._first_failure})
+            self._send(_FAILED, self._first_failure)
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
         if not self._leaving.wait(_SECONDS_TO_SAVE if may_save else _SECONDS_TO_END):
@@ -278,7 +267,7 @@ class Peers:
         self._leaving.set()
         if self._first_failure is None:
             self._first_failure = self.rank, message.partition("\n")[0][:2000]
-            self._send({"failed": self._first_failure})
+            self._send(_FAILED, self._first_failure)
         if self.rank == 0:
             self._all_came.wait(_SECONDS_TO_CONNECT)
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
@@ -288,13 +277,13 @@ class Peers:
     def leave(self) -> None:
         """Tell rank 0 that this rank is done, so that the end of its connection is no failure."""
         self._leaving.set()
-        self._send({"bye": self.rank})
+        self._send(_LEAVES)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
+    def _send(self, kind: bytes, failure: tuple[int, str] | None = None) -> None:
+        message = kind if failure is None else kind + json.dumps(failure).encode() + b"\n"
         for connection in list(self._connections):
             with suppress(OSError):
-                connection.sendall(line)
+                connection.sendall(message)
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
