@@ -254,7 +254,9 @@ def test_watch_that_fails_itself_ends_all_ranks_with_its_error():
 def test_second_process_of_a_rank_is_refused():
     store = dist.HashStore()
     dist.PrefixStore("torchtitan_peers", store).set("digest_1", "of the first one")
-    with pytest.raises(RunError, match="two processes of this job have RANK = 1"):
+    with pytest.raises(
+        RunError, match="two processes have RANK = 1; give each rank its own number"
+    ):
         Peers(store, 1, 2)
 
 

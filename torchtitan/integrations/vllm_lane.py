@@ -6,9 +6,9 @@ tensors go from the sending rank to the server's workers: with "nccl" between GP
 own engine, or with "gloo" from host memory over TCP, received by `torchtitan.integrations.vllm_receiver`
 (the word is the setting's of earlier releases, which used that library). Written for vLLM 0.32.0.
 
-Over TCP, the sender listens at one address until all workers have connected, each with a secret that is
-derived from a token in the first of these messages. With NCCL, vLLM and torch listen at a port that asks
-for none: keep it closed to others.
+Over TCP, the sender listens at one address until all workers have connected, each with a secret derived
+from a token in the first message. With NCCL, torch's store listens for anybody: keep its port closed to
+others.
 """
 
 import hmac

@@ -37,7 +37,6 @@ _SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its me
 _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
 _SECONDS_TO_CLOSE = 1
 _LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
-_SECONDS_BETWEEN_LOOKS = 0.05  # for polling a store
 _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
 _watches = itertools.count()  # numbers this process's watches, which all ranks make in one order
 
@@ -48,6 +47,7 @@ class Watch:
     This base class is that of a process without other ranks: failures are raised where they happen.
     """
 
+    # False while sends between two ranks may be in flight, because no group counts those.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:
@@ -91,8 +91,6 @@ class FailureWatch(Watch):
         self._own: BaseException | None = None  # failure of a function on this rank, in this call
         self._raised: BaseException | None = None  # failure that `raise_failures` raised
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
-        # False while sends between two ranks may be in flight, because no group counts those.
-        self.counts_collectives = True
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
             store = store.clone()  # blocks in the thread's waits while this rank uses the other one
         store = dist.PrefixStore(name, store)
@@ -167,9 +165,7 @@ class FailureWatch(Watch):
             if self._lost is not None or self._store.check(["lost"]):
                 return False
             for group in self._groups:
-                number = "none"
-                with contextlib.suppress(RuntimeError):  # of simulated ranks
-                    number = str(torch_parts.collectives_so_far(group))
+                number = str(torch_parts.collectives_so_far(group))
                 if meeting.compare_set(group.group_name, "", number).decode() != number:
                     meeting.set("differ", "")
             if not self.counts_collectives:
@@ -180,7 +176,7 @@ class FailureWatch(Watch):
             while not meeting.check(["all came"]):  # store.wait would log its time-out
                 if self._lost is not None or time.monotonic() > deadline:
                     return False
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(0.05)
             self._reported = None
             return not meeting.check(["differ"])
         except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user pressed Ctrl-C
@@ -257,6 +253,7 @@ def watch_over(
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     groups = {*groups, *(mesh.get_group() for mesh in meshes)}
+    groups = {group for group in groups if dist.get_backend(group) != "fake"}
     if device.type == "cpu":
         host_group = parallel_dims.world_mesh.get_group()
     else:

@@ -57,9 +57,8 @@ def making_meshes() -> Iterator[None]:
     function inside, so that all such axes share one new group.
     """
     with making_groups(), contextlib.ExitStack() as stack:
-        default = dist.group.WORLD
-        is_hosts = default is not None and not group_is_ours()
-        if is_hosts and default.size() > 1 and dist.get_backend() != "fake":
+        is_hosts = dist.is_initialized() and not group_is_ours()
+        if is_hosts and dist.get_world_size() > 1 and dist.get_backend() != "fake":
             own = dist.new_group(group_desc="torchtitan")
             stack.enter_context(torch_parts.replaced("mesh_default_group", lambda: own))
         yield
@@ -71,8 +70,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     groups: made inside `making_groups`. May be called from any thread.
     """
     groups = [group for group in groups if group in torch_parts.world.pg_map]
-    # Each of gloo's connections was accepted by one of its two ranks, at the address where that rank
-    # listened.
+    # One of the two ranks of a gloo connection has accepted it, at the address where it listened.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:

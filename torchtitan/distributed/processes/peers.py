@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from torchtitan.tools.admission import SECRET_BYTES, admit, digest_of
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 # Settings that may differ between ranks: names, and paths, because each may have its own disk.
 _SETTINGS_PER_RANK = set(
@@ -112,8 +114,9 @@ class Peers:
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
         config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
-        own = json.dumps({"error": error, "config": config}, default=str)
-        store.set(f"config_{self.rank}", own)
+        store.set(
+            f"config_{self.rank}", json.dumps({"error": error, "config": config}, default=str)
+        )
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
             store.wait(names, self._store.timeout)
@@ -146,14 +149,13 @@ class Peers:
             expected = {digest: rank for rank, digest in enumerate(digests, 1)}
             server = _listen()
             self._store.set("port", str(server.getsockname()[1]))
-            self._start("admission", lambda: self._admit(server, expected))
+            self._start(lambda: self._admit(server, expected))
         else:
             secret = secrets.token_bytes(SECRET_BYTES)
             digest = digest_of(secret)
             if self._store.compare_set(f"digest_{self.rank}", "", digest).decode() != digest:
                 raise RunError(
-                    f"two processes of this job have RANK = {self.rank}; give each its own number "
-                    f"from 0 to {self.world_size - 1}"
+                    f"two processes have RANK = {self.rank}; give each rank its own number"
                 )
             address = os.environ["MASTER_ADDR"], int(self._store.get("port"))
             try:
@@ -166,19 +168,17 @@ class Peers:
                 return
             connection.sendall(secret)
             self._add(0, connection)
-        self._start("peers", self._watch)
+        self._start(self._watch)
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], None]) -> None:
         """Run `work` on a thread; its failure is this rank's, because nobody watches after it."""
 
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                logger.exception("the watch of other ranks failed")
+        def ended(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                logger.error("the watch of other ranks failed", exc_info=error)
                 self._fail(self.rank, f"its watch of other ranks failed: {error!r}")
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        run_beside(work).add_done_callback(ended)
 
     def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
         for rank, connection in admit(server, expected):
@@ -188,7 +188,11 @@ class Peers:
         self._all_came.set()
 
     def _add(self, rank: int, connection: socket.socket) -> None:
-        _keep_alive(connection)
+        # The kernel closes the connection within 20 s if the other machine is gone.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection.settimeout(_SECONDS_TO_END)  # for a message that has begun
         self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
@@ -200,7 +204,7 @@ class Peers:
             ready = self._selector.select(longest_silence / 8)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process itself was stopped
-                self._heard_at = dict.fromkeys(self._heard_at, now)
+                self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
             last_turn = now
             if now >= next_message_at:
                 next_message_at = now + longest_silence / 4
@@ -336,11 +340,3 @@ def _listen() -> socket.socket:
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Make the kernel close the connection within 20 s if the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

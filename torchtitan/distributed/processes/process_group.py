@@ -296,9 +296,7 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
         dist.barrier(device_ids=[device_module.current_device()])
         device_module.synchronize()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
-    groups = [mesh.get_group() for mesh in meshes] + [dist.group.WORLD]
-    for group in groups:
-        if group is dist.group.WORLD and not group_is_ours():
-            continue
+    groups = [mesh.get_group() for mesh in meshes]
+    for group in groups + [dist.group.WORLD] * group_is_ours():
         with contextlib.suppress(RuntimeError):  # a backend without time-outs, such as "fake"
             group.set_timeout(timeout)
