@@ -123,10 +123,7 @@ class StartSignals:
         self._tell: Callable[[str], None] | None = None
 
     def start(self) -> None:
-        """React to signals from now on; a process without peers keeps Python's own handling.
-
-        Idempotent.
-        """
+        """React to signals from now on, unless this process has no peers. Idempotent."""
         if not self._thread.handlers and has_peers():
             self._thread.start()
 
