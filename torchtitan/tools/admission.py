@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 SECRET_BYTES = 32
-_SECONDS_TO_GREET = 10
+_SECONDS_TO_GREET = 30
 _MOST_STRANGERS = 64  # connections that have not sent a whole secret
 
 
