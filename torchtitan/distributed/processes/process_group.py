@@ -297,6 +297,7 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
         device_module.synchronize()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     groups = [mesh.get_group() for mesh in meshes]
-    for group in groups + [dist.group.WORLD] * group_is_ours():
+    groups += [dist.group.WORLD] if group_is_ours() else []
+    for group in groups:
         with contextlib.suppress(RuntimeError):  # a backend without time-outs, such as "fake"
             group.set_timeout(timeout)
