@@ -48,8 +48,7 @@ def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
 
     info: with the keys of `WeightLane`'s message as attributes. timeout_seconds: for each wait.
     """
-    place = info.master_address, info.master_port
-    connection = socket.create_connection(place, timeout_seconds)
+    connection = socket.create_connection((info.master_address, info.master_port), timeout_seconds)
     connection.sendall(_secret(info.token, info.rank_offset + worker))
     return connection
 
