@@ -93,7 +93,7 @@ FAULTS = [
     flag_fault(
         "sequence length of zero",
         ("--training.seq_len=0",),
-        "training.seq_len must be a finite number of at least 1, got 0; the default is 2048",
+        "training.seq_len must be at least 1, got 0; the default is 2048",
         "A typing error.",
         "Give the tokens of a row.",
     ),
@@ -121,7 +121,7 @@ FAULTS = [
     flag_fault(
         "no batch to prefetch",
         ("--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=0"),
-        "training.dataloader.prefetch_factor must be a finite number of at least 1, got 0; …",
+        "training.dataloader.prefetch_factor must be at least 1, got 0; …",
         "0 was taken for the default.",
         "Leave the key out, or give 1 or more.",
     ),
@@ -151,14 +151,14 @@ FAULTS = [
     flag_fault(
         "learning rate that is no number",
         ("--optimizer.lr=nan",),
-        "optimizer.lr must be a finite number of at least 0, got nan; the default is 0.0008",
+        "optimizer.lr must be at least 0, got nan; the default is 0.0008",
         "It was computed, and the computation failed.",
         "Give a number.",
     ),
     flag_fault(
         "negative clipping",
         ("--training.max_norm=-1",),
-        "training.max_norm must be above 0, got -1…; use inf to turn clipping off",
+        "training.max_norm must be above 0, or inf, got -1…; the default is 1.0",
         "-1 was meant to turn clipping off.",
         "Give inf for that.",
     ),
@@ -172,15 +172,14 @@ FAULTS = [
     flag_fault(
         "unknown determinism check",
         ("--activation_checkpoint.determinism_check=strict",),
-        "activation_checkpoint.determinism_check must be 'default' or 'none', got 'strict'",
+        "activation_checkpoint.determinism_check must be one of default, none, got 'strict'",
         "A typing error.",
         "Take one of the two.",
     ),
     flag_fault(
         "unknown compile backend",
         ("--compile.enable", "--compile.backend=inductr"),
-        "compile.backend must be a registered backend of torch.compile (…), got 'inductr', did you "
-        "mean 'inductor'?…",
+        "compile.backend must be one of …, got 'inductr', did you mean 'inductor'?…",
         "A typing error, or the module that registers it was not imported.",
         "Correct the name, or name the module in experimental.custom_import.",
     ),
@@ -194,7 +193,7 @@ FAULTS = [
     flag_fault(
         "unknown flavor",
         ("--model.flavor=8b",),
-        "model.flavor must be a flavor of 'llama3' (…), got '8b', did you mean '8B'?",
+        "model.flavor of 'llama3' must be one of …, got '8b', did you mean '8B'?",
         "A typing error.",
         "Take a name of the list.",
     ),
@@ -215,14 +214,14 @@ FAULTS = [
     flag_fault(
         "option of Muon for another optimizer",
         ("--optimizer.muon.momentum=0.9",),
-        "optimizer.muon.momentum = 0.9 has no effect with optimizer.name = 'AdamW'; remove it, or …",
+        "optimizer.muon.momentum = 0.9 has no effect with optimizer.name = 'AdamW'; set the name to …",
         "The optimizer's name was left out.",
         "Set optimizer.name to Muon.",
     ),
     flag_fault(
         "unknown converter",
         ("--model.converters=float8",),
-        "model.converters holds names of registered converters (…), got 'float8', did you mean …",
+        "each name in model.converters must be one of …, got 'float8', did you mean …",
         "A typing error.",
         "Correct the name.",
     ),
@@ -252,7 +251,7 @@ FAULTS = [
     flag_fault(
         "NaN for a fraction",
         ("--lr_scheduler.decay_ratio=nan",),
-        "lr_scheduler.decay_ratio is a fraction from 0 to 1, got nan; choose a value in that range",
+        "lr_scheduler.decay_ratio must be at least 0, got nan; the default is None",
         "It was computed, and the computation failed.",
         "Give a number from 0 to 1.",
     ),

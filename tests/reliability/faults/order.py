@@ -86,8 +86,7 @@ FAULTS = [
         "weight of 0",
         "weight = 3",
         "weight = 0",
-        "training.mixture[0].weight (of 'local') must be a number above 0, got 0…; leave the table out "
-        "to train without it",
+        "training.mixture[0].weight must be above 0, got 0…; the default is 1.0",
         "The dataset should be left out.",
         "Remove its table.",
     ),
@@ -95,7 +94,7 @@ FAULTS = [
         "weight below 0",
         "weight = 3",
         "weight = -0.5",
-        "training.mixture[0].weight (of 'local') must be a number above 0, got -0.5; …",
+        "training.mixture[0].weight must be above 0, got -0.5; …",
         "A typing error.",
         "Correct the weight.",
     ),
@@ -103,7 +102,7 @@ FAULTS = [
         "weight that is not a number",
         "weight = 3",
         "weight = nan",
-        "training.mixture[0].weight (of 'local') must be a number above 0, got nan; …",
+        "training.mixture[0].weight must be above 0, got nan; …",
         "A tool computed the weights, and divided by 0.",
         "Correct the weight.",
     ),
@@ -137,7 +136,7 @@ FAULTS = [
         "passes below 0 in a table of a mixture",
         "weight = 3",
         "epochs = -1",
-        "training.mixture[0].epochs is a number of passes over the data above 0, got -1…; correct it",
+        "training.mixture[0].epochs must be above 0, got -1…; the default is None",
         "It should mean: without a limit.",
         "Leave the key out.",
     ),
@@ -161,16 +160,16 @@ FAULTS = [
     mixture_fault(
         "path beside a mixture",
         mixture(path=f"{jobs.ROOT}/tests"),
-        "training.dataset_path = '…tests' would not be read beside [[training.mixture]]; make it a table "
-        "of the mixture, or leave it out",
+        "[[training.mixture]] has its own datasets, whose passes end at different steps; each table can "
+        "have the key, got training.dataset_path = '…tests'; change one of the two",
         "The key is from a config without a mixture.",
         "Make it a table of its own.",
     ),
     mixture_fault(
         "epochs beside a mixture",
         mixture("--training.epochs=2"),
-        "training.epochs = 2.0 has no meaning for [[training.mixture]], whose sources end at different "
-        "steps; set training.steps, and `epochs` in the tables to limit a source",
+        "[[training.mixture]] has its own datasets, whose passes end at different steps; each table can "
+        "have the key, got training.epochs = 2.0; change one of the two",
         "Which of the datasets should be read twice is unknown.",
         "Set training.steps.",
     ),
@@ -185,7 +184,7 @@ FAULTS = [
     flag_fault(
         "epochs of 0",
         ("--training.epochs=0",),
-        "training.epochs is a number of passes over the data above 0, got 0.0; correct it",
+        "training.epochs must be above 0, got 0.0; the default is None",
         "A typing error.",
         "Leave it out, or give a number above 0.",
     ),
@@ -208,7 +207,7 @@ FAULTS = [
     flag_fault(
         "data seed below 0",
         ("--training.data_seed=-1",),
-        "training.data_seed must be a finite number of at least 0, got -1; the default is 0",
+        "training.data_seed must be at least 0, got -1; the default is 0",
         "It should mean: a random seed.",
         "Give a number.",
     ),
