@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -115,13 +115,17 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         if has_peers() and config.comm.mode == "default" and not is_guest:
             world_size = int(os.environ["WORLD_SIZE"])
             helpers = range(config.trainer_ranks(world_size), world_size)
-            peers = _find_peers(config.comm.init_timeout_seconds, helpers)
+            timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+            peers = Peers(*find_peers(timeout), helpers)
             signals.at_start.tell_by(peers.report)
             peers.compare(config.to_dict())
         else:
             signals.at_start.tell_by(lambda _: None)
         allow_open_files()
-        with _locked_folder(config), events.recording(config):
+        with contextlib.ExitStack() as at_end:
+            if os.environ.get("RANK", "0") == "0":  # before anything in the folder changes
+                at_end.callback(FolderLock(config.job.dump_folder).release)
+            at_end.enter_context(events.recording(config))
             if trainer_class is None:
                 from torchtitan.trainer import Trainer  # here, because it loads everything heavy
 
@@ -157,24 +161,6 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         peers.leave()
 
 
-@contextlib.contextmanager
-def _locked_folder(config: JobConfig) -> Iterator[None]:
-    """Lock the dump folder, before anything in it changes. Raises RunError if a job uses it."""
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    lock = FolderLock(config.job.dump_folder)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _find_peers(timeout_seconds: float, helpers: range = range(0)) -> Peers:
-    signals.at_start.wait_for_peers()
-    return Peers(*find_peers(timedelta(seconds=timeout_seconds)), helpers)
-
-
 def _report_config_error(message: str) -> None:
     """Have rank 0 print the message, once for all ranks with the same message, and end all ranks."""
     is_first = os.environ["RANK"] == "0"
@@ -182,7 +168,7 @@ def _report_config_error(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     _write_for_torchrun(message)
     try:
-        _find_peers(SECONDS_TO_REPORT).compare(None, message)
+        Peers(*find_peers(timedelta(seconds=SECONDS_TO_REPORT))).compare(None, message)
     except PeerError:
         return
     except Exception:  # rank 0 is not there to print it

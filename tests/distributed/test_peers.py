@@ -1,6 +1,9 @@
 """Ranks compare configs before training, and end together."""
 
+import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import time
@@ -14,6 +17,7 @@ from torchtitan.distributed.processes import peers as peers_module
 from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
 from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 
 
 def told(config=None, error=None):
@@ -134,38 +138,126 @@ def test_every_rank_hears_who_failed_and_why(rank):
             assert answer == f"rank {other} ends because rank {rank} failed: the disk is gone"
 
 
-def hear_of_failure_though_strangers_call():
-    places = []
-    create_server = socket.create_server
+def open_idle_connections(address):
+    """More than rank 0 may have files."""
+    return [real_connection(address) for _ in range(300)]
 
-    def remember(*args, **kwargs):
-        server = create_server(*args, **kwargs)
-        places.append(server.getsockname())
-        return server
 
-    socket.create_server = remember
-    peers = meet([{}] * 2)
-    if peers.rank == 1:
-        time.sleep(1)
-        peers.report("the disk is gone")
-        return time.sleep(1)
+def send_what_is_no_greeting(address):
     brackets = b"[" * 200_000 + b"\n"  # deeper than a parser of JSON goes
     failed = b'{"failed": [1, "no"]}\n'
-    for line in (b"GET / HTTP/1.1\r\n\r\n", b"7\n", failed, brackets, b"\0" * 2**21):
-        with socket.create_connection(places[0]) as stranger:
-            try:
-                stranger.sendall(line)
-            except OSError:
-                pass  # it has hung up
-    text = peers.describe_failure(wait_seconds=5)
+    for line in (b"", b"GET / HTTP/1.1\r\n\r\n", b"7\n", failed, brackets, b"\0" * 2**21):
+        with real_connection(address) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(line)
+
+
+def send_all_that_the_store_holds(address):
+    """Claim to be rank 1 with every value that a program finds at MASTER_PORT, and hang up."""
+    store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), timeout=LIMIT)
+    values = [store.get(key) for key in store.list_keys()]
+    values += re.findall(rb"\w{16,}", b" ".join(values))
+    values += [bytes.fromhex(v.decode()) for v in values if re.fullmatch(rb"([0-9a-f]{2})+", v)]
+    for value in values:
+        for greeting in (value, value + b" 1\n"):
+            with real_connection(address) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(greeting)
+
+
+LIMIT = timedelta(seconds=60)
+real_connection = socket.create_connection
+
+
+def hear_of_failure_though(attack):
+    """Rank 1 attacks rank 0's port before it connects itself; return what rank 0 hears, and where."""
+    is_attacker, places, left_open = os.environ["RANK"] == "1", [], []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024 if is_attacker else 256,) * 2)
+
+    def attack_and_connect(address, *arguments, **options):
+        if is_attacker and str(address[1]) != os.environ["MASTER_PORT"]:
+            places.append(address)
+            left_open.append(attack(address))
+        return real_connection(address, *arguments, **options)
+
+    socket.create_connection = attack_and_connect
+    peers = meet([{}] * 2)
+    if is_attacker:
+        peers.report("the disk is gone")
+        peers._store.wait(["heard"], LIMIT)
+        with pytest.raises(ConnectionRefusedError):  # the port is closed once all ranks are there
+            real_connection(places[0])
+        peers._store.set("done", "")
+        return None
+    return heard_by_rank_0(peers)
+
+
+def heard_by_rank_0(peers):
+    text = peers.describe_failure(wait_seconds=20)
+    peers._leaving.set()  # this process is not to end
+    peers._store.set("heard", "")
+    peers._store.wait(["done"], LIMIT)  # rank 0 has the store
+    return text
+
+
+@pytest.mark.parametrize(
+    "attack", [open_idle_connections, send_what_is_no_greeting, send_all_that_the_store_holds]
+)
+def test_strangers_at_the_port_are_not_listened_to_and_keep_no_rank_out(attack):
+    answer, _ = run_ranks(hear_of_failure_though, 2, attack, init_process_group=False)
+    assert answer == "rank 0 ends because rank 1 failed: the disk is gone"
+
+
+def hear_of_what_no_rank_sends(line):
+    peers = meet([{}] * 2)
+    if peers.rank == 1:
+        (connection,) = peers._connections
+        connection.sendall(line)
+        peers._leaving.set()
+        peers._store.wait(["heard"], LIMIT)
+        peers._store.set("done", "")
+        return None
+    return heard_by_rank_0(peers)
+
+
+@pytest.mark.parametrize(
+    "line", [b"7\n", b"f\xff\n", b"f3\n", b"f" + b"[" * 200_000 + b"\n", b"f[1,"], ids=range(5)
+)
+def test_rank_that_sends_what_no_rank_sends_is_named(line):
+    answer, _ = run_ranks(hear_of_what_no_rank_sends, 2, line, init_process_group=False)
+    assert answer.startswith(
+        "rank 0 ends because rank 1 failed: it sent a message that no rank sen"
+    )
+
+
+def fail_in_the_watch():
+    peers = meet([{}] * 2)
+    if peers.rank == 1:
+        peers._read = lambda *_: 1 / 0
+        peers._store.set("ready", "")
+    else:
+        peers._store.wait(["ready"], LIMIT)
+        peers._send(b"a")
+    if peers.rank == 0:
+        return heard_by_rank_0(peers)
+    text = peers.describe_failure(wait_seconds=20)
     peers._leaving.set()
-    return text, places[0][0]
+    peers._store.wait(["heard"], LIMIT)
+    peers._store.set("done", "")
+    return text
 
 
-def test_strangers_that_find_the_port_are_not_listened_to():
-    """The port is open only on the interface of MASTER_ADDR, which is localhost here."""
-    answers = run_ranks(hear_of_failure_though_strangers_call, 2, init_process_group=False)
-    assert answers[0] == ("rank 0 ends because rank 1 failed: the disk is gone", "127.0.0.1")
+def test_watch_that_fails_itself_ends_all_ranks_with_its_error():
+    for rank, answer in enumerate(run_ranks(fail_in_the_watch, 2, init_process_group=False)):
+        assert answer.startswith(f"rank {rank} ends because rank 1 failed: its watch of other ran")
+        assert "ZeroDivisionError" in answer
+
+
+def test_second_process_of_a_rank_is_refused():
+    store = dist.HashStore()
+    dist.PrefixStore("torchtitan_peers", store).set("digest_1", "of the first one")
+    with pytest.raises(
+        RunError, match="two processes have RANK = 1; give each rank its own number"
+    ):
+        Peers(store, 1, 2)
 
 
 def hear_of_a_stopped_rank(stopped_rank):

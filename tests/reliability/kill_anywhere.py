@@ -10,6 +10,11 @@ that run
 - repeats loss and gradient norm of every later step of an unbroken run, bit for bit, and
 - says so and stops, where no whole step is left but damaged ones are, instead of starting anew.
 
+Of a job whose ranks have roles, one rank is killed (`--variants "RL, generating rank"` or `"RL, training
+rank"`), and the other one has to end by itself. A server of policies (`--variants server "server, adapters"`)
+is killed while a client trains and saves its state after each step. When it is started again, every
+state that it had said to be saved continues as in the unbroken run.
+
 Exit code 1 if a trial fails. Its folder is kept then.
 """
 
@@ -17,6 +22,7 @@ import argparse
 import collections
 import dataclasses
 import hashlib
+import http.client
 import json
 import random
 import re
@@ -24,11 +30,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.reliability import jobs
+from tests.unit.rl.tinker_server import Http
 
 STEPS = 8
 SECONDS_TO_END = 60
@@ -45,15 +54,18 @@ TRAIN = [
     *jobs.TINY_JOB,
     *SAVING,
 ]
-RL = [
+TOY = [
     "--model.name=rl_toy",
-    "--training.seq_len=24",
-    "--training.local_batch_size=4",
     "--training.mixed_precision_param=float32",
     "--activation_checkpoint.mode=none",
+    "--debug.seed=7",
+]
+RL = [
+    *TOY,
+    "--training.seq_len=24",
+    "--training.local_batch_size=4",
     "--lr_scheduler.warmup_steps=0",
     "--optimizer.lr=1e-3",
-    "--debug.seed=7",
     "--metrics.log_freq=1",
     "--rl.task.name=copy",
     "--rl.sampling.max_tokens=4",
@@ -82,6 +94,7 @@ class Variant:
     arguments: tuple[str, ...]
     ranks: int = 1
     module: str = "torchtitan.train"
+    killed: int | None = None  # the rank that is killed; None: all of them, and files are damaged
 
 
 def _variants() -> list[Variant]:
@@ -92,7 +105,16 @@ def _variants() -> list[Variant]:
         "export": ([*TRAIN, *EXPORT], "torchtitan.train"),
         "RL": (RL, "torchtitan.rl.train"),
     }
+    # Only a time limit ends the wait for a rank that was killed before it met the other one.
+    roles = (*RL, "--rl.generator.ranks=1", "--rl.async_steps=2", "--comm.init_timeout_seconds=30")
+    serve = (*TOY, "--training.seq_len=16", "--rl.serve.port=0")
+    adapters = ("--model.converters=lora", "--lora.rank=8")
     return [
+        Variant("RL, generating rank", roles, 2, "torchtitan.rl.train", killed=1),
+        Variant("RL, training rank", roles, 2, "torchtitan.rl.train", killed=0),
+        Variant("server", serve, module="torchtitan.rl.serve"),
+        Variant("server, adapters", (*serve, *adapters), module="torchtitan.rl.serve"),
+    ] + [
         Variant(f"{kind}, {mode}, {ranks} rank{'s'[: ranks - 1]}", (*arguments, *extra), ranks, of)
         for kind, (arguments, of) in kinds.items()
         for mode, extra in (("sync", ()), ("async", ASYNC))
@@ -146,6 +168,12 @@ def rows(folder: Path) -> list[dict]:
 
 def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
     """Numbers of each step, and how long the run took."""
+    if variant.module == "torchtitan.rl.serve":
+        job, url = serve(variant, folder)
+        started = time.monotonic()
+        numbers = {step: of_step for step, of_step, _ in train_over(Run(url).start())}
+        job.kill()
+        return numbers, time.monotonic() - started
     outcome = start(variant, folder).wait(SECONDS_TO_END)
     assert outcome.exit_codes == [0] * variant.ranks, outcome.output
     numbers = {row["step"]: row["numbers"] for row in rows(folder)}
@@ -233,26 +261,37 @@ def try_once(
     name: str, seed: int, expected: dict[int, tuple], seconds: float, folder: Path
 ) -> Trial:
     variant, rng = VARIANTS[name], random.Random(f"{name} {seed}")
+    if variant.module == "torchtitan.rl.serve":
+        return kill_server(variant, seed, expected, rng.uniform(0, seconds), folder)
     job = start(variant, folder)
     instant = sleep_until_an_instant(job, folder, seconds, rng)
     at_once = rng.random() < 0.5
-    for rank in rng.sample(range(variant.ranks), variant.ranks):
+    ranks = range(variant.ranks) if variant.killed is None else [variant.killed]
+    for rank in rng.sample(ranks, len(ranks)):
         job.send(signal.SIGKILL, rank)
         time.sleep(0 if at_once else rng.uniform(0, 0.5))
-    job.wait(SECONDS_TO_END)
-    damage = damage_a_file(folder, rng) if rng.random() < 0.4 else None
+    first = job.wait(SECONDS_TO_END)
+    damages = variant.killed is None and rng.random() < 0.4
+    damage = damage_a_file(folder, rng) if damages else None
     whole = newest_whole_step(folder)
     only_damaged = whole is None and any(map(is_finished, step_folders(folder)))
     before = len(rows(folder))
     again = start(variant, folder).wait(SECONDS_TO_END)
-    if only_damaged:
+    if None in first.exit_codes:
+        failure = f"a rank hung after another was killed: {first.exit_codes}\n{first.output}"
+    elif only_damaged:
         failure = _not_refused(again)
     else:
         failure = _not_repeated(variant, again, rows(folder)[before:], expected, whole)
-    shutil.rmtree(folder) if failure is None else (folder / "failure").write_text(
-        f"{failure}\n{damage}\n"
-    )
-    return Trial(name, seed, instant, damage, whole, failure)
+    return _ended(Trial(name, seed, instant, damage, whole, failure), folder)
+
+
+def _ended(trial: Trial, folder: Path) -> Trial:
+    if trial.failure is None:
+        shutil.rmtree(folder)
+    else:
+        (folder / "failure").write_text(f"{trial.failure}\n{trial.damage}\n")
+    return trial
 
 
 def _not_refused(again: jobs.Outcome) -> str | None:
@@ -276,6 +315,78 @@ def _not_repeated(
         return f"steps {steps} followed, not {first} to {STEPS}\n{again.output}"
     wrong = [row["step"] for row in new_rows if row["numbers"] != expected[row["step"]]]
     return f"other numbers at steps {wrong}" if wrong else None
+
+
+# ---- a trial of the server ----
+
+
+class Run(Http):
+    """A client's training, whose adapters begin with the same numbers each time."""
+
+    def start(self, state: str | None = None) -> "Run":
+        """Begin with new weights, or with a saved state."""
+        self.session = self.ask("create_session", tags=[], sdk_version="0")["session_id"]
+        beginning = {"session_id": self.session, "model_seq_id": 0}
+        if state is None:
+            lora = {"rank": 8, "seed": 1}
+            begun = self.wait("create_model", **beginning, base_model="any", lora_config=lora)
+        else:
+            begun = self.wait("load_weights", **beginning, path=state, optimizer=True)
+        self.model = begun["model_id"]
+        return self
+
+    def finish(self) -> None:
+        self.ask(f"sessions/{self.session}/finish", reason={"type": "success"})
+
+
+def train_over(run: Run, first: int = 1) -> Iterator[tuple[int, tuple, str]]:
+    """Yield (step, its numbers, the name of its saved state) after each step of a client."""
+    for step in range(first, STEPS + 1):
+        tokens = [1 + (step * n) % 30 for n in range(1, 9)]
+        data = [(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * 7})]
+        loss = run.forward_backward(data)["metrics"]["loss:sum"]
+        norm = run.optim_step()["metrics"]["grad_norm"]
+        yield step, (loss, norm), run.train("save_weights", path=f"step-{step}")["path"]
+
+
+def serve(variant: Variant, folder: Path) -> tuple[jobs.Job, str]:
+    """Start a server; returns its job and its URL."""
+    (folder / "logs/rank_0.log").unlink(missing_ok=True)  # has the URL of the server before
+    job, deadline = start(variant, folder), time.monotonic() + SECONDS_TO_END
+    while not (at := re.search(r"serving policy at (http://[\d.]+:\d+)\n", job.output())):
+        assert job.is_running() and time.monotonic() < deadline, job.output()
+        time.sleep(0.02)
+    return job, at[1]
+
+
+def kill_server(
+    variant: Variant, seed: int, expected: dict[int, tuple], after_seconds: float, folder: Path
+) -> Trial:
+    job, url = serve(variant, folder)
+    timer = threading.Timer(after_seconds, job.send, (signal.SIGKILL,))
+    timer.start()
+    saved: dict[int, str] = {}  # what the server has said to be saved
+    try:
+        for step, _, state in train_over(Run(url).start()):
+            saved[step] = state
+    except (OSError, http.client.HTTPException):
+        pass
+    timer.join()
+    job.wait(SECONDS_TO_END)
+    job, url = serve(variant, folder)
+    failure = None
+    try:
+        for step, state in [*saved.items()] or [(0, None)]:
+            run = Run(url).start(state)
+            for later, numbers, _ in train_over(run, step + 1):
+                if numbers != expected[later]:
+                    failure = f"other numbers at step {later} after the state of step {step}"
+            run.finish()
+    except AssertionError as error:  # the server's answer to a request that it should carry out
+        failure = f"a saved state of {saved} cannot be used: {error}"
+    job.kill()
+    last = max(saved, default=None)
+    return _ended(Trial(variant.name, seed, after_seconds, None, last, failure), folder)
 
 
 # ---- all trials ----

@@ -10,6 +10,9 @@ NAMES = [
     "data workers, sync, 1 rank",
     "validation, sync, 1 rank",
     "export, async, 1 rank",
+    "RL, generating rank",
+    "RL, training rank",
+    "server, adapters",
 ]
 
 

@@ -2,26 +2,30 @@
 
 The server is told over HTTP what comes: `init_weight_transfer_engine` once, then for each update
 `start_weight_update`, `update_weights` for some tensors at a time, and `finish_weight_update`. The
-tensors go through a process group of the sending rank and the server's workers: with NCCL between
-GPUs, received by vLLM's own engine, or with gloo, received by `torchtitan.integrations.vllm_receiver`.
-Written for vLLM 0.32.0.
+tensors go from the sending rank to the server's workers: with "nccl" between GPUs, received by vLLM's
+own engine, or with "gloo" from host memory over TCP, received by `torchtitan.integrations.vllm_receiver`
+(the word is the setting's of earlier releases, which used that library). Written for vLLM 0.32.0.
+
+Over TCP, the sender listens at one address until all workers have connected, each with a secret derived
+from a token in the first message. With NCCL, torch's store listens for anybody: keep its port closed to
+others.
 """
 
+import hmac
+import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from datetime import timedelta
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-from torchtitan.rl.weight_transport import buckets_of, copied, gloo_group
-from torchtitan.tools.utils import get_device_type, use_device
+from torchtitan.rl.weight_transport import buckets_of, copied
+from torchtitan.tools.admission import admit, digest_of
+from torchtitan.tools.utils import get_device_type, run_beside, use_device
 
 T = TypeVar("T")
 
@@ -37,6 +41,31 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "torchtitan.integrations.vllm_receiver", "GlooReceiver"
         )
+
+
+def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
+    """Return this worker's connection to the sender, given the message that announced it.
+
+    info: with the keys of `WeightLane`'s message as attributes. timeout_seconds: for each wait.
+    """
+    connection = socket.create_connection((info.master_address, info.master_port), timeout_seconds)
+    connection.sendall(_secret(info.token, info.rank_offset + worker))
+    return connection
+
+
+def receive(connection: socket.socket, tensors: Iterable[Tensor]) -> None:
+    """Fill these tensors on the CPU with the next ones that the sender sends."""
+    for tensor in tensors:
+        unfilled = memoryview(bytes_of(tensor).numpy())
+        while unfilled:
+            num_bytes = connection.recv_into(unfilled)
+            if not num_bytes:
+                raise ConnectionError("the rank that sends weights has closed its connection")
+            unfilled = unfilled[num_bytes:]
+
+
+def _secret(token: str, rank: int) -> bytes:
+    return hmac.digest(token.encode(), str(rank).encode(), "sha256")
 
 
 class WeightLane:
@@ -66,36 +95,34 @@ class WeightLane:
         server = to.hostname, to.port or (443 if to.scheme == "https" else 80)
         with socket.create_connection(server, timeout_seconds) as connection:
             address = connection.getsockname()[0]
-        timeout = timedelta(seconds=timeout_seconds)
-        if backend == "gloo":
-            store = dist.TCPStore(
-                address, 0, is_master=True, wait_for_workers=False, timeout=timeout
-            )
-            port = store.port
-            self._device = torch.device("cpu")
-        else:
-            with socket.socket() as probe:
-                probe.bind((address, 0))
-                port = probe.getsockname()[1]
-            self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family)
         info = {
             "master_address": address,
-            "master_port": port,
+            "master_port": server.getsockname()[1],
             "rank_offset": 1,  # this rank is 0
             "world_size": size,
             "packed": False,  # tensors are sent one by one
         }
+        if backend == "gloo":
+            self._device = torch.device("cpu")
+            info["token"] = token = secrets.token_hex()
+            expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
+        else:
+            self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
+            server.close()  # the port is for NCCL
 
-        def join() -> Any:
+        def meet_workers() -> Any:
             if backend == "gloo":
-                return gloo_group(store, 0, size, timeout)
+                return [worker for _, worker in admit(server, expected, timeout_seconds)]
             from vllm.distributed.weight_transfer import nccl_common
 
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        self._group = _beside(
-            join, lambda: call("init_weight_transfer_engine", {"init_info": info})
+        # Connections, or vLLM's communicator
+        self._workers = _beside(
+            meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )
 
     def send(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -116,32 +143,23 @@ class WeightLane:
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":
-            for work in [self._group.broadcast(bytes_of(tensor), 0) for tensor in tensors]:
-                work.wait()
+            for tensor in tensors:
+                for worker in self._workers:
+                    worker.sendall(memoryview(bytes_of(tensor).numpy()))
             return
         use_device(self._device)
         stream = torch.cuda.current_stream()
         for tensor in tensors:
-            self._group.broadcast(tensor, src=0, stream=stream)
+            self._workers.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
 
 
 def _beside(ours: Callable[[], T], theirs: Callable[[], Any]) -> T:
     """Run both at once; return the result of `ours`.
 
-    If one raises, that is raised at once: the other waits for a peer that is gone, on a thread
-    which does not keep the process from ending.
+    If one raises, that is raised at once: the other waits for a peer that is gone.
     """
-    futures: list[Future] = [Future(), Future()]
-
-    def run(function: Callable[[], Any], future: Future) -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    for function, future in zip((ours, theirs), futures, strict=True):
-        threading.Thread(target=run, args=(function, future), daemon=True).start()
+    futures = [run_beside(ours), run_beside(theirs)]
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()

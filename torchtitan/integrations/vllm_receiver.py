@@ -1,32 +1,39 @@
 """The end in vLLM's workers of the lane in `torchtitan.integrations.vllm_lane`; imports vLLM."""
 
-from datetime import timedelta
+import socket
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
 
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-from torchtitan.rl.weight_transport import gloo_group
+from torchtitan.integrations.vllm_lane import join, receive
+from torchtitan.rl.weight_changes import WeightChanges
 
-_TIMEOUT = timedelta(minutes=10)  # for the trainer's next tensor
+_SECONDS_TO_SEND = 600  # for the trainer's next tensor
+
+
+@dataclass(kw_only=True)
+class LaneInfo(NCCLWeightTransferInitInfo):
+    """How to join the sender; see `vllm_lane.WeightLane`."""
+
+    token: str = ""
 
 
 class GlooReceiver(NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a lane of gloo."""
+    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a lane over TCP."""
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+    init_info_cls = LaneInfo
+    _connection: socket.socket | None = None
+
+    def init_transfer_engine(self, init_info: LaneInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(init_info.master_address, init_info.master_port, timeout=_TIMEOUT)
-        self.model_update_group: Any = gloo_group(
-            store, init_info.rank_offset + worker, init_info.world_size, _TIMEOUT
-        )
+        self._connection = join(init_info, worker, _SECONDS_TO_SEND)
         self._changes = WeightChanges()  # of this sender
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -38,13 +45,10 @@ class GlooReceiver(NCCLWeightTransferEngine):
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in infos
         }
-        works = [
-            self.model_update_group.broadcast(bytes_of(tensor), 0) for tensor in tensors.values()
-        ]
-        for work in works:
-            work.wait()
+        receive(self._connection, tensors.values())
         weights = self._changes.unpacked(tensors.items())
         self.model.load_weights((name, x.to(self.device)) for name, x in weights)
 
     def shutdown(self) -> None:
-        self.model_update_group = None
+        if self._connection is not None:
+            self._connection.close()

@@ -49,11 +49,9 @@ def main(arguments: list[str]) -> None:
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        for number in _passed_on:
-            if failure.exitcode in (-number, 128 + number):
-                name = signal.Signals(number).name
-                sentence = f"interrupted by {name}; what was not saved is lost"
-                break
+        names = [signal.Signals(n).name for n in _passed_on if failure.exitcode in (-n, 128 + n)]
+        if names:
+            sentence = f"interrupted by {names[0]}; what was not saved is lost"
         else:
             print(error, file=sys.stderr)
             sentence = _sentence(rank, failure)

@@ -17,9 +17,7 @@ from torchtitan.tools.host import has_peers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` sends its signal twice: to its child, and to the child's process group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
-# After a signal, a rank goes on importing for this long, and then waits this long for its peers.
-_SECONDS_TO_IMPORT = 60
-_SECONDS_TO_MEET = 8
+_SECONDS_TO_MEET = 15  # after a signal before training, to import and to reach the other ranks
 
 
 class SignalThread:
@@ -116,28 +114,18 @@ class StartSignals:
     """Ends a rank that gets a signal before training, after it has told the other ranks.
 
     Ranks can tell each other only once they have met, and would wait for a missing rank for minutes.
-    So this rank first goes on to their meeting, and waits there for a few seconds at most.
+    So this rank first goes on to their meeting, for a few seconds at most.
     """
 
     def __init__(self) -> None:
         self._thread = SignalThread(self._hear)
         self._number = 0
         self._tell: Callable[[str], None] | None = None
-        self._seconds_left = _SECONDS_TO_IMPORT
 
     def start(self) -> None:
-        """React to signals from now on; a process without peers keeps Python's own handling.
-
-        Idempotent.
-        """
+        """React to signals from now on, unless this process has no peers. Idempotent."""
         if not self._thread.handlers and has_peers():
             self._thread.start()
-
-    def wait_for_peers(self) -> None:
-        """Say that the wait for the other ranks begins, which a signal shortens."""
-        self._seconds_left = _SECONDS_TO_MEET
-        if self._number:
-            self._end_later()
 
     def tell_by(self, tell: Callable[[str], None]) -> None:
         """Let a signal end this rank at once from now on, after `tell(message)`."""
@@ -147,16 +135,13 @@ class StartSignals:
 
     def close(self) -> None:
         self._thread.close()
-        self._number, self._tell, self._seconds_left = 0, None, _SECONDS_TO_IMPORT
+        self._number, self._tell = 0, None
 
     def _hear(self, number: int) -> None:
         self._number = number
         if self._tell is not None:
             self._end()
-        self._end_later()
-
-    def _end_later(self) -> None:
-        timer = threading.Timer(self._seconds_left, self._end)
+        timer = threading.Timer(_SECONDS_TO_MEET, self._end)
         timer.daemon = True
         timer.start()
 

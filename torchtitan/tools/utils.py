@@ -5,19 +5,23 @@ import inspect
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, MutableMapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
+
+T = TypeVar("T")
 
 # A test or a client can set a device type here. None looks for a device on each use, not on import,
 # which would start the CUDA driver even for a program that only needs a config.
@@ -230,6 +234,20 @@ def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def run_beside(function: Callable[[], T]) -> Future[T]:
+    """Call `function` on a thread that does not keep the process from ending; returns its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _rank() -> int:

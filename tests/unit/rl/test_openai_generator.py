@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +20,14 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
+from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl import weight_transport
 from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.rl.weight_changes import WeightChanges
 from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
-from torchtitan.rl.weight_transport import gloo_group
 from torchtitan.tools.errors import RunError
 
 
@@ -53,7 +52,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
         self.n_good = 0
         self.change, self.can_forget = lambda choice: choice, True
-        self.adapters, self.received, self.group = [], {}, None
+        self.adapters, self.received, self.before_joining = [], {}, lambda info: None
         self.num_bytes = []  # of each update
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -87,11 +86,10 @@ class StandIn(http.server.ThreadingHTTPServer):
         return "Success: LoRA adapter removed successfully."
 
     def start_transfer(self, message):
-        """Join the sender's group as vLLM's worker does, see `vllm_receiver`."""
-        self.changes = WeightChanges()
-        info, limit = message["init_info"], timedelta(seconds=30)
-        store = torch.distributed.TCPStore(info["master_address"], info["master_port"])
-        self.group = gloo_group(store, info["rank_offset"], info["world_size"], limit)
+        """Join the sender as vLLM's worker does, see `vllm_receiver`."""
+        self.changes, info = WeightChanges(), SimpleNamespace(**message["init_info"])
+        self.before_joining(info)
+        self.sender = join(info, 0, timeout_seconds=30)
 
     def begin_transfer(self):
         self.received.clear()
@@ -102,8 +100,8 @@ class StandIn(http.server.ThreadingHTTPServer):
         tensors = {}
         for name, dtype, shape in zip(*info.values(), strict=True):
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            self.group.broadcast(bytes_of(tensors[name]), 0).wait()
             self.num_bytes[-1] += tensors[name].nbytes
+        receive(self.sender, tensors.values())
         self.received.update(self.changes.unpacked(tensors.items()))
 
     def finish_transfer(self, message):

@@ -14,10 +14,10 @@ waits for them. A step without a failure sends no message.
 import contextlib
 import itertools
 import json
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from torchtitan.distributed.processes.own_groups import abort_groups, forget_mes
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 T = TypeVar("T")
 
@@ -36,7 +37,6 @@ _SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its me
 _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
 _SECONDS_TO_CLOSE = 1
 _LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
-_SECONDS_BETWEEN_LOOKS = 0.05  # for polling a store
 _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
 _watches = itertools.count()  # numbers this process's watches, which all ranks make in one order
 
@@ -47,6 +47,7 @@ class Watch:
     This base class is that of a process without other ranks: failures are raised where they happen.
     """
 
+    # False while sends between two ranks may be in flight, because no group counts those.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:
@@ -90,28 +91,15 @@ class FailureWatch(Watch):
         self._own: BaseException | None = None  # failure of a function on this rank, in this call
         self._raised: BaseException | None = None  # failure that `raise_failures` raised
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
-        # False while sends between two ranks may be in flight, because no group counts those.
-        self.counts_collectives = True
-        self._closed = threading.Event()
-        try:
-            # The thread's own connection can block in a wait while this rank uses the other.
-            store, can_wait = store.clone(), True
-        except RuntimeError:  # a FileStore
-            can_wait = False
-        self._thread = threading.Thread(
-            target=self._listen,
-            args=(dist.PrefixStore(name, store), can_wait),
-            name="failures",
-            daemon=True,
-        )
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
+            store = store.clone()  # blocks in the thread's waits while this rank uses the other one
+        store = dist.PrefixStore(name, store)
+        self._listening = run_beside(lambda: self._listen(store))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._closed.set()
-            # In a thread, because the store may be gone or hang.
-            threading.Thread(target=self._send_closed, daemon=True).start()
-            self._thread.join(_SECONDS_TO_CLOSE)
+        if not self._listening.done():
+            run_beside(lambda: self._send("closed", ""))  # the store may be gone or hang
+            futures.wait([self._listening], _SECONDS_TO_CLOSE)
         if self._lost is not None:
             forget_meshes()
 
@@ -119,6 +107,8 @@ class FailureWatch(Watch):
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
+        if self._listening.done():
+            self._listening.result()  # raises the error that ended it
         if self._lost is not None:
             raise self._lost_error()
         if (late := self._take_failure()) is not None:
@@ -175,9 +165,7 @@ class FailureWatch(Watch):
             if self._lost is not None or self._store.check(["lost"]):
                 return False
             for group in self._groups:
-                number = "none"
-                with contextlib.suppress(RuntimeError):  # of simulated ranks
-                    number = str(torch_parts.collectives_so_far(group))
+                number = str(torch_parts.collectives_so_far(group))
                 if meeting.compare_set(group.group_name, "", number).decode() != number:
                     meeting.set("differ", "")
             if not self.counts_collectives:
@@ -188,7 +176,7 @@ class FailureWatch(Watch):
             while not meeting.check(["all came"]):  # store.wait would log its time-out
                 if self._lost is not None or time.monotonic() > deadline:
                     return False
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(0.05)
             self._reported = None
             return not meeting.check(["differ"])
         except (RuntimeError, KeyboardInterrupt):  # the store is gone, or the user pressed Ctrl-C
@@ -229,20 +217,13 @@ class FailureWatch(Watch):
         if kind == "function":
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
 
-    def _send_closed(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._send("closed", "")
-
-    def _listen(self, store: dist.Store, can_wait: bool) -> None:
+    def _listen(self, store: dist.Store) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
-                    if self._closed.wait(0 if can_wait else _SECONDS_BETWEEN_LOOKS):
-                        return
-                    if can_wait:
-                        with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
-                            store.wait([name], _LONGEST_WAIT)
+                    with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
+                        store.wait([name], _LONGEST_WAIT)
                 kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":
                     return
@@ -272,6 +253,7 @@ def watch_over(
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
     groups = {*groups, *(mesh.get_group() for mesh in meshes)}
+    groups = {group for group in groups if dist.get_backend(group) != "fake"}
     if device.type == "cpu":
         host_group = parallel_dims.world_mesh.get_group()
     else:

@@ -13,6 +13,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,28 +22,25 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan.tools.admission import SECRET_BYTES, admit, digest_of
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 # Settings that may differ between ranks: names, and paths, because each may have its own disk.
-_SETTINGS_PER_RANK = (
-    "job.config_file",
-    "job.description",
-    "job.dump_folder",
-    "job.print_config",
-    "job.save_config_file",
-    "model.hf_assets_path",
-    "model.hf_config",
-    "model.tokenizer_path",
-    "training.dataset_path",
-    "validation.dataset_path",
-    "comm.save_traces_folder",
-    "comm.save_traces_file_prefix",
-    "fault_tolerance.replica_id",
+_SETTINGS_PER_RANK = set(
+    """
+    job.config_file job.description job.dump_folder job.print_config job.save_config_file
+    model.hf_assets_path model.hf_config model.tokenizer_path
+    training.dataset_path validation.dataset_path
+    comm.save_traces_folder comm.save_traces_file_prefix fault_tolerance.replica_id
+    """.split()
 )
 _MOST_KEYS_SHOWN = 8
+# Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
+_ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
 _LONGEST_MESSAGE = 2**20  # bytes
-_LONGEST_GREETING = 64  # bytes, before a connection has sent the token
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 # After a helper's failure, to save; torchrun kills ranks 30 s after its SIGTERM.
 _SECONDS_TO_SAVE = 25
@@ -61,8 +60,16 @@ class Peers:
     message, its rank was killed. If a connection is silent for the store's timeout (at least a
     minute), its rank was stopped: a thread sends regular messages, even while the main thread hangs.
 
+    What is protected: each rank draws a secret, and publishes only its digest in the store. Rank 0
+    reads the digests before it opens its port, admits each secret once, and closes the port when all
+    ranks are connected. So nobody who reads the store, or finds the port, can pass for a rank, end
+    the job or use up rank 0's files. Not protected: torch's store at MASTER_PORT and torch's own
+    connections ask nobody for a secret. A program that can write there while the job starts can end
+    the job or take part in it, so keep the ports of a job's machines closed to others.
+
     helpers: ranks that the other ranks don't need in order to save. When a helper fails, the other
         ranks have longer to end by themselves.
+    Raises RunError if another process has this rank's number.
     """
 
     def __init__(
@@ -72,7 +79,10 @@ class Peers:
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
-        self._connected: set[int] = set()  # on rank 0, the ranks that have connected so far
+        self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
+        # epoll and kqueue take a new connection while the watch waits for the others.
+        self._selector = selectors.DefaultSelector()
+        self._all_came = threading.Event()  # on rank 0
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
@@ -103,148 +113,140 @@ class Peers:
     def _agree(
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
-        own = {
-            "error": error,
-            "config": {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK},
-        }
-        store.set(f"config_{self.rank}", json.dumps(own, default=str))
+        config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
+        store.set(
+            f"config_{self.rank}", json.dumps({"error": error, "config": config}, default=str)
+        )
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
                 self._leaving.set()  # before other ranks read the verdict and end
-            store.set("verdict", json.dumps({"problem": problem}))
-            if problem:
-                if problem != error:
-                    print(problem, file=sys.stderr, flush=True)
-                # This process may hold the store, so wait until all ranks have read the verdict.
-                deadline = time.monotonic() + SECONDS_TO_REPORT
-                while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
-                    time.sleep(0.05)
-        else:
-            problem = json.loads(store.get("verdict"))["problem"]
-            if problem:
-                self.leave()
+            store.set("verdict", json.dumps(problem))
+        problem = json.loads(store.get("verdict"))
+        if not problem:
+            return
+        if self.rank > 0:
+            self.leave()
             store.add("read", 1)
-        if problem:
             raise PeerError(problem)
+        if problem != error:
+            print(problem, file=sys.stderr, flush=True)
+        # This process may hold the store, so wait until all ranks have read the verdict.
+        deadline = time.monotonic() + SECONDS_TO_REPORT
+        while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise PeerError(problem)
 
     # ---- from the start on ----
 
     def _connect(self) -> None:
-        server, token = None, ""
         if self.rank == 0:
-            server, token = _listen(), secrets.token_hex(16)
-            place = {"port": server.getsockname()[1], "token": token}
-            self._store.set("watch", json.dumps(place))
+            names = [f"digest_{rank}" for rank in range(1, self.world_size)]
+            self._store.wait(names, self._store.timeout)
+            digests = [digest.decode() for digest in self._store.multi_get(names)]
+            expected = {digest: rank for rank, digest in enumerate(digests, 1)}
+            server = _listen()
+            self._store.set("port", str(server.getsockname()[1]))
+            self._start(lambda: self._admit(server, expected))
         else:
-            place = json.loads(self._store.get("watch"))
-            address = os.environ["MASTER_ADDR"], place["port"]
+            secret = secrets.token_bytes(SECRET_BYTES)
+            digest = digest_of(secret)
+            if self._store.compare_set(f"digest_{self.rank}", "", digest).decode() != digest:
+                raise RunError(
+                    f"two processes have RANK = {self.rank}; give each rank its own number"
+                )
+            address = os.environ["MASTER_ADDR"], int(self._store.get("port"))
             try:
                 connection = socket.create_connection(address, timeout=10)
             except OSError as error:
                 logger.warning(
-                    "rank %d cannot connect to rank 0 at %s, port %d (%s): the death of a rank is "
-                    "noticed only when a collective times out",
-                    self.rank,
-                    *address,
-                    error,
+                    f"rank {self.rank} cannot connect to rank 0 at {address} ({error}): the death of a "
+                    "rank is noticed only when a collective times out"
                 )
                 return
-            _keep_alive(connection)
-            connection.sendall(f"{place['token']} {self.rank}\n".encode())
-            self._connections[connection] = 0
-        threading.Thread(
-            target=self._listen_to_peers, args=(server, token), name="peers", daemon=True
-        ).start()
+            connection.sendall(secret)
+            self._add(0, connection)
+        self._start(self._watch)
 
-    def _listen_to_peers(self, server: socket.socket | None, token: str) -> None:
-        selector = selectors.DefaultSelector()
-        unread: dict[socket.socket, bytes] = {}
-        heard_at: dict[socket.socket, float] = {}
+    def _start(self, work: Callable[[], None]) -> None:
+        """Run `work` on a thread; its failure is this rank's, because nobody watches after it."""
+
+        def ended(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                logger.error("the watch of other ranks failed", exc_info=error)
+                self._fail(self.rank, f"its watch of other ranks failed: {error!r}")
+
+        run_beside(work).add_done_callback(ended)
+
+    def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
+        for rank, connection in admit(server, expected):
+            self._add(rank, connection)
+            if self._first_failure is not None:  # before this rank connected
+                self._send(_FAILED, self._first_failure)
+        self._all_came.set()
+
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        # The kernel closes the connection within 20 s if the other machine is gone.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.settimeout(_SECONDS_TO_END)  # for a message that has begun
+        self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
         next_message_at = last_turn = time.monotonic()
-
-        def add(connection: socket.socket) -> None:
-            connection.settimeout(None)
-            unread[connection] = b""
-            heard_at[connection] = time.monotonic()
-            selector.register(connection, selectors.EVENT_READ)
-
-        if server is not None:
-            selector.register(server, selectors.EVENT_READ)
-        for connection in self._connections:
-            add(connection)
         while True:
-            ready = selector.select(longest_silence / 8)
+            ready = self._selector.select(longest_silence / 8)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process itself was stopped
-                heard_at = dict.fromkeys(heard_at, now)
+                self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
             last_turn = now
             if now >= next_message_at:
                 next_message_at = now + longest_silence / 4
-                self._send({"alive": self.rank})
+                self._send(_ALIVE)
             for key, _ in ready:
-                connection = key.fileobj
-                if connection is server:
-                    try:
-                        connection, _ = server.accept()
-                    except OSError:  # it was closed already, or too many files are open
-                        time.sleep(0.1)
-                        continue
-                    _keep_alive(connection)
-                    add(connection)
-                    continue
-                heard_at[connection] = now
-                try:
-                    data = connection.recv(65536)
-                except OSError:
-                    data = b""
-                *lines, unread[connection] = (unread[connection] + data).split(b"\n")
-                is_peer = all([self._hear(connection, line, token) for line in lines])
-                is_known = connection in self._connections
-                most = _LONGEST_MESSAGE if is_known else _LONGEST_GREETING
-                if not data or not is_peer or len(unread[connection]) > most:
-                    selector.unregister(connection)
-                    connection.close()
-                    del unread[connection], heard_at[connection]
-                    rank = self._connections.pop(connection, None)
-                    if rank is not None:
-                        self._fail(rank, "")
-            for connection, rank in list(self._connections.items()):
-                if now - heard_at[connection] > longest_silence:
-                    seconds = f"{longest_silence:.0f} s"
-                    self._fail(rank, f"it was stopped, or its machine hangs: silent for {seconds}")
+                self._read(key.fileobj)
+            for rank in list(self._connections.values()):
+                if now - self._heard_at[rank] > longest_silence:
+                    silent = f"silent for {longest_silence:.0f} s"
+                    self._fail(rank, f"it was stopped, or its machine hangs: {silent}")
 
-    def _hear(self, connection: socket.socket, line: bytes, token: str) -> bool:
-        """Handle a line; returns False if it comes from another program that found the port.
-
-        No line is parsed before its connection has sent the token.
-        """
-        if connection not in self._connections:
-            sent_token, _, rank = line.partition(b" ")
-            if sent_token != token.encode():
-                return False
-            self._connections[connection] = int(rank)
-            self._connected.add(int(rank))
-            if self._first_failure is not None:  # before this rank connected
-                self._send({"failed": self._first_failure})
-            return True
-        message = json.loads(line)
-        if "failed" in message:
-            self._fail(*message["failed"])
-        elif "bye" in message:
-            self._connections.pop(connection)
-        return True
+    def _read(self, connection: socket.socket) -> None:
+        """Handle one message of a rank, or the end of its connection, which is a failure."""
+        rank, problem = self._connections[connection], ""
+        self._heard_at[rank] = time.monotonic()
+        try:
+            kind = connection.recv(1)
+            if kind == _ALIVE:
+                return
+            if kind == _FAILED:
+                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
+                return self._fail(int(failed), str(text))
+            if kind not in (_LEAVES, b""):
+                raise ValueError(kind)
+        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
+            problem = f"it sent a message that no rank sends: {error!r}"
+        except OSError:
+            kind = b""
+        self._selector.unregister(connection)
+        del self._connections[connection]
+        connection.close()
+        if kind != _LEAVES:
+            self._fail(rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
         """Record the first failure, forward it, and end this process if it doesn't end itself."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
-        if self.rank == 0:  # before the main thread learns of it, which may end this process
-            self._send({"failed": self._first_failure})
+        if self.rank in (0, rank):
+            # Before the main thread learns of it, which may end this process.
+            self._send(_FAILED, self._first_failure)
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
         if not self._leaving.wait(_SECONDS_TO_SAVE if may_save else _SECONDS_TO_END):
@@ -253,17 +255,15 @@ class Peers:
 
     def describe_failure(self, wait_seconds: float = 0) -> str:
         """Return another rank's failure in one line, for this rank to print."""
+        own = f"rank {self.rank}"
         if not self._has_failed.wait(wait_seconds) or self._first_failure is None:
-            return (
-                f"rank {self.rank} lost its connection to another rank; the first error is in that "
-                "rank's output"
-            )
+            return f"{own} lost its connection to another rank; the first error is in that rank's output"
         rank, message = self._first_failure
         if message:
-            return f"rank {self.rank} ends because rank {rank} failed: {message}"
+            return f"{own} ends because rank {rank} failed: {message}"
         return (
-            f"rank {self.rank} ends because rank {rank} ended without a message; if its output has "
-            "no error either, it was killed: look for the kernel's out-of-memory killer on its node"
+            f"{own} ends because rank {rank} ended without a message; if its output has no error "
+            "either, it was killed: look for the kernel's out-of-memory killer on its node"
         )
 
     def report(self, message: str) -> None:
@@ -271,12 +271,9 @@ class Peers:
         self._leaving.set()
         if self._first_failure is None:
             self._first_failure = self.rank, message.partition("\n")[0][:2000]
-            self._send({"failed": self._first_failure})
-        deadline = time.monotonic() + _SECONDS_TO_CONNECT
-        while self.rank == 0 and len(self._connected) < self.world_size - 1:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+            self._send(_FAILED, self._first_failure)
+        if self.rank == 0:
+            self._all_came.wait(_SECONDS_TO_CONNECT)
         timer = threading.Timer(_SECONDS_TO_CLOSE, os._exit, (1,))
         timer.daemon = True
         timer.start()
@@ -284,37 +281,35 @@ class Peers:
     def leave(self) -> None:
         """Tell rank 0 that this rank is done, so that the end of its connection is no failure."""
         self._leaving.set()
-        self._send({"bye": self.rank})
+        self._send(_LEAVES)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
+    def _send(self, kind: bytes, failure: tuple[int, str] | None = None) -> None:
+        message = kind if failure is None else kind + json.dumps(failure).encode() + b"\n"
         for connection in list(self._connections):
             with suppress(OSError):
-                connection.sendall(line)
+                connection.sendall(message)
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
     """Return why these ranks cannot train together, None if they can. reports: one per rank."""
-    ranks_of: dict[str, list[int]] = {}
+    ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
-        if own["error"] is not None:
-            ranks_of.setdefault(own["error"], []).append(rank)
-    if list(ranks_of.values()) == [list(range(len(reports)))]:
+        ranks_of.setdefault(own["error"], []).append(rank)
+    if len(ranks_of) == 1 and reports[0]["error"] is not None:
         return reports[0]["error"]
-    if ranks_of:
+    if ranks_of.keys() != {None}:
         return "\n".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {error}"
             for error, ranks in ranks_of.items()
+            if error is not None
         )
     first = reports[0]["config"]
-    lines = []
-    for rank, own in enumerate(reports):
-        other = own["config"]
-        lines += [
-            f"{key} is {first.get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}"
-            for key in sorted(first.keys() | other.keys())
-            if repr(first.get(key)) != repr(other.get(key))  # repr, so that nan equals nan
-        ]
+    lines = [
+        f"{key} is {first.get(key)!r} on rank 0 and {own['config'].get(key)!r} on rank {rank}"
+        for rank, own in enumerate(reports)
+        for key in sorted(first.keys() | own["config"].keys())
+        if repr(first.get(key)) != repr(own["config"].get(key))  # repr, so that nan equals nan
+    ]
     if not lines:
         return None
     more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
@@ -335,20 +330,13 @@ def _listen() -> socket.socket:
     may have for the machine's own name: other machines can't reach that.
     """
     name = os.environ["MASTER_ADDR"]
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     with suppress(OSError):
         places = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)
-        is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        is_loopback = ipaddress.ip_address(address[0]).is_loopback
-        if is_local or not is_loopback or name in ("localhost", address[0]):
-            return socket.create_server(address[:2], family=family)
-    ipv6 = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-    return socket.create_server(("", 0), **(ipv6 if socket.has_dualstack_ipv6() else {}))
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Make the kernel close the connection within 20 s if the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        family, *_, (address, *_) = min(places, key=lambda place: place[0] != socket.AF_INET)
+        is_loopback = ipaddress.ip_address(address).is_loopback
+        if is_local or not is_loopback or name in ("localhost", address):
+            return socket.create_server((address, 0), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)

@@ -3,11 +3,9 @@
 import contextlib
 import logging
 import os
-import queue
 import re
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -26,7 +24,7 @@ from torchtitan.distributed.processes.own_groups import (
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger, warn_once
-from torchtitan.tools.utils import get_device_info
+from torchtitan.tools.utils import get_device_info, run_beside
 
 
 def init_distributed(
@@ -131,8 +129,8 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
     store, rank, world_size = find_peers(timeout)
     place = _meeting_places[_meeting_place()]
     place[1] += 1
-    group_store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
-    return {"store": group_store, "rank": rank, "world_size": world_size}
+    store = dist.PrefixStore(f"torchtitan_{place[1]}", store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -144,6 +142,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     place = _meeting_place()
     if place not in _meeting_places:
         rank, world_size, address, port = place
+        something_answers = False
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             # Wait here until rank 0, or torchrun, is reachable: torch logs pages while it waits.
@@ -155,7 +154,11 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.1)
-            _meeting_places[place] = [_meet(timeout), 0]
+            something_answers = True
+            # torch waits for ever if another program has the port. Otherwise its own error comes
+            # before this time limit, and says how many ranks joined.
+            meeting = run_beside(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+            _meeting_places[place] = [meeting.result(timeout.total_seconds() + 2), 0]
         except (dist.DistError, OSError) as error:
             where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
             if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -166,7 +169,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
                 ) from error
             joined = re.search(r"(\d+)/\d+ clients joined", str(error))
             seen = f"nothing answers there ({error})"
-            if isinstance(error, _SilenceError):
+            if something_answers and isinstance(error, TimeoutError):
                 seen = "a program listens there, but does not answer as rank 0 of a job does"
             elif joined:
                 seen = f"{joined[1]} of {world_size} ranks came"
@@ -181,31 +184,6 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     # torchrun's store survives a restart, with addresses of processes that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
-
-
-class _SilenceError(OSError):
-    pass
-
-
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Run torch's rendezvous with a timeout: it waits for ever if another program has the port."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def meet() -> None:
-        try:
-            answers.put(next(dist.rendezvous("env://", timeout=timeout)))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=meet, name="rendezvous", daemon=True).start()
-    try:
-        # Wait longer than torch does, because torch's own error says how many ranks joined.
-        answer = answers.get(timeout=timeout.total_seconds() + 2)
-    except queue.Empty:
-        raise _SilenceError from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
@@ -318,9 +296,8 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
         dist.barrier(device_ids=[device_module.current_device()])
         device_module.synchronize()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
-    groups = [mesh.get_group() for mesh in meshes] + [dist.group.WORLD]
+    groups = [mesh.get_group() for mesh in meshes]
+    groups += [dist.group.WORLD] if group_is_ours() else []
     for group in groups:
-        if group is dist.group.WORLD and not group_is_ours():
-            continue
         with contextlib.suppress(RuntimeError):  # a backend without time-outs, such as "fake"
             group.set_timeout(timeout)

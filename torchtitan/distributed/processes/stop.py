@@ -26,10 +26,8 @@ class StopRequest:
     `training.time_limit_minutes`. Use it as a context manager around the loop, on every rank, and
     call `ask` and `answer` in each step.
 
-    A second signal ends the process at once, with 128 + its number, even if the loop hangs. If the
-    config saves no checkpoints, the first signal does so; SIGINT then raises KeyboardInterrupt, as
-    usual. A signal for which the process has its own handler is left to that handler, and an
-    ignored signal (SIGHUP under nohup) stays ignored.
+    If the config saves no checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
+    For a second signal and for signals that are left alone see `SignalThread`.
     """
 
     def __init__(self, job_config: JobConfig) -> None:

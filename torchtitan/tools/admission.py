@@ -1,0 +1,73 @@
+"""Letting the expected programs, and no others, connect to a port that anybody may find."""
+
+import contextlib
+import hashlib
+import math
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+
+SECRET_BYTES = 32
+_SECONDS_TO_GREET = 30
+_MOST_STRANGERS = 64  # connections that have not sent a whole secret
+
+
+def digest_of(secret: bytes) -> str:
+    return hashlib.sha256(secret).hexdigest()
+
+
+def admit(
+    server: socket.socket, expected: dict[str, int], timeout_seconds: float | None = None
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield (number, connection) of each expected program as it connects, then close `server`.
+
+    expected: digest of a program's secret -> its number. A program begins by sending its secret, of
+        `SECRET_BYTES`. A secret admits one connection, so it is worthless once it was used.
+    Connections that send anything else, or take longer than `_SECONDS_TO_GREET`, are closed; beyond
+    `_MOST_STRANGERS` the oldest of them is.
+    timeout_seconds: for all to come, else TimeoutError, and for each later wait of a connection.
+    """
+    expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # oldest first -> (came at, has sent)
+    with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
+        at_end.callback(lambda: [connection.close() for connection in strangers])
+        server.setblocking(False)
+        selector.register(server, selectors.EVENT_READ)
+        while expected:
+            ready = [key.fileobj for key, _ in selector.select(min(1.0, timeout_seconds or 1))]
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError(
+                    f"{len(expected)} expected programs did not connect within {timeout_seconds:g} s"
+                )
+            refused = [
+                x for x, (came_at, _) in strangers.items() if now - came_at > _SECONDS_TO_GREET
+            ]
+            refused += list(strangers)[:-_MOST_STRANGERS]
+            for connection in strangers.keys() & ready:
+                came_at, sent = strangers[connection]
+                try:
+                    data = connection.recv(SECRET_BYTES - len(sent))
+                except OSError:
+                    data = b""
+                strangers[connection] = came_at, sent + data
+                number = expected.pop(digest_of(sent + data), None)
+                if number is not None:
+                    selector.unregister(connection)
+                    del strangers[connection]
+                    connection.settimeout(timeout_seconds)
+                    yield number, connection
+                elif not data or len(sent + data) == SECRET_BYTES:
+                    refused.append(connection)
+            for connection in strangers.keys() & refused:
+                selector.unregister(connection)
+                del strangers[connection]
+                connection.close()
+            if server in ready:
+                try:
+                    connection, _ = server.accept()
+                    strangers[connection] = now, b""
+                    selector.register(connection, selectors.EVENT_READ)
+                except OSError:  # it was closed already, or too many files are open
+                    time.sleep(0.1)
