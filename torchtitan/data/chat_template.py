@@ -1,19 +1,17 @@
 """Messages of a chat, rendered by a model's Jinja template into the text that it was trained on.
 
-A template comes from a downloaded file, so it runs in Jinja's sandbox, where it can change nothing and
-reach no internal attribute of Python objects. It gets no date, because a prompt must not depend on
-the day on which a run resumes.
+A template comes from a downloaded file, so `rendering` runs it in a sandbox, in another process with
+bounds on time and memory.
 """
 
-import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
+from torchtitan.tools import bounded
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""
@@ -25,6 +23,14 @@ which Unicode reserves for a program's internal use, so no text contains it."""
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
 _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
+
+
+class CannotRenderError(ValueError):
+    """A template cannot render messages. reason: without the names of both."""
+
+    def __init__(self, name: str, messages: Sequence[Message], reason: str) -> None:
+        super().__init__(f"{name} cannot render {messages!r}: {reason}")
+        self.reason = " ".join(reason.split())
 
 
 class ChatTemplate:
@@ -44,54 +50,16 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         control_tokens: Iterable[str] = (),
     ):
-        from jinja2 import TemplateError, ext, nodes, sandbox  # slow, and only chats need them
-
-        class Generation(ext.Extension):
-            """{% generation %}, which marks the model's part: its content between two variables.
-
-            The variables are undefined, and so empty, unless `render_with_spans` gives them.
-            """
-
-            tags = {"generation"}
-
-            def parse(extension, parser: Any) -> Any:
-                self.marks_generation = True
-                line = next(parser.stream).lineno
-                content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                begin, end = (
-                    nodes.Output([nodes.Name(name, "load")], lineno=line)
-                    for name in ("_begin_generation", "_end_generation")
-                )
-                # A scope, because a variable that is set inside is unknown behind it, as in transformers.
-                return nodes.Scope([begin, *content, end], lineno=line)
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        def to_json(value: Any, **options: Any) -> str:
-            # Jinja's own filter escapes HTML.
-            return json.dumps(value, **{"ensure_ascii": False} | options)
-
         control_tokens = tuple(control_tokens)
         self.source, self.name, self._variables = source, name, dict(variables or {})
-        self.marks_generation = False  # until the parser meets {% generation %}
         tokens = "|".join(re.escape(token) for token in control_tokens)
         self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
         self._token = re.compile(tokens or "(?!)")
-        self._source, self._control_tokens = source, control_tokens
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
+        self._control_tokens = control_tokens
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self.marks_generation = bounded.call("torchtitan.data.rendering:marks_generation", source)
+        except ValueError as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # For data workers that do not fork: the compiled template cannot be pickled.
-        return type(self), (self._source, self.name, self._variables, self._control_tokens)
 
     @classmethod
     def of_tokenizer(
@@ -151,18 +119,33 @@ class ChatTemplate:
 
         tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
         variables: further variables of the template, for this call.
-        Raises ValueError if the template cannot render the messages.
+        Raises ValueError if the template cannot render the messages, or not within the bounds.
         """
-        own = {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        return text_of(self.render_each([(messages, more)], tools=tools)[0])
+
+    def render_each(
+        self,
+        calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[str | CannotRenderError]:
+        """Return the text of each (messages, further variables), or the error of `render`.
+
+        They are rendered together, because each call of the other process takes as long as a rendering.
+        """
+        for_all = {"tools": tools, "documents": None}
+        variables = [
+            {**self._variables, **more, **for_all, "messages": messages} for messages, more in calls
+        ]
         try:
-            return self._template.render({**self._variables, **(variables or {}), **own})
-        except Exception as error:  # an operation of the template may raise any Python error
-            raise ValueError(f"{self.name} cannot render {messages!r}: {error}") from error
+            results = bounded.call("torchtitan.data.rendering:render", self.source, variables)
+        except Exception as error:  # pickle raises several types
+            results = [(None, str(error))] * len(calls)
+        return [
+            text if error is None else CannotRenderError(self.name, messages, error)
+            for (text, error), (messages, _) in zip(results, calls, strict=True)
+        ]
 
     def render_with_spans(
         self,
@@ -176,16 +159,15 @@ class ChatTemplate:
         Begin and end are characters of the text; the span is half-open. Raises ValueError if the
         template cannot render the messages, or changes the text of a part afterwards.
         """
-        options: Any = {"tools": tools, "add_generation_prompt": False}
-        text = self.render(messages, variables=variables, **options)
+        plain_text = {**(variables or {}), "add_generation_prompt": False}
         if not self.marks_generation:
-            return text, []
-        unused = (
-            mark for mark in map(chr, range(ord(SEAM) + 1, sys.maxunicode)) if mark not in text
-        )
-        begin, end = itertools.islice(unused, 2)
-        marks = {"_begin_generation": begin, "_end_generation": end}
-        marked = self.render(messages, variables={**(variables or {}), **marks}, **options)
+            return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
+        begin = end = text = SEAM
+        while begin in text or end in text:
+            begin, end = chr(ord(end) + 1), chr(ord(end) + 2)
+            marks = {"_begin_generation": begin, "_end_generation": end}
+            calls = [(messages, plain_text), (messages, plain_text | marks)]
+            text, marked = map(text_of, self.render_each(calls, tools=tools))
         spans, begins, plain = [], [], ""
         for part in re.split(f"([{begin}{end}])", marked):
             if part == begin:
@@ -289,6 +271,13 @@ class ChatTemplate:
                     "a policy would read text that it has not written; set rl.task.chat_template to a "
                     "file with a template that leaves earlier turns unchanged"
                 )
+
+
+def text_of(result: str | CannotRenderError) -> str:
+    """Return a text of `render_each`; raise its error."""
+    if isinstance(result, CannotRenderError):
+        raise result
+    return result
 
 
 def _text_of(token: Any) -> str | None:
