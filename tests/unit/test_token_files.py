@@ -447,7 +447,12 @@ def test_damaged_files_are_refused(tmp_path, name):
 ABOUT_DAMAGES = {
     "format": (lambda about: about | {"format": 2}, "its format is 2, and 1 is known"),
     "keys": (lambda about: {"format": 1}, "it lacks finished, parts, tokenizer"),
-    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with doc"),
+    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with name, documents"),
+    "count": (
+        lambda about: about | {"parts": [about["parts"][0] | {"tokens": "28"}]},
+        "its parts must be a list of objects with name, documents and tokens, got {'name': 'part-00000'",
+    ),
+    "name": (lambda about: about | {"parts": [about["parts"][0] | {"name": []}]}, "its parts must be"),
     "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
     "fewer": (lambda about: about | {"parts": []}, "part-00000 is not listed there"),
@@ -472,7 +477,9 @@ def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, na
         TokenDocuments(str(tmp_path / "out"))
     assert sentence in str(caught.value)
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"tokens\.json cannot be read: .*; copy it again"):
+    with pytest.raises(
+        ValueError, match=r"tokens\.json is not valid JSON: .*; fetch the file again"
+    ):
         TokenDocuments(str(tmp_path / "out"))
 
 

@@ -282,9 +282,10 @@ def _own_share(names: list[str]) -> list[str]:
 def _read_hashes(folder: str) -> dict[str, str]:
     """File name -> SHA-256; empty without a hash file. Raises ValueError if it is damaged."""
     path = os.path.join(folder, HASHES_FILE)
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         return {}
-    header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
+    with open_file(path, errors="replace") as file:
+        header, *lines = file.read().splitlines() or [""]
     entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
     if header != f"# {len(entries)} files" or not all(entries):
         raise ValueError(f"{HASHES_FILE} is damaged")

@@ -43,7 +43,7 @@ from torchtitan.protocols.state_dict_adapter import (
     to_template,
 )
 from torchtitan.tools import torch_parts
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
 
 _CONSOLIDATION_THREADS = 5
@@ -196,8 +196,8 @@ def _check_copies(
         if copy not in ignored or name not in file_of:
             continue
         with (
-            safe_open(file_of[name], framework="pt") as file,
-            safe_open(file_of[copy], framework="pt") as other_file,
+            safe_open(regular_file(file_of[name]), framework="pt") as file,
+            safe_open(regular_file(file_of[copy]), framework="pt") as other_file,
         ):
             one, other = file.get_slice(name), other_file.get_slice(copy)
             shape, n_rows = one.get_shape(), _ROWS_COMPARED
@@ -241,10 +241,8 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
     file_of: dict[str, str] = {}
     for name in names:
         path = path_inside(folder, name)
-        if not os.path.isfile(path):  # opening a pipe would block
-            raise ValueError(f"{path} is not a regular file; put the file itself there")
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular_file(path), framework="pt") as file:
                 names_inside = file.keys()
                 kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
                 is_sharded = torch_parts.SHARDED_FILE_KEY in (file.metadata() or {})

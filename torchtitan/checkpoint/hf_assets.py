@@ -71,7 +71,7 @@ def write_model_files(
         generation = Path(folder, "generation_config.json")
         if not generation.exists():
             content = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
-            if (assets / generation.name).is_file():
+            if (assets / generation.name).exists():
                 content = read_json_object(assets / generation.name)
             if content:
                 _write_json(generation, content | _with_token_ids(content, token_ids))
@@ -148,8 +148,9 @@ def _write_tokenizer(
             raise ValueError("model.hf_assets_path is not a folder with a tokenizer")
         tokenizer = HuggingFaceTokenizer(str(assets))
     for source in (Path(tokenizer.tokenizer_path, name) for name in _TOKENIZER_FILES):
-        if source.is_file():
-            _write(Path(folder, source.name), source.read_bytes())
+        if source.exists():
+            with open_file(source, "rb") as file:
+                _write(Path(folder, source.name), file.read())
     if not Path(folder, "tokenizer.json").exists():
         _write(Path(folder, "tokenizer.json"), tokenizer.tokenizer.to_str(pretty=True).encode())
     config = dict(tokenizer.config or {"tokenizer_class": _CLASS})

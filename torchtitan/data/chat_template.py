@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
 from torchtitan.tools import bounded
+from torchtitan.tools.files import read_text
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""
@@ -57,7 +58,9 @@ class ChatTemplate:
         self._token = re.compile(tokens or "(?!)")
         self._control_tokens = control_tokens
         try:
-            self.marks_generation = bounded.call("torchtitan.data.rendering:marks_generation", source)
+            self.marks_generation = bounded.call(
+                "torchtitan.data.rendering:marks_generation", source
+            )
         except ValueError as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
 
@@ -81,12 +84,12 @@ class ChatTemplate:
         known = {key: text for key, text in tokens.items() if text is not None}
         file = Path(path) if path else folder / "chat_template.jinja"
         for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        if tools and not path and for_tools.is_file():
+        if tools and not path and for_tools.exists():
             file = for_tools
-        if path or file.is_file():
+        if path or file.exists():
             try:
-                source, name = file.read_text(encoding="utf-8"), str(file)
-            except (OSError, UnicodeDecodeError) as error:
+                source, name = read_text(file), str(file)
+            except (OSError, ValueError) as error:
                 raise ValueError(f"cannot read the chat template {str(file)!r}: {error}") from error
         else:
             source, name = config.get("chat_template"), f"chat_template of {folder}"

@@ -408,7 +408,10 @@ class _Chat:
 
     def _render_beginnings(self, turns: list[int]) -> None:
         """Render the chat, its beginnings that show where these turns are, and one more turn of the user."""
-        n, of_turns = len(self.messages), [key for i in turns for key in ((i, True), (i + 1, False))]
+        n, of_turns = (
+            len(self.messages),
+            [key for i in turns for key in ((i, True), (i + 1, False))],
+        )
         keys = [(n, False), *of_turns, (n + 1, False)]
         messages = [*self.messages, {"role": "user", "content": "what the user asks next"}]
         variables = self._options["variables"]

@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from torchtitan.tools.files import cache_folder, open_file
+from torchtitan.tools.files import cache_folder, open_file, regular_file
 from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
@@ -92,7 +92,8 @@ class _File:
 
     def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
         self.name, self.content, self.rule = name, content, rule
-        self.before = content.stat()
+        with open_file(content, "rb") as file:
+            self.before = os.fstat(file.fileno())
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -175,7 +176,8 @@ class _List(_File):
     def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
         super().__init__(name, content, rule)
         try:
-            self._samples = json.loads(content.read_bytes())
+            with self.open() as file:
+                self._samples = json.load(file)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
@@ -331,7 +333,7 @@ def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet  # slow
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(regular_file(path))
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet: {error}; fetch or write the file again"

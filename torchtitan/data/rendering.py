@@ -83,7 +83,9 @@ def render(
         try:
             text = template.render(variables)
             if len(text) > _MOST_CHARACTERS:
-                raise ValueError(f"it writes {len(text):,} characters, and {_MOST_CHARACTERS:,} is most")
+                raise ValueError(
+                    f"it writes {len(text):,} characters, and {_MOST_CHARACTERS:,} is most"
+                )
             results.append((text, None))
         except MemoryError:
             raise

@@ -4,7 +4,6 @@ Each data-parallel rank of the trainer has a server, a Ray actor with a whole mo
 the weights after each step. It is meant for models that run on a laptop; vLLM is faster on GPUs.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from torchtitan.integrations.verl.sampler import Sampler
+from torchtitan.tools.files import read_json_object
 
 # Weights are sent in parts of about this size. verl's bucket size is for GPUs, and not used.
 _BYTES_PER_PART = 2**28
@@ -208,8 +208,7 @@ def _eos_ids(folder: str) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            with open(path) as file:
-                ids = json.load(file).get("eos_token_id")
+            ids = read_json_object(path).get("eos_token_id")
             if ids is not None:
                 return ids if isinstance(ids, list) else [ids]
     return []
