@@ -564,7 +564,7 @@ def _other_scales(
         regexes = {rf"(.*\.)?({p})(\.weight)?": value for p, value in by_pattern.items()}
         try:  # the first, as in peft
             found = bounded.call("torchtitan.tools.bounded:first_matches", list(regexes), names)
-        except ValueError as error:
+        except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(
                 f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be compared with the "
                 f"names of the layers: {error}; write names of layers there"

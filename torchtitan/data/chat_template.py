@@ -6,12 +6,14 @@ bounds on time and memory.
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
 from torchtitan.tools import bounded
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import read_text
 
 Message = Mapping[str, Any]
@@ -30,7 +32,7 @@ class CannotRenderError(ValueError):
     """A template cannot render messages. reason: without the names of both."""
 
     def __init__(self, name: str, messages: Sequence[Message], reason: str) -> None:
-        super().__init__(f"{name} cannot render {messages!r}: {reason}")
+        super().__init__(f"{name} cannot render {reprlib.repr(messages)}: {reason}")
         self.reason = " ".join(reason.split())
 
 
@@ -61,7 +63,7 @@ class ChatTemplate:
             self.marks_generation = bounded.call(
                 "torchtitan.data.rendering:marks_generation", source
             )
-        except ValueError as error:
+        except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
 
     @classmethod
@@ -122,7 +124,8 @@ class ChatTemplate:
 
         tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
         variables: further variables of the template, for this call.
-        Raises ValueError if the template cannot render the messages, or not within the bounds.
+        Raises ValueError if the template cannot render the messages, RunError if it takes too much
+        time or memory.
         """
         more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
@@ -143,6 +146,9 @@ class ChatTemplate:
         ]
         try:
             results = bounded.call("torchtitan.data.rendering:render", self.source, variables)
+        except bounded.OutOfBoundsError as error:
+            sentence = f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}"
+            raise RunError(f"{sentence}; correct the template, or name another file") from error
         except Exception as error:  # pickle raises several types
             results = [(None, str(error))] * len(calls)
         return [

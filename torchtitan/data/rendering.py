@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, ext, nodes, sandbox
 
+from torchtitan.tools import bounded
+
 _MOST_CHARACTERS = 2**24  # of a text; a million tokens have a quarter of that
 
 
@@ -80,6 +82,7 @@ def render(
     """Return (a template's text, None), or (None, the error), for the variables of each call."""
     template, results = _compiled(source), []
     for variables in calls:
+        bounded.restart_clock()
         try:
             text = template.render(variables)
             if len(text) > _MOST_CHARACTERS:

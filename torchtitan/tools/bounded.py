@@ -20,22 +20,33 @@ from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any
 
-SECONDS = 10.0  # processor time of a call, which does not grow on a busy machine
+from torchtitan.tools.errors import RunError
+
+SECONDS = 10.0  # processor time of a call, which hardly grows on a busy machine
 _BYTES = 2**30  # memory of the process; only Linux keeps to it
 
 
 class BoundedCallError(ValueError):
-    """A function raised an error, or took too much time or memory; the message has no file's name."""
+    """A function raised an error; the message is that of the error."""
+
+
+class OutOfBoundsError(RunError):
+    """A call took too much time or memory; the message says which, and names no file."""
 
 
 def call(function: str, *arguments: Any) -> Any:
     """Return `function(*arguments)`, computed in another process, which is kept for later calls.
 
     function: module:function, of a module whose import is quick, because the process imports it.
-    Raises BoundedCallError for any exception of the function, and if it takes too much.
+    Raises BoundedCallError for any exception of the function, OutOfBoundsError if it takes too much.
     """
     # By process, because a fork must not use its parent's pipe.
     return _processes.setdefault(os.getpid(), _Process()).call(function, arguments)
+
+
+def restart_clock() -> None:
+    """Give a function that is called here `SECONDS` for what follows."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 def first_matches(patterns: Iterable[str], names: Iterable[str]) -> list[str | None]:
@@ -57,15 +68,15 @@ class _Process:
                 self._start()
             try:
                 self._pipe.send((function, arguments, SECONDS))
-                error, value = self._pipe.recv()
+                error, answer = self._pipe.recv()
             except (EOFError, OSError):
-                raise BoundedCallError(self._end()) from None
+                raise OutOfBoundsError(self._end()) from None
             except BaseException:  # the answer of an interrupted call must not answer the next one
                 self._end()
                 raise
         if error is not None:
-            raise BoundedCallError(error)
-        return value
+            raise error(answer)
+        return answer
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -98,6 +109,7 @@ _processes: dict[int, _Process] = {}  # process id -> its process for calls
 
 def _answer_calls(file: int) -> None:
     """Answer the calls that come through a pipe until its other end is closed."""
+    global SECONDS
     for number in (signal.SIGINT, signal.SIGTERM):  # the process of the calls decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -107,14 +119,15 @@ def _answer_calls(file: int) -> None:
     find = functools.cache(pkgutil.resolve_name)
     with Connection(file) as pipe, suppress(EOFError, OSError):
         while True:
-            function, arguments, seconds = pipe.recv()
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            answer: tuple[str | None, Any]
+            function, arguments, SECONDS = pipe.recv()
+            restart_clock()
+            answer: tuple[type[Exception] | None, Any]
             try:
                 answer = None, find(function)(*arguments)
             except MemoryError:
-                answer = f"it takes more than {_BYTES / 2**30:g} GiB of memory", None
+                reason = f"it takes more than {_BYTES / 2**30:g} GiB of memory"
+                answer = OutOfBoundsError, reason
             except BaseException as error:
-                answer = str(error) or type(error).__name__, None
+                answer = BoundedCallError, str(error) or type(error).__name__
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send(answer)
