@@ -69,6 +69,17 @@ def write(source, out, *options, exit_code=0):
         assert exit_code == 0
 
 
+def test_process_that_is_killed_while_it_starts_is_told(tmp_path, monkeypatch, capsys):
+    class Killed(tokenize.ProcessPoolExecutor):
+        def submit(self, *_):
+            raise BrokenPipeError(32, "Broken pipe")  # from the pipe with what it should do
+
+    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", Killed)
+    (tmp_path / "a.txt").write_text("text")
+    write(tmp_path / "a.txt", tmp_path / "out", "--processes", 2, exit_code=1)
+    assert "error: a tokenizing process was killed, most often for" in capsys.readouterr().err
+
+
 def content(folder):
     return {f.name: f.read_bytes() for f in Path(folder).iterdir() if f.name != ".lock"}
 

@@ -344,14 +344,19 @@ class CheckpointManager:
             if base is not None:
                 self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
                 self.adapters.set_base(base.path)
-        self.adapters.check_same_base(source.path, self.model_description)
-        self._read(source, wanted, self.states[MODEL].state_dict())
+        self._read(source, wanted, self.states[MODEL].state_dict(), of_adapters=True)
         return True
 
-    def _read(self, source: Source, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    def _read(
+        self,
+        source: Source,
+        wanted: dict[str, Any],
+        entries: dict[str, Any],
+        of_adapters: bool = False,
+    ) -> None:
         """Read `wanted`, by component, from a checkpoint. Collective.
 
-        entries: the model's, which stand at the top level.
+        entries: the model's, which stand at the top level. of_adapters: they stand beside a base.
         """
         logger.info(f"Loading the checkpoint {source.path}")
         start = time.monotonic()
@@ -361,6 +366,8 @@ class CheckpointManager:
             states = fit_to_checkpoint(
                 states, self.states, entries.keys(), source.path, self.model_description
             )
+        if of_adapters:
+            self.adapters.check_same_base(source.path, self.model_description)
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
             compare_with_saved(source.path, self.run_record, states, self.allow_changed)
         self.dcp_load(states, source.path, source.from_hf, source.from_quantized)

@@ -256,13 +256,17 @@ def check_same_model(
     saved: Shapes,
     path: str,
     model_description: str,
-    remedy: str = "Set model.name and model.flavor to the saved model, or load another checkpoint",
+    remedy: str = "",
 ) -> None:
     """Compare the model's weights, of all ranks together, with the saved ones. Collective.
 
     Raises ValueError with the first names that are missing, superfluous or of another shape.
     """
     wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
+    keys = "model.name and model.flavor"
+    if any(".lora_" in name for name in (*wanted, *saved)):
+        keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train)"
+    remedy = remedy or f"Set {keys} to the saved model, or load another checkpoint"
     other_shape = [
         f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
         for name in sorted(wanted.keys() & saved.keys())
