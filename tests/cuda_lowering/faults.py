@@ -139,7 +139,7 @@ def rows_are_gathered_by_index(function):
     return forward
 
 
-@fault(SMALL, "torchtitan.loss.logprobs:SummedCrossEntropy.__post_init__")
+@fault(SMALL, "torchtitan.loss.cross_entropy:SummedCrossEntropy.__post_init__")
 def loss_is_not_compiled(function):
     def forget_backend(self):
         object.__setattr__(self, "compile_backend", None)

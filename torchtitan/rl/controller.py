@@ -50,7 +50,7 @@ from torchtitan.rl.types import (
     TrainingSample,
 )
 from torchtitan.rl.weight_sync import TakesWeights
-from torchtitan.step.forward import on_error
+from torchtitan.step.runner import on_error
 from torchtitan.tools.files import read_text
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection

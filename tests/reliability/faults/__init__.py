@@ -1,7 +1,7 @@
 """The fault book: what can go wrong, what is said then, and what to do.
 
 Each module here has a list FAULTS. `tests/reliability/test_faults.py` brings every one of them
-about; `python -m tests.reliability.faults` writes docs/faults.md from the same lists.
+about; `python -m tests.reliability.faults` prints the same lists.
 """
 
 import dataclasses
@@ -62,10 +62,6 @@ class Fault:
 
 def chapter(name: str) -> list[Fault]:
     return importlib.import_module(f"{__name__}.{name}").FAULTS
-
-
-def all_faults() -> list[Fault]:
-    return [fault for name in CHAPTERS for fault in chapter(name)]
 
 
 def bring_about(fault: Fault, folder: Path, finished_run: Path) -> jobs.Outcome:

@@ -11,7 +11,7 @@ FAULTS = [
         message="WARNING: step 2: the first bad loss of rank 0, nan, is that of microbatch 1 of 2, "
         "row 1 (document…)",
         cause="The learning rate is too high, a document is odd, or a device is faulty.",
-        remedy="Look at the documents; lower optimizer.lr; docs/scale.md says how to tell the causes.",
+        remedy="Look at the documents; lower optimizer.lr; docs/debugging.md says how to tell the causes.",
         arrange=flags(EXPLODES, "--training.steps=2", "--training.global_batch_size=2"),
         exit_code=0,
     ),

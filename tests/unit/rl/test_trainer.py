@@ -78,7 +78,7 @@ def test_mean_of_the_means_of_microbatches_is_another_gradient_than_the_mean(tra
         trainer.forward_backward(part)
     means = torch.cat([x.flatten() for x in gradients(trainer).values()]) / 3
     trainer.zero_grad()
-    # docs/embedding.md has this number.
+    # docs/measured.md has this number.
     assert ((means - whole).norm() / whole.norm()).item() == pytest.approx(0.37, abs=0.01)
 
 
