@@ -112,7 +112,9 @@ def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
 
 def test_path_that_the_system_s_encoding_has_not_is_told_by_its_key(monkeypatch):
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii"))  # as under LANG=C
-    with pytest.raises(ConfigError, match="^dataset_path = 'größe' cannot be .* in ascii; set PYTHON"):
+    with pytest.raises(
+        ConfigError, match="^dataset_path = 'größe' cannot be .* in ascii; set PYTHON"
+    ):
         ConfigManager().parse_args(["--training.dataset_path=größe", "--job.description=größe"])
 
 

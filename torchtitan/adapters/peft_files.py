@@ -566,8 +566,8 @@ def _other_scales(
             found = bounded.call("torchtitan.tools.bounded:first_matches", list(regexes), names)
         except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(
-                f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be compared with the "
-                f"names of the layers: {error}; write names of layers there"
+                f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be "
+                f"compared with the names of the layers: {error}; write names of layers there"
             ) from None
         return [default if pattern is None else regexes[pattern] for pattern in found]
 

@@ -54,7 +54,6 @@ _PADDING_OF = {
     "labels": IGNORE_INDEX,
     "routed_experts": -1,  # the router chooses
 }
-_TENSORS = (*_PADDING_OF, *BOUNDARY_KEYS)
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
 
@@ -81,8 +80,8 @@ class TokenBatch:
         """Return a caller's batch as a value.
 
         Raises ValueError if `batch["input"]` is not [B, T] or has no token, for a known entry that is no
-        tensor, for ids, positions or lengths of documents that are not integers, and for positions or a padding mask of another
-        shape.
+        tensor, for ids, positions or lengths of documents that are not integers, and for positions or
+        a padding mask of another shape.
         """
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
@@ -102,8 +101,9 @@ class TokenBatch:
                 "the microbatch out of the list, which may be empty"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
-        for key, value in {**entries, **({} if labels is None else {"labels": labels})}.items():
-            if key in _TENSORS and not isinstance(value, Tensor | None):
+        for key in (*_PADDING_OF, *BOUNDARY_KEYS):
+            value = batch.get(key) if key != "labels" or labels is None else labels
+            if not isinstance(value, Tensor | None):
                 raise ValueError(
                     f"the batch's {key!r} must be a tensor, got {type(value).__name__}; make it one "
                     "with torch.as_tensor"

@@ -175,7 +175,7 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
-    """Return what to do if weights don't fit, "" for the usual. difference: of the model from config.json."""
+    """Return what to do if weights don't fit, "" for the usual. difference: the model's from config.json."""
     if any(name.endswith((_SCALE, "_scales")) for name in saved):
         return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
     if difference == {}:

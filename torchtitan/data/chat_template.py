@@ -172,8 +172,9 @@ class ChatTemplate:
         if not self.marks_generation:
             return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
         begin = end = text = SEAM
-        while begin in text or end in text:
-            begin, end = chr(ord(end) + 1), chr(ord(end) + 2)
+        while begin in text or end in text:  # at most twice
+            unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
+            begin, end = next(unused), next(unused)
             marks = {"_begin_generation": begin, "_end_generation": end}
             calls = [(messages, plain_text), (messages, plain_text | marks)]
             text, marked = map(text_of, self.render_each(calls, tools=tools))

@@ -46,9 +46,8 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
-    if os.path.exists(
-        path
-    ):  # looked at first, because opening wakes a pipe's writer, or rewinds a tape
+    if os.path.exists(path):
+        # Before it is opened, which wakes the writer of a pipe, or rewinds a tape.
         _check_regular(os.stat(path), path)
     try:
         # Without NONBLOCK, opening a pipe waits for its other end. Regular files ignore the flag.
