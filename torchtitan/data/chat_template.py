@@ -171,13 +171,15 @@ class ChatTemplate:
         plain_text = {**(variables or {}), "add_generation_prompt": False}
         if not self.marks_generation:
             return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
-        begin = end = text = SEAM
-        while begin in text or end in text:  # at most twice
+        text = ""
+        for _ in range(2):  # again if the text has the marks itself
             unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
             begin, end = next(unused), next(unused)
             marks = {"_begin_generation": begin, "_end_generation": end}
             calls = [(messages, plain_text), (messages, plain_text | marks)]
             text, marked = map(text_of, self.render_each(calls, tools=tools))
+            if begin not in text and end not in text:
+                break
         spans, begins, plain = [], [], ""
         for part in re.split(f"([{begin}{end}])", marked):
             if part == begin:
