@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_threads_and_forks_get_their_own_answers():
     for thread in threads:
         thread.join()
     assert answers == {i: [i] * 20 for i in range(4)}
+
+    started = time.monotonic()
+    if (
+        holder := os.fork()
+    ) == 0:  # holds the pipe, as a data worker does until its parent has ended
+        time.sleep(600)
+    bounded._processes[os.getpid()]._end()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    assert time.monotonic() - started < 300
 
     parent, (read, write) = bounded.call("os:getpid"), os.pipe()
     if (child := os.fork()) == 0:

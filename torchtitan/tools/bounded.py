@@ -98,6 +98,7 @@ class _Process:
         self._pipe.close()
         self._at_exit.cancel()
         assert process is not None
+        process.kill()  # forked data workers hold the pipe open; one that has ended keeps its exit code
         code = process.wait()
         if code == -signal.SIGPROF:
             return f"it takes more than {SECONDS:g} seconds of processor time"
