@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +49,7 @@ from torchtitan.step.runner import ModelInputs, Runner, on_error
 from torchtitan.step.update import Update
 from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
+from torchtitan.tools.files import read_text
 from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def build(
         checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
         checkpointer.tokenizer = tokenizer
         if training.chat_template and os.path.isfile(training.chat_template):
-            checkpointer.chat_template = Path(training.chat_template).read_text(encoding="utf-8")
+            checkpointer.chat_template = read_text(training.chat_template)
         if config.model.hf_config is None:  # otherwise all args are the user's choice
             checkpointer.chosen_args = names_of_choices(config.model.args)
         else:

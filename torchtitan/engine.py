@@ -247,7 +247,7 @@ class EngineState:
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model computes without its adapters, as a KL reference does.
 
-        Backward of a forward in it has to end in it. Nothing is copied.
+        Nothing is copied, and nothing trains in it: forward_backward_step and backward raise ValueError.
         Raises ValueError for a model without adapters, and if weights outside of adapters train, too.
         """
         return self.checkpointer.adapters.off()
@@ -339,6 +339,11 @@ class EngineState:
             raise RuntimeError(
                 f"{step} needs gradients and an optimizer, which this engine was built without; "
                 "build it with forward_only=False"
+            )
+        if step != "optim_step" and self.checkpointer.adapters.are_off:
+            raise ValueError(
+                f"{step} was called in a context of adapters_off, where the adapters, which train, "
+                "have no gradients; leave the context first"
             )
 
     def __enter__(self) -> Self:

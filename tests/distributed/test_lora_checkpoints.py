@@ -21,6 +21,7 @@ from tests.distributed.layout_matrix import (
 from tests.reliability.jobs import TINY_JOB
 from torchtitan.config import ConfigManager
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools import bounded
 from torchtitan.trainer import Trainer
 
 FLAGS = [
@@ -136,7 +137,8 @@ def test_two_ranks_write_the_files_of_one_bitwise(tmp_path):
 
 
 def load_of_rank(folder):
-    """Write adapters, then read another copy on each rank, of which rank 1's differs in one number."""
+    """Write adapters, then read a copy on each rank, of which rank 1's differs, and a hostile one."""
+    monkeypatch = pytest.MonkeyPatch()
     with build_engine("llama3", [*FLAGS, SHALLOW, *FSDP_2.overrides()], folder) as engine:
         own = Path(f"{folder}/{torch.distributed.get_rank()}")
         engine.save_peft(f"{folder}/both")
@@ -147,11 +149,22 @@ def load_of_rank(folder):
         before = [whole(p).clone() for p in engine.model_parts[0].parameters()]
         with pytest.raises(ValueError, match=r"differ between rank 0 and ranks \[1\]"):
             engine.load_peft(own)
+        if torch.distributed.get_rank() == 0:
+            config = json.loads(Path(f"{folder}/both/adapter_config.json").read_text())
+            config["rank_pattern"] = {"(([a-z_.0-9]+)+)+!": 4}  # takes years
+            Path(f"{folder}/both/adapter_config.json").write_text(json.dumps(config))
+        torch.distributed.barrier()
+        with monkeypatch.context() as patched:
+            patched.setattr(bounded, "SECONDS", 0.5)
+            with pytest.raises(
+                ValueError, match="both/adapter_config.json has rank_pattern = .*0.5 s"
+            ):
+                engine.load_peft(f"{folder}/both")
         after = map(whole, engine.model_parts[0].parameters())
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-def test_files_that_differ_between_ranks_are_refused_and_change_nothing(tmp_path):
+def test_files_that_differ_or_never_end_are_refused_on_all_ranks_and_change_nothing(tmp_path):
     run_ranks(load_of_rank, 2, str(tmp_path))
 
 
@@ -163,6 +176,18 @@ def test_experts_on_four_ranks_are_written_as_by_one_bitwise(tmp_path):
         Layout("FSDP 2, PP 2, EP 2", dp_shard=2, pp=2, ep=2),
     ]
     check_export("qwen3 MoE", layouts, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--lora.rank=2"], ["--lora.target_modules=wq"], ["--lora.also_train=norms"], None],
+)
+def test_checkpoint_of_other_adapters_is_told_by_their_keys(flags, tmp_path):
+    train(ONE_PROCESS, str(tmp_path), 0, 1)
+    flags = [*FLAGS, SHALLOW, *flags] if flags else [*FLAGS[2:], SHALLOW]
+    with build_engine("llama3", flags, str(tmp_path)) as engine:
+        with pytest.raises(ValueError, match=r"does not fit .*Set model.converters and \[lora\]"):
+            engine.load()
 
 
 def test_continued_run_reads_its_base_again_and_refuses_another(tmp_path, caplog):

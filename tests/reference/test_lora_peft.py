@@ -411,12 +411,15 @@ REFUSED_FIELDS = {
     "DoRA": ({"use_dora": True}, "use_dora = True"),
     "another method": ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
     "other rank than the tensors": ({"r": 8}, "has rank 4 in the file, but the config says 8"),
-    "rank as a text": ({"r": "4"}, "r = '4', which is not what peft writes"),
-    "scale that is no number": (
-        {"lora_alpha": float("nan")},
-        "lora_alpha = nan, which is not what",
+    "rank as a text": ({"r": "4"}, "config.json has r = '4': expected int, got str; correct"),
+    "scale that is no number": ({"lora_alpha": float("nan")}, "lora_alpha = nan: expected finite"),
+    "list of patterns": (
+        {"alpha_pattern": ["q_proj"]},
+        r"alpha_pattern = \['q_proj'\]: expected dict",
     ),
-    "list of patterns": ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern = \['q_proj'\], which is"),
+    "rank of a layer as a text": ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern = .* got str"),
+    "name as a number": ({"target_parameters": [1]}, r"target_parameters = \[1\]: expected str"),
+    "no pattern": ({"rank_pattern": {"(": 4}}, "rank_pattern = .*: missing \\), unterminated"),
 }
 
 

@@ -5,6 +5,8 @@ import pytest
 from tests.unit.chats import FORGETFUL, LLAMA_LIKE, QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import SEAM, ChatTemplate
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools import bounded
+from torchtitan.tools.errors import RunError
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 RESULT = {"role": "tool", "content": "4"}
@@ -39,6 +41,10 @@ def test_folder_with_several_templates_has_one_for_tools(tmp_path):
         "{{ strftime_now('%d') }}",
         "{{ raise_exception('no tools here') }}",
         "{{ messages[0].content + 1 }}",
+        "{{ messages | random }}",  # other texts in other processes
+        "{{ lipsum() }}",
+        "{{ messages[0].items }}",
+        "{{ messages | map('upper') }}",
     ],
 )
 def test_template_can_reach_and_change_nothing(source):
@@ -46,11 +52,51 @@ def test_template_can_reach_and_change_nothing(source):
         ChatTemplate(source, "bad.jinja").render(QUESTION)
 
 
+ENDLESS = {
+    "nested ranges": "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
+    "a power": "{{ (messages | length + 1) ** (10 ** 10) }}",
+    "a slice": "{{ messages | slice(10**9) | list }}",
+    "a batch": "{{ messages | batch(10**10, 'a') | list }}",
+    "a text that doubles": "{% set n = namespace(x='a') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "macros that call each other": "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}"
+    "{{ f(60) }}",
+    "a text": "{{ 'a' * 10**10 }}",
+    "a constant": "{{ 7 ** (7 ** 12) }}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_template_that_never_ends_is_refused_by_its_name(case, monkeypatch):
+    monkeypatch.setattr(bounded, "SECONDS", 0.5)
+    refusal = "^bad.jinja (cannot|is not).*it takes more than (0.5 s|1 G).*; correct"
+    with pytest.raises((RunError, ValueError), match=refusal):
+        ChatTemplate(ENDLESS[case], "bad.jinja").render(QUESTION)
+
+
+def test_text_beyond_all_chats_is_refused():
+    chat = ChatTemplate("{{ 'ab' * messages[0].content }}", "bad.jinja")
+    assert chat.render([{"content": 2**23}]) == "ab" * 2**23
+    with pytest.raises(ValueError, match="bad.jinja .*: it writes 16,777,218 characters, and"):
+        chat.render([{"content": 2**23 + 1}])
+
+
+def test_messages_that_are_nested_too_deeply_are_refused_by_the_template_s_name():
+    content: list = []
+    for _ in range(100_000):
+        content = [content]
+    with pytest.raises(ValueError, match="^chat.jinja cannot render"):
+        ChatTemplate("{{ messages }}", "chat.jinja").render([{"content": content}])
+
+
 def test_source_that_is_no_template_is_told(tmp_path):
     with pytest.raises(
         ValueError, match="bad.jinja is not a Jinja template: Expected an expression"
     ):
         ChatTemplate("{% for %}{% endfor %}", "bad.jinja")
+    for source in ("{{ " + "(" * 10**5, "{{ " + "(" * 150 + "1" + ")" * 150 + " }}"):
+        with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: "):
+            ChatTemplate(source, "bad.jinja")
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, 3)))
     with pytest.raises(ValueError, match="must be a text, got a int"):
         ChatTemplate.of_tokenizer(tokenizer)

@@ -238,7 +238,9 @@ def test_explicit_boundaries_win_over_the_mask_type():
 
 
 def test_block_causal_without_an_end_of_text_id_says_what_to_do():
-    with pytest.raises(ValueError, match="end-of-text id.*position_block_causal"):
+    with pytest.raises(
+        ValueError, match="the tokenizer is None .*set the `tokenizer` of an engine.*position_block"
+    ):
         read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
 
 

@@ -1,22 +1,35 @@
 """Only regular files are opened, and files are not written through links."""
 
 import os
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.unit.test_checkpoint import NetAdapter, Run
+from torchtitan.adapters import peft_files
+from torchtitan.checkpoint import folder as checkpoint_folder
+from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.config import JobConfig
+from torchtitan.data import counts
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.local_files import load_local_documents
+from torchtitan.data.token_files import TokenDocuments
+from torchtitan.data.tokenizer_files import load as load_tokenizer
+from torchtitan.distributed.pipeline_order import compute_order
 from torchtitan.listeners.metrics import JsonlLogger
 from torchtitan.listeners.profiling import MemorySnapshot
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.metrics import append_episodes
 from torchtitan.tools import events
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.files import open_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,13 +175,114 @@ def test_run_goes_on_without_its_history_where_that_is_no_file(tmp_path, caplog,
     assert "The run goes on, but without a record of its events" in caplog.text
 
 
-def test_pipe_in_the_place_of_a_file_ends_no_reading_in_waiting(tmp_path):
-    from torchtitan.checkpoint.hf import check_files
+def tokenizer_folder(folder: Path) -> None:
+    for name, content in {"vocab.json": '{"a": 0}', "merges.txt": ""}.items():
+        if not (folder / name).exists():
+            (folder / name).write_text(content)
+    load_tokenizer(folder)
 
+
+def chat_template(folder: Path) -> None:
+    tokenizer = SimpleNamespace(config={}, tokenizer_path=folder)
+    ChatTemplate.of_tokenizer(tokenizer, path=str(folder / "own.jinja"))
+
+
+def copies_in_folder(folder: Path) -> None:
+    adapter = NetAdapter(None, None)
+    adapter.hf_aliases = lambda: {"a": "b"}
+    entry = SimpleNamespace(relative_path=str(folder / "model.safetensors"))
+    names = [SimpleNamespace(fqn="a"), SimpleNamespace(fqn="b")]
+    metadata = SimpleNamespace(
+        storage_data=SimpleNamespace(items=lambda: [(n, entry) for n in names])
+    )
+    hf._check_copies(adapter, {"b"}, metadata, str(folder))
+
+
+def hashes(folder: Path) -> None:
+    checkpoint_folder._read_hashes(str(folder))
+
+
+READERS = {
+    "model.safetensors": lambda folder: hf.check_files(str(folder)),
+    "config.json": lambda folder: from_hf_config(folder),
+    ".sha256sums": hashes,
+    "adapter_config.json": lambda folder: peft_files.read_config(str(folder)),
+    "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
+        str(folder / "adapter_model.safetensors")
+    ),
+    "tokenizer.json": tokenizer_folder,
+    "merges.txt": tokenizer_folder,
+    "vocab.json": tokenizer_folder,
+    "tokenizer_config.json": tokenizer_folder,
+    "own.jinja": chat_template,
+    "prompts.jsonl": lambda folder: JsonlTask(str(folder / "prompts.jsonl"), len, None),
+    "order.csv": lambda folder: compute_order(type, [], 1, str(folder / "order.csv")),
+    "tokens.json": lambda folder: TokenDocuments(str(folder)),
+    "a.idx": lambda folder: (Path(folder, "a.bin").touch(), TokenDocuments(str(folder))),
+    **{
+        f"a{suffix}": lambda folder, suffix=suffix: load_local_documents(str(folder / f"a{suffix}"))
+        for suffix in (".jsonl", ".txt", ".jsonl.gz", ".parquet")
+    },
+}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", READERS)
+def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypatch, name, make):
+    make(tmp_path / name)
+    system, opened = os.open, []
+    monkeypatch.setattr(
+        os, "open", lambda path, *a, **k: opened.append(path) or system(path, *a, **k)
+    )
+    with pytest.raises((OSError, ValueError), match="not a regular file|leads out of") as refusal:
+        READERS[name](tmp_path)
+    assert name in str(refusal.value) and str(tmp_path / name) not in map(str, opened)
+
+
+def test_copy_of_a_weight_in_a_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is not a regular file"):
-        check_files(str(tmp_path))
-    os.mkfifo(tmp_path / "index")
-    for path in (tmp_path / "index", "/dev/zero"):
-        with pytest.raises(OSError, match="not a regular file"):
-            read_json_object(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        copies_in_folder(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_kept_counts_that_are_no_file_are_counted_again(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counts.kept("key", lambda: np.arange(3))
+    (file,) = Path(tmp_path, "torchtitan").iterdir()
+    file.unlink()
+    make(file)
+    for _ in range(2):
+        assert counts.kept("key", lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert file.is_file() and not file.is_symlink()
+
+
+# Files of the system and of this program itself, which nobody else prepares.
+OPENED_OTHERWISE = {
+    "config/checks/files.py": "with open(os.path.join(trial",
+    "data/python_docs.py": "text.read_bytes()",
+    "numerics/products.py": 'open("/proc/cpuinfo")',
+    "tools/logging.py": "os.devnull",
+    "testing/gloo.py": "",
+    "tools/files.py": "",
+    "tools/host.py": 'open("/proc/self/',
+    "tools/torch_parts.py": "path.read_text()",
+    "tools/utils.py": 'Path("/proc/meminfo")',
+    "train.py": 'with open(path, "w")',  # torchrun's file for errors
+    "report/page.py": 'f"page.{name}"',
+    "rl/weight_sync.py": "os.scandir(folder)",  # a folder of the process's own
+}
+OPENS = re.compile(r"(?<![\w.])open\(|\.(read_text|read_bytes|from_file)\(|safe_open\(|load_file\(|ParquetFile\(")  # fmt: skip
+
+
+def test_every_file_is_opened_by_the_module_that_refuses_pipes():
+    package = Path(peft_files.__file__).parents[1]
+    others = [
+        f"{name}: {line.strip()}"
+        for file in package.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if OPENS.search(line) and not re.search(r"regular_file\(|def open\(", line)
+        for name in [str(file.relative_to(package))]
+        if OPENED_OTHERWISE.get(name, "\0") not in line
+    ]
+    assert others == []

@@ -185,6 +185,12 @@ def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
     assert not torch.equal(on, logits(plain))
     with engine.adapters_off():
         assert torch.equal(logits(engine), logits(plain))
+        with pytest.raises(
+            ValueError, match="^forward_backward_step was called in a context of adap"
+        ):
+            train(engine)
+        with pytest.raises(ValueError, match="^backward was called in a context of adapters_off"):
+            engine.backward(torch.zeros((), requires_grad=True))
     assert torch.equal(logits(engine), on)
     first, second = engine.adapters_off(), engine.adapters_off()
     first.__enter__()

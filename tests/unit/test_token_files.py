@@ -70,6 +70,17 @@ def write(source, out, *options, exit_code=0):
         assert exit_code == 0
 
 
+def test_process_that_is_killed_while_it_starts_is_told(tmp_path, monkeypatch, capsys):
+    class Killed(tokenize.ProcessPoolExecutor):
+        def submit(self, *_):
+            raise BrokenPipeError(32, "Broken pipe")  # from the pipe with what it should do
+
+    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", Killed)
+    (tmp_path / "a.txt").write_text("text")
+    write(tmp_path / "a.txt", tmp_path / "out", "--processes", 2, exit_code=1)
+    assert "error: a tokenizing process was killed, most often for" in capsys.readouterr().err
+
+
 def content(folder):
     return {f.name: f.read_bytes() for f in Path(folder).iterdir() if f.name != ".lock"}
 
@@ -463,7 +474,12 @@ def test_damaged_files_are_refused(tmp_path, name):
 ABOUT_DAMAGES = {
     "format": (lambda about: about | {"format": 2}, "its format is 2, and 1 is known"),
     "keys": (lambda about: {"format": 1}, "it lacks finished, parts, tokenizer"),
-    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with doc"),
+    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with name, documents"),
+    "count": (
+        lambda about: about | {"parts": [about["parts"][0] | {"tokens": "28"}]},
+        "its parts must be a list of objects with name, documents and tokens, got {'name': 'part-00000'",
+    ),
+    "name": (lambda about: about | {"parts": [about["parts"][0] | {"name": []}]}, "its parts must be"),
     "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
     "fewer": (lambda about: about | {"parts": []}, "tokens.json lists nothing as the documents and tokens of part-00000"),
@@ -488,7 +504,9 @@ def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, na
         TokenDocuments(str(tmp_path / "out"))
     assert sentence in str(caught.value)
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"tokens\.json cannot be read: .*; copy it again"):
+    with pytest.raises(
+        ValueError, match=r"tokens\.json is not valid JSON: .*; fetch the file again"
+    ):
         TokenDocuments(str(tmp_path / "out"))
 
 

@@ -205,7 +205,7 @@ def redraw_adapters(
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parts compute without their adapters. Backward has to end inside, too.
+    """Inside, the parts compute without their adapters, so nothing in them trains.
 
     Several such contexts may be open, and end in any order.
     """

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import Adapted, adapted_weights, adapter_names
+from torchtitan.config.toml_values import convert
 from torchtitan.distributed.dtensor import (
     is_dtensor,
     local_shape_and_offsets,
@@ -33,7 +34,8 @@ from torchtitan.distributed.dtensor import (
 )
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.files import open_file, read_json_object, save_tensors
+from torchtitan.tools import bounded
+from torchtitan.tools.files import open_file, read_json_object, regular_file, save_tensors
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -55,11 +57,12 @@ _OTHER_FIELDS = set(
 )
 _TYPES = {
     "r": int,
-    "lora_alpha": (int, float),
-    "rank_pattern": dict,
-    "alpha_pattern": dict,
+    "lora_alpha": float,
+    "rank_pattern": dict[str, int],
+    "alpha_pattern": dict[str, float],
     "use_rslora": bool,
-    "target_parameters": list,
+    "target_modules": list[str] | str,
+    "target_parameters": list[str],
 }
 # Parameters of experts in transformers 5 -> the layers of an expert in them.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -353,18 +356,19 @@ def load_peft(
     shapes = {key: matrix.shape for key, matrix in matrices.items()}
     for problem in _differences(shapes, all_wanted):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
-    problems = [
-        problem
+    own = {
+        name: _Layer(entries[one.a].shape[-2], one.scale)
         for one, names in zip(adapted, hf_layers, strict=True)
-        for problem in _other_scales(one, names, entries[one.a].shape[-2], config, of_experts)
-    ]
-    for problem in (problem for part in all_ranks(problems) for problem in part):
-        raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
+        for name in names
+    }
+    for part in on_all_ranks(lambda: list(_other_scales(own, config, of_experts, folder))):
+        for problem in part:
+            raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
 
     values: list[tuple[Tensor, Tensor]] = []  # our parameter, its values
 
     def read() -> None:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular_file(path), framework="pt") as file:
             stored_tensor = functools.lru_cache(1)(  # of all experts, once
                 lambda key: _checked(file.get_tensor(key), key, path)
             )
@@ -433,15 +437,15 @@ def read_config(folder: str) -> dict[str, Any]:
     Raises ValueError if the folder holds no adapters, or adapters of a kind that ours are not.
     """
     path = os.path.join(folder, CONFIG_FILE)
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ValueError(
             f"{folder} must be a folder in PEFT's format, and has no {CONFIG_FILE}; give the folder "
             "that save_pretrained or save_peft wrote"
         )
-    config = read_json_object(path)
+    config = {key: value for key, value in read_json_object(path).items() if value is not None}
     for field, value in config.items():
         allowed = _PLAIN.get(field)
-        if value is None or field in _OTHER_FIELDS or (not value and allowed is None):
+        if field in _OTHER_FIELDS or (not value and allowed is None):
             continue
         if allowed is None or value not in allowed:
             raise ValueError(
@@ -449,14 +453,15 @@ def read_config(folder: str) -> dict[str, Any]:
                 f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; merge these "
                 "into the base model with peft, or convert them to plain ones there"
             )
-    for field, kind in _TYPES.items():
-        value = config.get(field)
-        numbers = value.values() if isinstance(value, dict) else [value]
-        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if value is not None and not (is_kind and all(map(_is_readable, numbers))):
-            raise ValueError(
-                f"{path} has {field} = {value!r}, which is not what peft writes; correct it"
-            )
+    for field in _TYPES.keys() & config.keys():
+        value = config[field]
+        try:
+            config[field] = convert(value, _TYPES[field])
+            numbers = value.values() if isinstance(value, dict) else [value]
+            if not all(map(_is_readable, numbers)):
+                raise TypeError("expected finite numbers that are not negative")
+        except TypeError as error:
+            raise ValueError(f"{path} has {field} = {value!r}: {error}; correct it") from None
     return config
 
 
@@ -465,7 +470,7 @@ def _is_readable(value: Any) -> bool:
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         pickled = path.replace(".safetensors", ".bin")
         remedy = "give the folder that save_pretrained or save_peft wrote"
         if os.path.exists(pickled):
@@ -475,7 +480,7 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
             )
         raise ValueError(f"There is no file {path}; {remedy}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular_file(path), framework="pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}; write the adapters again") from error
@@ -539,35 +544,50 @@ def _differences(
 
 
 def _other_scales(
-    one: Adapted,
-    hf_layers: list[str],
-    rank: int,
+    layers: Mapping[str, _Layer],
     config: Mapping[str, Any],
     of_experts: Collection[str],
+    folder: str,
 ) -> Iterable[str]:
     """Yield a sentence for each layer whose rank or scale in the config is not the model's.
 
     of_experts: keys of matrices that `peft` for transformers 5 stores together.
     """
     fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
-    for layer in hf_layers:
-        name = layer
-        if f"{_PREFIX}{layer}.lora_A.weight" in of_experts:
-            name = re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
+    names = [
+        re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
+        if f"{_PREFIX}{layer}.lora_A.weight" in of_experts
+        else layer
+        for layer in layers
+    ]
 
-        def value(field: str, default: float, name: str = name) -> float:
-            for pattern, other in (config.get(f"{field}_pattern") or {}).items():
-                if re.fullmatch(rf"(.*\.)?({pattern})(\.weight)?", name):  # the first, as in peft
-                    return other
-            return config.get({"rank": "r", "alpha": "lora_alpha"}[field], default)
+    def values(field: str, default: float) -> list[float]:
+        by_pattern = config.get(f"{field}_pattern") or {}
+        if not by_pattern:
+            return [default] * len(names)
+        regexes = {rf"(.*\.)?({p})(\.weight)?": value for p, value in by_pattern.items()}
+        try:  # the first, as in peft
+            found = bounded.call("torchtitan.tools.bounded:first_matches", list(regexes), names)
+        except (ValueError, bounded.OutOfBoundsError) as error:
+            raise ValueError(
+                f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be "
+                f"compared with the names of the layers: {error}; write names of layers there"
+            ) from None
+        return [default if pattern is None else regexes[pattern] for pattern in found]
 
-        if (saved_rank := value("rank", 8)) != rank:
+    saved = zip(
+        layers.items(),
+        values("rank", config.get("r", 8)),
+        values("alpha", config.get("lora_alpha", 8.0)),
+        strict=True,
+    )
+    for (layer, (rank, scale)), saved_rank, alpha in saved:
+        if saved_rank != rank:
             yield f"{layer} has rank {rank} in the file, but the config says {saved_rank}; correct it"
-        alpha = value("alpha", 8)
         divisor = rank**0.5 if config.get("use_rslora") else rank
-        if abs(alpha / divisor - one.scale) > 1e-6 * one.scale:
+        if abs(alpha / divisor - scale) > 1e-6 * scale:
             yield (
-                f"{layer} is scaled by {alpha / divisor:g} in the file and by {one.scale:g} in the "
+                f"{layer} is scaled by {alpha / divisor:g} in the file and by {scale:g} in the "
                 f"model; set lora.alpha = {alpha:g} and lora.use_rslora = "
                 f"{str(bool(config.get('use_rslora'))).lower()}"
             )

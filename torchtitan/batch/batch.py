@@ -79,9 +79,9 @@ class TokenBatch:
     def of(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
         """Return a caller's batch as a value.
 
-        Raises ValueError if `batch["input"]` is not [B, T] or has no token, for ids, positions or
-        lengths of documents that are not integers, and for positions or a padding mask of another
-        shape.
+        Raises ValueError if `batch["input"]` is not [B, T] or has no token, for a known entry that is no
+        tensor, for ids, positions or lengths of documents that are not integers, and for positions or
+        a padding mask of another shape.
         """
         tokens = batch.get("input")
         if not isinstance(tokens, Tensor):
@@ -101,6 +101,13 @@ class TokenBatch:
                 "the microbatch out of the list, which may be empty"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
+        for key in (*_PADDING_OF, *BOUNDARY_KEYS):
+            value = batch.get(key) if key != "labels" or labels is None else labels
+            if not isinstance(value, Tensor | None):
+                raise ValueError(
+                    f"the batch's {key!r} must be a tensor, got {type(value).__name__}; make it one "
+                    "with torch.as_tensor"
+                )
         for key in ("positions", *BOUNDARY_KEYS):
             if isinstance(entries.get(key), Tensor):
                 entries[key] = whole_numbers(f"the batch's {key!r}", entries[key])

@@ -251,9 +251,9 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
         document_ids = _READ[source](batch)
     elif eos_id is None:
         raise ValueError(
-            "document boundaries are read from end-of-text tokens, and the tokenizer has no end-of-text"
-            " id; give a tokenizer that has one, or put 'positions' into the batch and set "
-            "model.attn_mask_type to 'position_block_causal'"
+            "document boundaries are read from end-of-text tokens, and the tokenizer is None or has no "
+            "eos_id; set the `tokenizer` of an engine, which reads none itself, or put 'positions' into "
+            "the batch and set model.attn_mask_type to 'position_block_causal'"
         )
     else:
         source = END_OF_TEXT

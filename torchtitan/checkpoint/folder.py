@@ -282,9 +282,10 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     Raises ValueError if the hash file is damaged, or parts of a checkpoint have neither it nor
     `.metadata`.
     """
-    path, entries = Path(folder, HASHES_FILE), []
-    if path.is_file():
-        header, *lines = path.read_text(errors="replace").splitlines() or [""]
+    path, entries = os.path.join(folder, HASHES_FILE), []
+    if os.path.exists(path):
+        with open_file(path, errors="replace") as file:
+            header, *lines = file.read().splitlines() or [""]
         entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
         if header != f"# {len(entries)} files" or not all(entries):
             raise ValueError(f"{HASHES_FILE} is damaged")

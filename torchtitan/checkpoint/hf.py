@@ -45,7 +45,7 @@ from torchtitan.protocols.state_dict_adapter import (
     to_template,
 )
 from torchtitan.tools import torch_parts
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
-    """Return what to do if weights don't fit. difference: the model's from their config.json."""
+    """Return what to do if weights don't fit, "" for the usual. difference: the model's from config.json."""
     if are_quantized(saved):
         return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
     if difference == {}:
@@ -235,7 +235,7 @@ def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
             "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
             "lm_head.weight is missing)"
         )
-    return "Set model.name and model.flavor to the saved model, or load another checkpoint"
+    return ""
 
 
 def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
@@ -243,8 +243,8 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
     file_of = {index.fqn: entry.relative_path for index, entry in metadata.storage_data.items()}
     for name, copy in copies.items():
         with (
-            safe_open(file_of[name], framework="pt") as file,
-            safe_open(file_of[copy], framework="pt") as other_file,
+            safe_open(regular_file(file_of[name]), framework="pt") as file,
+            safe_open(regular_file(file_of[copy]), framework="pt") as other_file,
         ):
             one, other = file.get_slice(name), other_file.get_slice(copy)
             shape, n_rows = one.get_shape(), _ROWS_COMPARED
@@ -288,10 +288,8 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
     file_of: dict[str, str] = {}
     for name in names:
         path = path_inside(folder, name)
-        if not os.path.isfile(path):  # opening a pipe would block
-            raise ValueError(f"{path} is not a regular file; put the file itself there")
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular_file(path), framework="pt") as file:
                 names_inside = file.keys()
                 kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
                 is_sharded = torch_parts.SHARDED_FILE_KEY in (file.metadata() or {})

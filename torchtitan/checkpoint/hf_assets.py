@@ -70,7 +70,7 @@ def write_model_files(
         generation = Path(folder, "generation_config.json")
         if not generation.exists():
             content = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
-            if (assets / generation.name).is_file():
+            if (assets / generation.name).exists():
                 content = read_json_object(assets / generation.name)
             if content:
                 write_json(generation, content | _with_token_ids(content, token_ids))
@@ -152,10 +152,11 @@ def _write_tokenizer(
     source = Path(tokenizer.tokenizer_path)
     templates = [] if chat_template else source.glob(f"{NAMED_TEMPLATES}/*.jinja")
     for file in [*map(source.joinpath, _TOKENIZER_FILES), *templates]:
-        if file.is_file():
+        if file.exists():
             copy = Path(folder, file.relative_to(source))
             copy.parent.mkdir(exist_ok=True)
-            _write(copy, file.read_bytes())
+            with open_file(file, "rb") as content:
+                _write(copy, content.read())
     if not Path(folder, "tokenizer.json").exists():
         _write(Path(folder, "tokenizer.json"), tokenizer.tokenizer.to_str(pretty=True).encode())
     config = dict(tokenizer.config or {"tokenizer_class": _CLASS})

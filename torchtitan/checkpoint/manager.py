@@ -347,8 +347,7 @@ class CheckpointManager:
         if path is None and (base := self._initial_checkpoint()) is not None:
             self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
             self.adapters.set_base(base.path)
-        self.adapters.check_same_base(facts.record, facts.path, self.model_description)
-        self._read(facts, wanted, self.states[MODEL].state_dict())
+        self._read(facts, wanted, self.states[MODEL].state_dict(), of_adapters=True)
         return True
 
     def _choose(self, step: int, path: str | None) -> Facts | None:
@@ -382,10 +381,16 @@ class CheckpointManager:
                 )
         return at_path(path, key, self.verify_on_load, in_hf) if path else None
 
-    def _read(self, facts: Facts, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    def _read(
+        self,
+        facts: Facts,
+        wanted: dict[str, Any],
+        entries: dict[str, Any],
+        of_adapters: bool = False,
+    ) -> None:
         """Read `wanted`, by component, from a checkpoint. Collective.
 
-        entries: the model's, which stand at the top level.
+        entries: the model's, which stand at the top level. of_adapters: they stand beside a base.
         """
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
@@ -396,6 +401,8 @@ class CheckpointManager:
             states = fit_to_checkpoint(
                 states, self.states, entries.keys(), facts.shapes, path, self.model_description
             )
+        if of_adapters:
+            self.adapters.check_same_base(facts.record, path, self.model_description)
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
             compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0

@@ -204,12 +204,16 @@ def check_same_model(
     saved: Shapes,
     path: str,
     model_description: str,
-    remedy: str = "Set model.name and model.flavor to the saved model, or load another checkpoint",
+    remedy: str = "",
 ) -> None:
     """Compare the model's weights with the saved ones. wanted: of all ranks together.
 
     Raises ValueError with the first names that are missing, superfluous or of another shape.
     """
+    keys = "model.name and model.flavor"
+    if any(".lora_" in name for name in (*wanted, *saved)):
+        keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train)"
+    remedy = remedy or f"Set {keys} to the saved model, or load another checkpoint"
     differences = {
         "not in the checkpoint": sorted(wanted.keys() - saved.keys()),
         "not in the model": sorted(saved.keys() - wanted.keys()),

@@ -139,6 +139,12 @@ class AdapterFiles:
             )
         return adapters_off(self._model.model)
 
+    @property
+    def are_off(self) -> bool:
+        """True in a context of `off`."""
+        modules = (module for part in self._model.model for module in part.modules())
+        return self._options is not None and any(getattr(m, "lora_n_off", 0) for m in modules)
+
     def _require_options(self, wanted_by: str) -> LoRA:
         if self._options is None:
             raise ValueError(

@@ -362,6 +362,13 @@ def _expand_home(section: Any) -> None:
             _expand_home(value)
         elif isinstance(value, str) and is_path(field.name):
             setattr(section, field.name, os.path.expanduser(value))
+            try:
+                os.fsencode(value)
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"{field.name} = {value!r} cannot be a file's name here, because Python encodes names "
+                    f"in {error.encoding}; set PYTHONUTF8=1, or LC_ALL to a UTF-8 locale"
+                ) from None
 
 
 def _help_texts(section: type) -> dict[str, str]:

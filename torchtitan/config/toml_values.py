@@ -96,6 +96,8 @@ def convert(value: Any, annotation: Any) -> Any:
             return tuple(convert(item, a) for item, a in zip(value, arguments, strict=True))
         if kind is list:
             return origin(convert(item, arguments[0] if arguments else Any) for item in value)
+    elif origin is dict and kind is dict and arguments:
+        return {key: convert(item, arguments[1]) for key, item in value.items()}
     elif origin not in accepted:
         return value
     elif kind in accepted[origin]:

@@ -1,20 +1,21 @@
 """Messages of a chat, rendered by a model's Jinja template into the text that it was trained on.
 
-A template comes from a downloaded file, so it runs in Jinja's sandbox, where it can change nothing and
-reach no internal attribute of Python objects. It gets no date, because a prompt must not depend on
-the day on which a run resumes.
+A template comes from a downloaded file, so `rendering` runs it in a sandbox, in another process with
+bounds on time and memory.
 """
 
-import itertools
 import json
 import re
-import sys
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.tools import bounded
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import read_text
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""
@@ -26,6 +27,14 @@ which Unicode reserves for a program's internal use, so no text contains it."""
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
 _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
+
+
+class CannotRenderError(ValueError):
+    """A template cannot render messages. reason: without the names of both."""
+
+    def __init__(self, name: str, messages: Sequence[Message], reason: str) -> None:
+        super().__init__(f"{name} cannot render {reprlib.repr(messages)}: {reason}")
+        self.reason = " ".join(reason.split())
 
 
 class ChatTemplate:
@@ -45,54 +54,18 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         control_tokens: Iterable[str] = (),
     ):
-        from jinja2 import TemplateError, ext, nodes, sandbox  # slow, and only chats need them
-
-        class Generation(ext.Extension):
-            """{% generation %}, which marks the model's part: its content between two variables.
-
-            The variables are undefined, and so empty, unless `render_with_spans` gives them.
-            """
-
-            tags = {"generation"}
-
-            def parse(extension, parser: Any) -> Any:
-                self.marks_generation = True
-                line = next(parser.stream).lineno
-                content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                begin, end = (
-                    nodes.Output([nodes.Name(name, "load")], lineno=line)
-                    for name in ("_begin_generation", "_end_generation")
-                )
-                # A scope, because a variable that is set inside is unknown behind it, as in transformers.
-                return nodes.Scope([begin, *content, end], lineno=line)
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        def to_json(value: Any, **options: Any) -> str:
-            # Jinja's own filter escapes HTML.
-            return json.dumps(value, **{"ensure_ascii": False} | options)
-
         control_tokens = tuple(control_tokens)
         self.source, self.name, self._variables = source, name, dict(variables or {})
-        self.marks_generation = False  # until the parser meets {% generation %}
         tokens = "|".join(re.escape(token) for token in control_tokens)
         self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
         self._token = re.compile(tokens or "(?!)")
-        self._source, self._control_tokens = source, control_tokens
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
+        self._control_tokens = control_tokens
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self.marks_generation = bounded.call(
+                "torchtitan.data.rendering:marks_generation", source
+            )
+        except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # For data workers that do not fork: the compiled template cannot be pickled.
-        return type(self), (self._source, self.name, self._variables, self._control_tokens)
 
     @classmethod
     def of_tokenizer(
@@ -114,12 +87,12 @@ class ChatTemplate:
         known = {key: text for key, text in tokens.items() if text is not None}
         file = Path(path) if path else folder / "chat_template.jinja"
         for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        if tools and not path and for_tools.is_file():
+        if tools and not path and for_tools.exists():
             file = for_tools
-        if path or file.is_file():
+        if path or file.exists():
             try:
-                source, name = file.read_text(encoding="utf-8"), str(file)
-            except (OSError, UnicodeDecodeError) as error:
+                source, name = read_text(file), str(file)
+            except (OSError, ValueError) as error:
                 raise ValueError(f"cannot read the chat template {str(file)!r}: {error}") from error
         else:
             source, name = config.get("chat_template"), f"chat_template of {folder}"
@@ -152,18 +125,37 @@ class ChatTemplate:
 
         tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
         variables: further variables of the template, for this call.
-        Raises ValueError if the template cannot render the messages.
+        Raises ValueError if the template cannot render the messages, RunError if it takes too much
+        time or memory.
         """
-        own = {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        return text_of(self.render_each([(messages, more)], tools=tools)[0])
+
+    def render_each(
+        self,
+        calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[str | CannotRenderError]:
+        """Return the text of each (messages, further variables), or the error of `render`.
+
+        They are rendered together, because each call of the other process takes as long as a rendering.
+        """
+        for_all = {"tools": tools, "documents": None}
+        variables = [
+            {**self._variables, **more, **for_all, "messages": messages} for messages, more in calls
+        ]
         try:
-            return self._template.render({**self._variables, **(variables or {}), **own})
-        except Exception as error:  # an operation of the template may raise any Python error
-            raise ValueError(f"{self.name} cannot render {messages!r}: {error}") from error
+            results = bounded.call("torchtitan.data.rendering:render", self.source, variables)
+        except bounded.OutOfBoundsError as error:
+            sentence = f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}"
+            raise RunError(f"{sentence}; correct the template, or name another file") from error
+        except Exception as error:  # pickle raises several types
+            results = [(None, str(error))] * len(calls)
+        return [
+            text if error is None else CannotRenderError(self.name, messages, error)
+            for (text, error), (messages, _) in zip(results, calls, strict=True)
+        ]
 
     def render_with_spans(
         self,
@@ -177,16 +169,18 @@ class ChatTemplate:
         Begin and end are characters of the text; the span is half-open. Raises ValueError if the
         template cannot render the messages, or changes the text of a part afterwards.
         """
-        options: Any = {"tools": tools, "add_generation_prompt": False}
-        text = self.render(messages, variables=variables, **options)
+        plain_text = {**(variables or {}), "add_generation_prompt": False}
         if not self.marks_generation:
-            return text, []
-        unused = (
-            mark for mark in map(chr, range(ord(SEAM) + 1, sys.maxunicode)) if mark not in text
-        )
-        begin, end = itertools.islice(unused, 2)
-        marks = {"_begin_generation": begin, "_end_generation": end}
-        marked = self.render(messages, variables={**(variables or {}), **marks}, **options)
+            return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
+        text = ""
+        for _ in range(2):  # again if the text has the marks itself
+            unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
+            begin, end = next(unused), next(unused)
+            marks = {"_begin_generation": begin, "_end_generation": end}
+            calls = [(messages, plain_text), (messages, plain_text | marks)]
+            text, marked = map(text_of, self.render_each(calls, tools=tools))
+            if begin not in text and end not in text:
+                break
         spans, begins, plain = [], [], ""
         for part in re.split(f"([{begin}{end}])", marked):
             if part == begin:
@@ -290,6 +284,13 @@ class ChatTemplate:
                     "a policy would read text that it has not written; set rl.task.chat_template to a "
                     "file with a template that leaves earlier turns unchanged"
                 )
+
+
+def text_of(result: str | CannotRenderError) -> str:
+    """Return a text of `render_each`; raise its error."""
+    if isinstance(result, CannotRenderError):
+        raise result
+    return result
 
 
 def _text_of(token: Any) -> str | None:

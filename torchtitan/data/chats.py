@@ -13,13 +13,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from torchtitan.config.checks.common import guess
-from torchtitan.data.chat_template import ChatTemplate, Message
+from torchtitan.data.chat_template import CannotRenderError, ChatTemplate, Message, text_of
 from torchtitan.data.local_files import SampleRule, load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
@@ -166,15 +167,17 @@ class ChatEncoder:
                 "character; mend or leave out the sample"
             ) from None
         encoding = self._backend.encode(text, add_special_tokens=False)
-        trained = np.zeros(len(encoding.ids), dtype=bool)
-        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        ids = np.array(encoding.ids, dtype=np.int32)
+        trained = np.zeros(len(ids), dtype=bool)
+        offsets = chain.from_iterable(encoding.offsets)  # numpy reads pairs four times slower
+        begins, ends = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2).T
         # Several tokens may share a character. Tokens of no character have the place between others.
         begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
         for begin, end in spans:
             if begin < end:
                 first = np.searchsorted(ends, begin, side="right")
                 trained[first : np.searchsorted(begins, end, side="left")] = True
-        return np.array(encoding.ids, dtype=np.int32), trained
+        return ids, trained
 
     def _warn_of_quoted_arguments(self, chat: "_Chat") -> None:
         for arguments in chat.arguments():
@@ -259,6 +262,8 @@ class _Chat:
                 "'chat_template_kwargs' must be an object of template variables; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
+        # (number of messages, with the assistant's header) -> the text of these first messages
+        self._beginnings: dict[tuple[int, bool], str | CannotRenderError] = {}
         self._num_prompt = 0  # messages that are no part of the completion; 0 without a completion
         if "messages" not in sample:
             self.messages = _checked_messages(sample["prompt"], "prompt")
@@ -281,18 +286,23 @@ class _Chat:
                     yield (call.get("function") or call).get("arguments")
 
     def writes(self, text: str) -> bool:
-        return text in self.template.render(
-            self.messages, add_generation_prompt=False, **self._options
-        )
+        return text in self._beginning(len(self.messages))
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """Return the text of the chat, and the spans of its characters that are trained."""
+        turns = [
+            i
+            for i, message in enumerate(self.messages)
+            if message["role"] == "assistant" and i >= self._num_prompt
+        ]
         try:
-            text, spans = self.template.render_with_spans(self.messages, **self._options)
-        except ValueError as error:
-            if error.__cause__ is None:
-                raise
-            reason = " ".join(str(error.__cause__).split())
+            if self.template.marks_generation:
+                text, spans = self.template.render_with_spans(self.messages, **self._options)
+            else:
+                self._render_beginnings(turns)
+                text = text_of(self._beginnings[len(self.messages), False])
+        except CannotRenderError as error:
+            reason = error.reason
             remedy = (
                 "correct the chat, or set training.chat_template to a template file that fits it"
             )
@@ -315,7 +325,6 @@ class _Chat:
                     "say; write the sample with 'messages'"
                 )
             return text, [self._span_of_completion(text)]
-        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         is_trained = [self._is_trained(turn) for turn in turns]
         if not self.template.marks_generation:
             spans = [self._span_of_turn(text, turn) for turn in turns]
@@ -354,9 +363,8 @@ class _Chat:
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if turn + 1 == len(self.messages):
-                follow = [*self.messages, {"role": "user", "content": "what the user asks next"}]
                 with contextlib.suppress(ValueError):  # a template may refuse the turn
-                    longer = self._beginning(len(follow), of=follow)
+                    longer = self._beginning(len(self.messages) + 1)
                     rest = longer[end:] if longer.startswith(text) else ""
             elif self.messages[turn + 1]["role"] == "assistant":
                 continue
@@ -398,20 +406,34 @@ class _Chat:
             for m in self.messages
         ]
 
+    def _render_beginnings(self, turns: list[int]) -> None:
+        """Render the chat, its beginnings that show where these turns are, and one more turn of the user."""
+        n, of_turns = (
+            len(self.messages),
+            [key for i in turns for key in ((i, True), (i + 1, False))],
+        )
+        keys = [(n, False), *of_turns, (n + 1, False)]
+        messages = [*self.messages, {"role": "user", "content": "what the user asks next"}]
+        variables = self._options["variables"]
+        calls = [(messages[:i], variables | {"add_generation_prompt": x}) for i, x in keys]
+        results = self.template.render_each(calls, tools=self._options["tools"])
+        self._beginnings = dict(zip(keys, results, strict=True))
+
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
         """Return the text of the first messages.
 
         header: with the header of the assistant's next turn. of: messages in place of the chat's.
         """
-        messages = (of or self.messages)[:number]
         try:
+            if of is None and (number, header) in self._beginnings:
+                return text_of(self._beginnings[number, header])
+            messages = (of or self.messages)[:number]
             return self.template.render(messages, add_generation_prompt=header, **self._options)
-        except ValueError as error:
-            reason = " ".join(str(error.__cause__).split())
+        except CannotRenderError as error:
             raise ValueError(
                 f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
-                f"beginning of the chat through message {number} ({reason}), so it is unknown which tokens are the "
-                f"assistant's; {_MARK_IT}"
+                f"beginning of the chat through message {number} ({error.reason}), so it is unknown "
+                f"which tokens are the assistant's; {_MARK_IT}"
             ) from None
 
     def _span_of_turn(self, text: str, turn: int) -> Span:

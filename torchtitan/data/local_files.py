@@ -24,7 +24,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
 
-from torchtitan.tools.files import cache_folder, open_file
+from torchtitan.tools.files import cache_folder, open_file, regular_file
 from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
@@ -90,7 +90,8 @@ class _File:
 
     def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
         self.name, self.content, self.rule = name, content, rule
-        self.before = content.stat()
+        with open_file(content, "rb") as file:
+            self.before = os.fstat(file.fileno())
 
     def where(self, number: int) -> str:
         return str(self.name)
@@ -321,7 +322,7 @@ def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet  # slow
 
     with _readable(path):
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(regular_file(path))
 
 
 @contextmanager

@@ -317,16 +317,19 @@ def read_about(path: Path) -> dict[str, Any] | None:
     """Return the content of a tokens.json, finished or not; None if there is no such file."""
     if not path.exists():
         return None
+    about = read_json_object(path)
     try:
-        about = read_json_object(path)
         if about.get("format") != ABOUT_FORMAT:
             raise ValueError(f"its format is {about.get('format')}, and {ABOUT_FORMAT} is known")
         if missing := {"finished", "tokenizer", "parts"} - about.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        parts, keys = about["parts"], {"name", "documents", "tokens"}
-        are_parts = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
-        if not are_parts or not all(keys <= part.keys() for part in parts):
-            raise ValueError(f"its parts must be a list of objects with {', '.join(sorted(keys))}")
+        kinds = {"name": str, "documents": int, "tokens": int}
+        parts = about["parts"] if isinstance(about["parts"], list) else [None]
+        for part in parts:
+            if not isinstance(part, dict) or not all(type(part.get(k)) is kinds[k] for k in kinds):
+                raise ValueError(
+                    f"its parts must be a list of objects with name, documents and tokens, got {part!r}"
+                )
         if not isinstance(about["tokenizer"], dict):
             raise ValueError("its tokenizer must be an object")
     except ValueError as error:

@@ -361,7 +361,7 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
             progress.report(*counts)
             for future in done:
                 future.result()
-    except BrokenProcessPool as error:
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:  # while it ran, or started
         raise RunError(
             "a tokenizing process was killed, most often for lack of host memory; run the same "
             "command with fewer --processes"

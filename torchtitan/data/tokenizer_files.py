@@ -26,7 +26,7 @@ from tokenizers import (
 )
 
 from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
-from torchtitan.tools.files import read_json_object
+from torchtitan.tools.files import read_json_object, read_text, regular_file
 from torchtitan.tools.logging import logger
 
 # Classes for which tokenizer.json is used as it is, without "Fast".
@@ -110,8 +110,8 @@ def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
             f"known here; {_convert(folder)}"
         )
     rules = _OWN_RULES.get(name)
-    if not whole.is_file():
-        if name in _GENERIC or not (folder / "merges.txt").is_file():
+    if not whole.exists():
+        if name in _GENERIC or not (folder / "merges.txt").exists():
             found = sorted(entry.name for entry in folder.iterdir())
             raise FileNotFoundError(
                 f"no tokenizer in {str(folder)!r}: it needs tokenizer.json, or vocab.json and "
@@ -120,7 +120,7 @@ def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
             )
         return _byte_level(folder, *(rules or _OWN_RULES["GPT2Tokenizer"])[:2], config)
     try:
-        backend = Tokenizer.from_file(str(whole))
+        backend = Tokenizer.from_file(regular_file(whole))
     except Exception as error:  # the library raises bare Exception for any bad content
         raise ValueError(
             f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
@@ -174,7 +174,7 @@ def _byte_level(folder: Path, normalizer: Any, pattern: str | None, config: dict
     path = folder / "merges.txt"
     try:
         # Not splitlines, because tokens may hold Unicode's other line separators.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
         pairs = [line.split() for line in lines if not line.startswith("#version")]
         merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
         backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -190,12 +190,7 @@ def _byte_level(folder: Path, normalizer: Any, pattern: str | None, config: dict
 
 def read_json(path: Path) -> dict | None:
     """Return the JSON object in `path`; None if there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        return read_json_object(path)
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    return read_json_object(path) if path.exists() else None
 
 
 def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Iterator[AddedToken]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from torchtitan.tools.files import open_file
+
 Order = dict[int, list["Action"]]
 """rank of the pipeline -> its actions"""
 
@@ -44,7 +46,7 @@ def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str =
     An overlapped forward and backward, `(0F3;1B2)OVERLAP_F_B`, becomes two actions.
     """
     if csv_path:
-        with open(csv_path, newline="") as file:
+        with open_file(csv_path, newline="") as file:
             order = {rank: _read(row) for rank, row in enumerate(csv.reader(file))}
         _check_complete(order, stages[0].num_stages, csv_path)
         return order

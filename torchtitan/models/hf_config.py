@@ -58,10 +58,9 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
         try:
             content = read_json_object(path)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ValueError(
-                f"{path} cannot be read as a Hugging Face config ({error}); give the config.json "
-                "of a model, or its folder"
+                f"{path} cannot be read: {error.strerror}; give the config.json of a model, or its folder"
             ) from error
         try:
             return from_hf_config(content)

@@ -146,10 +146,7 @@ def read_weight_map(path: str) -> dict[str, str]:
 
     Raises FileNotFoundError, and ValueError for other content or files outside its folder.
     """
-    try:
-        weight_map = read_json_object(path).get("weight_map")
-    except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors index: {error}") from error
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path} is not a safetensors index: it has no table 'weight_map'")
     for tensor, name in weight_map.items():

@@ -24,6 +24,7 @@ from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import loss_class, loss_from_config
 from torchtitan.rl.tasks import find_function, task_builder
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import open_file
 from torchtitan.tools.utils import get_device_type
 
 
@@ -105,7 +106,7 @@ def api_key(serve: RLServe) -> str:
         return ""
     try:
         if os.path.isfile(path):
-            with open(path, encoding="ascii") as file:
+            with open_file(path, encoding="ascii") as file:
                 key, problem = file.read(4096).strip(), "another content"
     except (OSError, UnicodeDecodeError) as error:
         problem = str(error)

@@ -18,7 +18,6 @@ decisions; only steps 4 and 5 depend on the layout.
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -53,6 +52,7 @@ from torchtitan.rl.types import (
 )
 from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
+from torchtitan.tools.files import read_text
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop
@@ -128,7 +128,7 @@ class Controller:
             self.checkpointer.states["rl"] = self
             self.checkpointer.run_record |= record_of_task(self.config, task)
             if path := self.config.task.chat_template:
-                self.checkpointer.chat_template = Path(path).read_text(encoding="utf-8")
+                self.checkpointer.chat_template = read_text(path)
             self.reference = None
             if self.config.loss.kl_coef > 0:
                 self.reference = ReferencePolicy(self.trainer)

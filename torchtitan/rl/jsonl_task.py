@@ -15,6 +15,7 @@ from torchtitan.rl.advantages import LARGEST_REWARD
 from torchtitan.rl.function_pool import Call, FunctionPool
 from torchtitan.rl.tasks import Grade, Prompt, Task, Turn, explained, find_function
 from torchtitan.rl.tools import Toolbox, tool_calls
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
@@ -81,7 +82,7 @@ class JsonlTask(Task):
 
     def _read(self, path: str) -> list[Prompt]:
         prompts = []
-        with open(path, "rb") as lines:
+        with open_file(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

@@ -277,7 +277,11 @@ def read_batches(
     policy, model = engine.packing, engine.runner.model_parts[0]
     is_single = isinstance(microbatches, dict | TokenBatch)
     given = [microbatches] if is_single else list(microbatches)
-    labels = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(given))
+    labels = (
+        [labels]
+        if isinstance(labels, Tensor)
+        else list([None] * len(given) if labels is None else labels)
+    )
     if len(given) != len(labels):
         raise ValueError(
             f"there are {len(given)} microbatches and labels for {len(labels)}; give one labels "

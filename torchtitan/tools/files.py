@@ -30,27 +30,50 @@ def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> 
     return open(path, mode, opener=open_descriptor, **options)
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file in UTF-8. Raises ValueError, with the path, for other bytes."""
+    try:
+        with open_file(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}; convert it to UTF-8") from None
+
+
+def regular_file(path: str | os.PathLike[str]) -> str:
+    """Return a path for a library that opens the file itself. Raises OSError as `open_file` does."""
+    os.close(open_descriptor(path, os.O_RDONLY))
+    return os.fspath(path)
+
+
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
+    if os.path.exists(path):
+        # Before it is opened, which wakes the writer of a pipe, or rewinds a tape.
+        _check_regular(os.stat(path), path)
     try:
         # Without NONBLOCK, opening a pipe waits for its other end. Regular files ignore the flag.
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
-            reason = "it is a link, and files are not written through links; remove it"
-            raise OSError(errno.ELOOP, reason, path) from None
-        if error.errno != errno.ENXIO:
+        if error.errno != errno.ELOOP or not os.path.islink(path):
             raise
-    else:
-        mode = os.fstat(file).st_mode
-        if stat.S_ISREG(mode):
-            return file
+        reason = "it is a link, and files are not written through links; remove it"
+        raise OSError(errno.ELOOP, reason, path) from None
+    try:
+        _check_regular(os.fstat(file), path)  # it may have been replaced since
+    except OSError:
         os.close(file)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a regular file", path)
+        raise
+    return file
+
+
+def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(status.st_mode):
+        reason = "it is a pipe, socket or device, not a regular file"
+        raise OSError(errno.EINVAL, reason, path)
 
 
 @contextmanager
@@ -83,18 +106,19 @@ def save_tensors(tensors: "dict[str, Tensor]", path: str) -> None:
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
-    Raises ValueError, without the file's name, if the file holds anything else, is nested too
-    deeply or is larger than 256 MiB; OSError if it cannot be opened.
+    Raises ValueError, with the path, if the file holds anything else, is nested too deeply or is
+    larger than 256 MiB; OSError if it cannot be opened.
     """
-    if (size := os.path.getsize(path)) > _LARGEST_JSON:
-        raise ValueError(f"it has {size} bytes, and at most {_LARGEST_JSON} are read")
     with open_file(path, encoding="utf-8") as file:
         try:
+            if (size := os.fstat(file.fileno()).st_size) > _LARGEST_JSON:
+                raise ValueError(f"it has {size} bytes, and at most {_LARGEST_JSON} are read")
             content = json.load(file)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"it must hold a JSON object, got a {type(content).__name__}")
+            if not isinstance(content, dict):
+                raise ValueError(f"it must hold a JSON object, got a {type(content).__name__}")
+        except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8; nested too deeply
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"{path} is not valid JSON: {reason}; fetch the file again") from None
     return content
 
 

@@ -183,6 +183,17 @@ FAULTS = [
         "Leave the turn out, or take another template.",
         sample={"messages": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER]},
     ),
+    Fault(
+        name="template that takes all memory",
+        message="error: …chat.jinja cannot render …: it takes more than 1 GiB of memory; correct the "
+        "template, or name another file",
+        cause="The template repeats a text without end, or was made to do harm. The same is said of one "
+        "that takes more than 10 seconds.",
+        remedy=CORRECT_TEMPLATE,
+        arrange=chats(CHAT, template=TEMPLATE + "{{ 'a' * 10**10 }}"),
+        exit_code=1,
+        ranks=2,
+    ),
     template_fault(
         "template that fails",
         TEMPLATE.replace("message.content", "message.content.upper(1)"),

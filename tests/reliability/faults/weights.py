@@ -414,7 +414,7 @@ FAULTS = [
     ),
     from_hf_files(
         name="index that is no table",
-        message="error: …model.safetensors.index.json is not a safetensors index: it must hold a JSON object, got a list",
+        message="error: …model.safetensors.index.json is not valid JSON: it must hold a JSON object, got a list; fetch the file again",
         arrange=hf(model=ONE_TENSOR, index=["model.safetensors"]),
     ),
     from_hf_files(

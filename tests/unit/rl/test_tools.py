@@ -210,6 +210,8 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
     plain = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "plain")))
     forgetful = tmp_path / "f.jinja"
     forgetful.write_text(FORGETFUL)
+    random = tmp_path / "r.jinja"
+    random.write_text("{{ ['Hi', 'Hello'] | random }} {{ messages[0].content }}")
     for rows, with_tokenizer, flags, message in [
         ([question("a")], plain, [], "has no chat template; set rl.task.chat_template"),
         (
@@ -225,6 +227,12 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
             tokenizer,
             [f"--rl.task.chat_template={forgetful}"],
             "f.jinja writes the",
+        ),
+        (
+            [question("a")],
+            tokenizer,
+            [f"--rl.task.chat_template={random}"],
+            "line 1: .*r.jinja cannot render .*: random texts would differ between processes",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -5,7 +5,6 @@ Tinker's client downloads from URLs without its key. They are signed by this ser
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 from torchtitan.integrations.tinker.requests import Refused, folder_of
 from torchtitan.integrations.tinker.results import Answer
+from torchtitan.tools.files import open_file, read_json_object
 
 EXTERNAL = "external_weights"  # saved for other programs only: adapters, or Hugging Face's files
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
@@ -61,10 +61,7 @@ class SavedFiles:
     def lora_rank(self, path: str) -> int | None:
         """Return the rank of a saved state's adapters; None for a state without adapters."""
         file = os.path.join(self.folder(path), _PEFT, "adapter_config.json")
-        if not os.path.isfile(file):
-            return None
-        with open(file) as config:
-            return json.load(config)["r"]
+        return read_json_object(file)["r"] if os.path.exists(file) else None
 
     # ---- downloads ----
 
@@ -104,7 +101,7 @@ class SavedFiles:
             raise Refused(f"tinker://{model}/{kind}/{name} has no file {file}", 404)
 
         def write(out: BinaryIO) -> None:
-            with open(path, "rb") as source:
+            with open_file(path, "rb") as source:
                 shutil.copyfileobj(source, out)
 
         return Answer(write=write, length=os.path.getsize(path))

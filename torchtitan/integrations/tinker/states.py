@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.rl.job_config import RLServe
-from torchtitan.tools.files import save_tensors
+from torchtitan.tools.files import regular_file, save_tensors
 from torchtitan.tools.logging import logger
 
 _DEVICE, _HOST, _FILE = range(3)
@@ -191,7 +191,7 @@ class WaitingStates:
         def read() -> None:
             tensors, held = list(waiting.state.tensors()), waiting.host
             if not held:
-                saved = load_file(self._path(model))
+                saved = load_file(regular_file(self._path(model)))
                 held = [saved[str(i)] for i in range(len(tensors))]
             for tensor, value in zip(tensors, held, strict=True):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())

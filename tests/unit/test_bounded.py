@@ -1,0 +1,106 @@
+"""Calls in a process of their own end at the bounds, whatever they do, and never hang the caller."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from torchtitan.tools import bounded
+
+MATCHES = "torchtitan.tools.bounded:first_matches"
+
+
+def test_call_returns_what_the_function_returns_and_an_error_is_told():
+    assert bounded.call("operator:add", 2, 2) == 4
+    with pytest.raises(bounded.BoundedCallError, match="^division by zero$"):
+        bounded.call("operator:truediv", 1, 0)
+    with pytest.raises(bounded.BoundedCallError, match="^SystemExit$"):
+        bounded.call("sys:exit")
+
+
+def test_call_that_takes_too_long_ends_and_the_next_one_is_answered(monkeypatch):
+    monkeypatch.setattr(bounded, "SECONDS", 0.5)
+    for function, *arguments in (
+        (MATCHES, [r"(a+)+b", "a*"], ["a" * 60]),
+        (MATCHES, [".*" * 12 + "x"], ["a" * 300]),
+        ("operator:pow", 10, 10**9),
+        ("itertools:permutations", range(10**9)),
+    ):
+        with pytest.raises(bounded.OutOfBoundsError, match=r"^it takes more than (0\.5 s|1 GiB)"):
+            bounded.call(function, *arguments)
+        assert bounded.call(MATCHES, ["b", "a.", ".*"], ["aa", "b", "", "\n"]) == [
+            "a.",
+            "b",
+            ".*",
+            None,
+        ]
+
+
+def test_call_that_takes_too_much_memory_ends():
+    for _ in range(2):
+        with pytest.raises(bounded.OutOfBoundsError, match="^it takes more than 1 GiB of memory$"):
+            bounded.call("operator:mul", "a", 2 * 10**9)
+
+
+def test_process_that_is_killed_is_told_and_replaced():
+    process = bounded.call("os:getpid")
+    with pytest.raises(bounded.OutOfBoundsError, match="^its process ended with signal 9$"):
+        bounded.call("os:kill", process, signal.SIGKILL)
+    assert bounded.call("os:getpid") != process
+
+
+def test_interrupted_call_answers_no_other_one(monkeypatch):
+    assert bounded.call("operator:add", 1, 1) == 2
+    pipe = bounded._processes[os.getpid()]._pipe
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pipe), "recv", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            bounded.call("operator:add", 2, 2)
+    assert bounded.call("operator:add", 3, 3) == 6
+
+
+def test_threads_and_forks_get_their_own_answers():
+    answers = {}
+
+    def add(i):
+        answers[i] = [bounded.call("operator:add", i, n) - n for n in range(20)]
+
+    threads = [threading.Thread(target=add, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {i: [i] * 20 for i in range(4)}
+
+    started = time.monotonic()
+    if (
+        holder := os.fork()
+    ) == 0:  # holds the pipe, as a data worker does until its parent has ended
+        time.sleep(600)
+    bounded._processes[os.getpid()]._end()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    assert time.monotonic() - started < 300
+
+    parent, (read, write) = bounded.call("os:getpid"), os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(bounded.call("os:getpid")).encode())
+        bounded._processes[os.getpid()]._end()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(os.read(read, 99)) not in (parent, child)
+    assert bounded.call("os:getpid") == parent
+
+
+def test_process_ends_with_a_killed_caller():
+    code = (
+        "import os; from torchtitan.tools import bounded; "
+        "print(bounded.call('os:getpid'), flush=True); os.kill(os.getpid(), 9)"
+    )
+    # The output ends when the process, which inherited it, has ended.
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert outcome.returncode == -signal.SIGKILL and int(outcome.stdout)

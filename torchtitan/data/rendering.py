@@ -1,0 +1,97 @@
+"""Jinja's part of chat templates, which `tools.bounded` runs in a process with little time and memory.
+
+The sandbox keeps a template from changing anything and from internal attributes of Python objects. A
+template gets no date and no random numbers, because a prompt must be the same in every process, and on
+the day on which a run resumes.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, ext, nodes, sandbox
+
+from torchtitan.tools import bounded
+
+_MOST_CHARACTERS = 2**24  # of a text; a million tokens have a quarter of that
+
+
+class _Generation(ext.Extension):
+    """{% generation %}, which marks the model's part: its content between two variables.
+
+    The variables are undefined, and so empty, unless the call gives them.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        self.environment.extend(marks_generation=True)
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            nodes.Output([nodes.Name(name, "load")], lineno=line)
+            for name in ("_begin_generation", "_end_generation")
+        )
+        # A scope, because a variable that is set inside is unknown behind it, as in transformers.
+        return nodes.Scope([begin, *content, end], lineno=line)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _refuse_chance(*_: Any) -> NoReturn:
+    raise TemplateError("random texts would differ between processes and runs; write a fixed text")
+
+
+def _same_everywhere(value: Any) -> Any:
+    """Return the value of an expression, unless its text is an address in memory."""
+    if type(value) is not str and (callable(value) or hasattr(value, "__next__")):
+        if " at 0x" in str(value):
+            raise TemplateError(f"it writes {value}, which is another text in each process")
+    return value
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, **{"ensure_ascii": False} | options)
+
+
+@functools.lru_cache(16)
+def _compiled(source: str) -> Template:
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, ext.loopcontrols],
+        finalize=_same_everywhere,
+    )
+    environment.filters |= {"tojson": _to_json, "random": _refuse_chance}
+    environment.globals |= {"raise_exception": _refuse, "lipsum": _refuse_chance}
+    return environment.from_string(source)
+
+
+def marks_generation(source: str) -> bool:
+    """Return whether a template has {% generation %}; raises an error of Jinja's if it is none."""
+    return hasattr(_compiled(source).environment, "marks_generation")
+
+
+def render(
+    source: str, calls: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, None] | tuple[None, str]]:
+    """Return (a template's text, None), or (None, the error), for the variables of each call."""
+    template, results = _compiled(source), []
+    for variables in calls:
+        bounded.restart_clock()
+        try:
+            text = template.render(variables)
+            if len(text) > _MOST_CHARACTERS:
+                raise ValueError(
+                    f"it writes {len(text):,} characters, and {_MOST_CHARACTERS:,} is most"
+                )
+            results.append((text, None))
+        except MemoryError:
+            raise
+        except Exception as error:  # an operation of the template may raise any Python error
+            results.append((None, str(error) or type(error).__name__))
+    return results
