@@ -188,18 +188,16 @@ def chat_template(folder: Path) -> None:
 
 
 def copies_in_folder(folder: Path) -> None:
-    adapter = NetAdapter(None, None)
-    adapter.hf_aliases = lambda: {"a": "b"}
     entry = SimpleNamespace(relative_path=str(folder / "model.safetensors"))
     names = [SimpleNamespace(fqn="a"), SimpleNamespace(fqn="b")]
     metadata = SimpleNamespace(
         storage_data=SimpleNamespace(items=lambda: [(n, entry) for n in names])
     )
-    hf._check_copies(adapter, {"b"}, metadata, str(folder))
+    hf._check_copies({"a": "b"}, metadata, str(folder))
 
 
 def hashes(folder: Path) -> None:
-    checkpoint_folder._read_hashes(str(folder))
+    checkpoint_folder.recorded_hashes(str(folder))
 
 
 READERS = {

@@ -15,7 +15,7 @@ from torchtitan.checkpoint.hf import are_quantized, check_files
 from torchtitan.checkpoint.hf_assets import write_json
 from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.files import read_json_object, save_tensors
+from torchtitan.tools.files import read_json_object, regular_file, save_tensors
 from torchtitan.tools.logging import logger
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -38,7 +38,9 @@ class UntrainedParts(NamedTuple):
             """Return file name -> SHA-256, bytes of its tensors."""
             written = {}
             for source in own_share(list(self.names)):
-                with safe_open(path_inside(self.folder, source), framework="pt") as file:
+                with safe_open(
+                    regular_file(path_inside(self.folder, source)), framework="pt"
+                ) as file:
                     tensors = {name: file.get_tensor(name) for name in self.names[source]}
                 path = os.path.join(folder, copies[source])
                 save_tensors(tensors, path)
@@ -72,7 +74,7 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
     names = {}
     try:
         for file_name in check_files(folder)[0]:
-            with safe_open(path_inside(folder, file_name), framework="pt") as file:
+            with safe_open(regular_file(path_inside(folder, file_name)), framework="pt") as file:
                 names[file_name] = list(file.keys())
         adapter = adapter.spelled_like([name for in_file in names.values() for name in in_file])
         for file_name, in_file in names.items():

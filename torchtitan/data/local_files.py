@@ -451,7 +451,9 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
     for path in sorted(paths, key=lambda path: path.split(os.sep)):
         with suppress(FileNotFoundError):  # a link to nothing
             files[path] = os.stat(path)
-    return {path: found for path, found in files.items() if S_ISREG(found.st_mode)}
+            if not S_ISREG(files[path].st_mode):
+                regular_file(path)  # says what it is
+    return files
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
