@@ -24,7 +24,7 @@ from tests.distributed.test_loss_layouts import (
     measure,
     measure_all,
 )
-from tests.unit.loss_splits import (
+from tests.unit.loss.loss_splits import (
     LOSSES,
     NUM_SPLITS,
     largest_differences,

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tests.unit.document_runs import KERNELS, largest_difference, train
+from tests.unit.batch.document_runs import KERNELS, largest_difference, train
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def serve(size: str, options: argparse.Namespace, folder: str, pipe: Connection)
 
 def client_of(url: str, rank: int, seed: int):
     """Return a client with a model and a connection of its own, as the published client has."""
-    from tests.unit.rl.test_serve_lora import Client
+    from tests.unit.integrations.test_serve_lora import Client
 
     class Connected(Client):
         connection = None

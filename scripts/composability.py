@@ -4,7 +4,7 @@
 
 Each pair of features is a config, which goes through `torchtitan.config.checks` as at a start, and
 through the rules for the CPU and for CUDA. Nothing is built.
-tests/unit/test_docs.py fails if the table is out of date.
+tests/unit/repository/test_docs.py fails if the table is out of date.
 """
 
 import argparse

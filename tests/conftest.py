@@ -34,13 +34,13 @@ ON_THE_DEVICE = (
     "tests/unit/rl/test_controller.py",
     "tests/unit/rl/test_rescore.py",
     "tests/unit/rl/test_trainer.py",
-    "tests/unit/test_bad_input.py",
-    "tests/unit/test_document_training.py",
+    "tests/unit/config/test_bad_input.py",
+    "tests/unit/batch/test_document_training.py",
     "tests/unit/test_engine.py",
     "tests/unit/test_guest.py",
-    "tests/unit/test_isolation_probe.py",
-    "tests/unit/test_offload.py",
-    "tests/unit/test_tools.py",
+    "tests/unit/listeners/test_isolation_probe.py",
+    "tests/unit/optim/test_offload.py",
+    "tests/unit/tools/test_tools.py",
 )
 # Files of tests/unit that start processes, compile or train for more than a few seconds. The rest is
 # marked "quick": together two minutes on two cores.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.loss_splits import LOSSES, largest_differences_on_ranks
+from tests.unit.loss.loss_splits import LOSSES, largest_differences_on_ranks
 from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.testing.gloo import run_ranks
 
