@@ -21,7 +21,7 @@ from torchtitan.tools import host, torch_versions, utils
 from torchtitan.tools.errors import ConfigError
 from torchtitan.train import Trainer
 
-pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 
 VOCAB = 2048
 

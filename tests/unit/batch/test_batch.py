@@ -10,6 +10,8 @@ from torchtitan.batch import policy
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 TOKENS = torch.arange(6).view(2, 3)
 
 

@@ -17,7 +17,7 @@ from tests.unit.batch.document_runs import (
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.mask import DocumentMask
 
-pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 # Of logits of size 1.
 ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, atol=6e-2)}
 

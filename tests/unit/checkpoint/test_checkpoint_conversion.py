@@ -27,7 +27,7 @@ from torchtitan.checkpoint.conversion import (
 from torchtitan.checkpoint.folder import find_damage, mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
 MODEL = ("llama3", "debugmodel")
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+pytestmark = pytest.mark.long
+
 MIB = 2**20
 # Large beside the rest of the process, small enough for a quick test.
 DIM, FFN, LAYERS, EXPERTS = 512, 2048, 5, 8

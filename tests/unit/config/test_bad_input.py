@@ -11,6 +11,8 @@ import pytest
 from tests.reliability import jobs
 from torchtitan import train
 
+pytestmark = pytest.mark.long
+
 
 def run_main(monkeypatch, capsys, args: list[str], world_size: int = 1) -> tuple[int, str]:
     """Exit code and stderr of `python -m torchtitan.train ARGS` (up to building a trainer)."""

@@ -8,6 +8,8 @@ import pytest
 from torchtitan.config import ConfigManager
 from torchtitan.job import resolve_job
 
+pytestmark = pytest.mark.long
+
 PRESETS = sorted(Path("torchtitan/models").glob("*/train_configs/*.toml"))
 DEGREES = ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel")
 

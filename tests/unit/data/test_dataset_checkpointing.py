@@ -11,6 +11,8 @@ from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import DatasetConfig
 
+pytestmark = pytest.mark.long
+
 SEQ_LEN = 256
 
 

@@ -21,6 +21,8 @@ from torchtitan.data.text_datasets import DATASETS, HuggingFaceTextDataset
 from torchtitan.data.token_files import TokenDocuments, write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
+pytestmark = pytest.mark.long
+
 # Written by the IndexedDatasetBuilder of megatron-core 0.16.1, with uint16 ids: four documents of 2,
 # 1, 0 and 3 sequences, one of which is empty.
 MEGATRON_DOCUMENTS = [[[5, 6, 7], [8, 9]], [[1000]], [], [[2, 3], [], [4]]]

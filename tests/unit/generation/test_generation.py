@@ -37,7 +37,7 @@ from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
 ROOT = Path(__file__).parents[3]
 CONFIG = "torchtitan/models/llama3/train_configs/python_docs.toml"
 ATTENTION = {

@@ -15,6 +15,8 @@ from torchtitan.integrations.tinker.client import (
     SamplingParams,
 )
 
+pytestmark = pytest.mark.long
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 

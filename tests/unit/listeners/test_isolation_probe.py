@@ -12,7 +12,7 @@ from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.testing.gloo import run_ranks
 
-pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 PROBE = "--debug.check_document_isolation_freq=1"
 STEPS = "--training.steps=4"
 

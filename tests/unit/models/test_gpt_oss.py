@@ -27,6 +27,8 @@ from torchtitan.models.moe.moe import run_grouped_mm
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.models.parallelize import apply_compile
 
+pytestmark = pytest.mark.long
+
 # (parameters, FLOPs per token at sequence length 2048)
 KNOWN_SIZES = {
     "debugmodel": (183_397_920, 981_255_360),

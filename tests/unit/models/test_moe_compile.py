@@ -13,6 +13,8 @@ from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
+pytestmark = pytest.mark.long
+
 # "eager" runs the graphs that dynamo traced, where a block would break; inductor is slow.
 COMPILE = Compile(enable=True, backend="eager")
 

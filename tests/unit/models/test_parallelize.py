@@ -18,6 +18,8 @@ from torchtitan.models.parallelize import (
     parallelize_decoder,
 )
 
+pytestmark = pytest.mark.long
+
 
 def dims(**degrees):
     everything = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")}

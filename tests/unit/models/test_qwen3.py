@@ -10,6 +10,8 @@ from torchtitan.config.job_config import Compile
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter, qwen3_args
 
+pytestmark = pytest.mark.long
+
 # (parameters, FLOPs per token at sequence length 2048)
 KNOWN_SIZES = {
     "debugmodel": (31_463_680, 591_435_264),

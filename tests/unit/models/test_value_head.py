@@ -28,7 +28,7 @@ from torchtitan.rl.checks import check_trainer_config
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, tiny_job
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
 SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
 HEAD = {"score.weight": (1, 32), "score.bias": (1,)}
 TOKENS = torch.arange(24).view(2, 12)

@@ -13,6 +13,8 @@ import torch
 from benchmarks import attention, device_waits, gpu_book
 from benchmarks.gpu_book import Section, run_section, write_book
 
+pytestmark = pytest.mark.long
+
 PYTEST_OUTPUT = """\
 tests/gpu/test_a.py::test_one PASSED                                     [ 10%]
 tests/gpu/test_a.py::test_two[a b] FAILED                                [ 20%]

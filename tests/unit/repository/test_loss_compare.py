@@ -10,6 +10,8 @@ import pytest
 from scripts import loss_compare
 from scripts.loss_compare import ComparisonError, compare, main, parse_arguments, read_losses
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -13,6 +13,8 @@ from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 
+pytestmark = pytest.mark.long
+
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -24,6 +24,8 @@ from torchtitan.rl.weight_sync import (
     WeightSync,
 )
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1]]
 SAMPLING = SamplingConfig(max_tokens=6, temperature=0.9)
 

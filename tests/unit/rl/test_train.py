@@ -1,6 +1,10 @@
 import json
 
+import pytest
+
 from tests.reliability import jobs
+
+pytestmark = pytest.mark.long
 
 
 def run(folder, *flags):

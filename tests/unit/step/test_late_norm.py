@@ -14,7 +14,7 @@ from torchtitan.optim.optimizer import skips_on_device
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
 from torchtitan.tools import host_copy
 
-pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 MOE = "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"
 
 
