@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
+from tests.isolation import certificate as isolation
 from tests.isolation.certificate import (
     ACCELERATOR_KERNELS,
     ACCELERATOR_SHAPES,
@@ -20,7 +22,9 @@ from tests.isolation.certificate import (
     Certificate,
     Subject,
     attend_alone,
+    attend_dense,
     certify,
+    ids_of_batch,
 )
 from tests.isolation.packings import (
     SEPARATORS,
@@ -32,6 +36,7 @@ from tests.isolation.packings import (
     smaller_packings,
     spans_of,
 )
+from torchtitan.batch.mask import DocumentMask
 
 MAX_TOKENS = 24
 
@@ -131,3 +136,64 @@ def test_smaller_packings_are_smaller_and_well_formed(packing):
     for smaller in smaller_packings(packing):
         assert len({sum(segment.length for segment in row) for row in smaller}) == 1
         assert (len(smaller), row_length(smaller)) < (len(packing), row_length(packing) + 1)
+
+
+# ---- the certificate catches what it is there to catch ----
+
+
+def attend_causal(q, k, v, document_ids):
+    """The mask argument is dropped."""
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def keys_leak(q, k, v, document_ids):
+    """The right output; the gradient of keys is that of plain causal attention."""
+    leaky = attend_causal(q.detach(), k, v.detach(), document_ids)
+    return attend_dense(q, k.detach(), v, document_ids) + leaky - leaky.detach()
+
+
+def nan_in_the_gradient_of_values(q, k, v, document_ids):
+    v = v.clone()
+    v.register_hook(lambda grad: grad * torch.nan)
+    return attend_dense(q, k, v, document_ids)
+
+
+def raising(q, k, v, document_ids):
+    raise NotImplementedError("no such kernel")
+
+
+def boundaries_a_token_late(batch, attn_mask_type):
+    return ids_of_batch(batch, attn_mask_type).roll(1, dims=1)
+
+
+def ignore_the_mask_in_the_second_layer(decoder):
+    attention = decoder.layers["1"].attention
+    forward = attention.forward
+    attention.forward = lambda x, rope, masks=None: forward(
+        x, rope, DocumentMask.of_rows(*x.shape[:2], x.device)
+    )
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"kernels": {"broken": attend_causal}},
+        {"kernels": {"broken": keys_leak}},
+        {"kernels": {"broken": nan_in_the_gradient_of_values}},
+        {"kernels": {"broken": raising}},
+        {"document_ids": boundaries_a_token_late},
+        {"prepare_decoder": ignore_the_mask_in_the_second_layer},
+    ],
+)
+def test_broken_separator_kernel_and_decoder_are_caught(broken):
+    assert certify(Certificate(Subject(**broken)), 20, decoder_every=1) is not None
+
+
+def test_command_reports_a_failure_with_its_smallest_packing(monkeypatch, capsys):
+    assert isolation.main(["--packings=3"]) == 0
+    assert "3 packings" in (printed := capsys.readouterr().out) and "0 failures" in printed
+    monkeypatch.setattr(isolation, "CPU_KERNELS", {"broken": attend_causal})
+    assert isolation.main(["--packings=20"]) == 1
+    printed = capsys.readouterr().out
+    assert "row 0: 1 from position" in printed and "errors output" in printed
