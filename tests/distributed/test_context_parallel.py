@@ -169,60 +169,20 @@ def leak(dump_folder, flags):
     return str(error.value)
 
 
-def validated(dump_folder, flags):
-    """Return training and validation losses on packed text, checked by the isolation probe."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--experimental.custom_import=tests.reliability.tiny_flavor",
-            "--model.attn_type=flex",
-            "--model.attn_mask_type=block_causal",
-            "--training.seq_len=64",
-            "--training.steps=2",
-            "--training.local_batch_size=2",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            "--debug.check_document_isolation_freq=1",
-            "--validation.enable",
-            "--validation.dataset=c4_test",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.seq_len=64",
-            "--validation.local_batch_size=3",
-            *flags,
-        ]
-    )
-    trainer = Trainer(config)
-    losses = []
-    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
-    trainer.metrics_processor.log = lambda step, mean, largest, *_, **__: losses.extend(
-        (mean, largest)
-    )
-    trainer.train()
-    trainer.close()
-    return losses
-
-
 def whole_runs(dump_folder, flags):
-    runs = fed_by_its_owner, validated
-    results = [run(f"{dump_folder}/{run.__name__}", flags) for run in runs]
-    return [*results, leak(f"{dump_folder}/leak", flags)]
+    fed = fed_by_its_owner(f"{dump_folder}/fed", flags)
+    return fed, leak(f"{dump_folder}/leak", flags)
 
 
 def test_runs_on_shared_rows_equal_those_of_one_process(tmp_path):
     (expected,) = run_ranks(whole_runs, 1, str(tmp_path / "one"), [], init_process_group=False)
     flags = ["--parallelism.context_parallel_degree=2"]
     for rank in run_ranks(whole_runs, 2, str(tmp_path / "two"), flags, init_process_group=False):
-        (loss, norm, means, sums), losses, message = rank
+        (loss, norm, means, sums), message = rank
         assert loss == pytest.approx(expected[0][0], rel=1e-5)
         assert norm == pytest.approx(expected[0][1], rel=1e-5)
         assert means == pytest.approx(expected[0][2], rel=1e-2, abs=1e-6)
         assert sums == pytest.approx(expected[0][3], rel=1e-5)
-        # Mean and largest of both steps, and the validations after them.
-        assert len(losses) == 6 and losses == pytest.approx(expected[1], rel=1e-5)
         assert "layers.1 is the first layer" in message
 
 

@@ -205,36 +205,6 @@ def train_on_this_rank(dump_folder: str, overrides: list[str]) -> dict[str, Any]
     return record
 
 
-def validation_losses(dump_folder: str, overrides: list[str]) -> list[float]:
-    """Validation losses, after 1 and 2 steps, of a small model on real text."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--experimental.custom_import=tests.reliability.tiny_flavor",
-            "--training.seq_len=64",
-            "--training.steps=2",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            "--validation.enable",
-            "--validation.dataset=c4_test",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.seq_len=64",
-            "--validation.local_batch_size=3",
-            *overrides,
-        ]
-    )
-    trainer = Trainer(config)
-    losses: list[float] = []
-    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
-    trainer.train()
-    trainer.close()
-    return losses
-
-
 def run_layout(
     layout: Layout, dump_folder: str, steps: int, extra: list[str] | None = None
 ) -> dict[str, Any]:
