@@ -6,6 +6,7 @@ its row; `python -m tests.reliability.faults [WORDS ...]` prints the rows that c
 """
 
 import dataclasses
+import functools
 import importlib
 import re
 import shutil
@@ -68,6 +69,7 @@ class Fault:
     check: Callable[[Path], None] | None = None
 
 
+@functools.cache
 def read_book() -> list[Row]:
     rows, chapter = [], ""
     for line in BOOK.read_text().splitlines():

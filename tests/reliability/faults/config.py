@@ -82,7 +82,6 @@ FAULTS = {
     ),
     "NaN for a fraction": flags("--lr_scheduler.decay_ratio=nan"),
     "path that is not text": flags("--metrics.save_tb_folder=tb\udcff"),
-    "only checkpoint to keep": flags("--checkpoint.keep_latest_k=1"),
     "profile longer than its cycle": flags(
         "--profiling.enable_profiling", "--profiling.profile_freq=2"
     ),

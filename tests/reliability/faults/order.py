@@ -67,7 +67,6 @@ def after_shuffled_run(folder: Path) -> list[str]:
 
 FAULTS = {
     "weight of 0": table("weight = 3", "weight = 0"),
-    "weight below 0": table("weight = 3", "weight = -0.5"),
     "weight that is not a number": table("weight = 3", "weight = nan"),
     "unknown key in a table of a mixture": table("weight", "wieght"),
     "unknown dataset in a table of a mixture": table("python_docs", "python_dosc"),

@@ -69,10 +69,6 @@ def remove(*files: str):
 
 
 FAULTS = {
-    "token files that are not there": lambda _folder: [
-        "--training.dataset=tokens",
-        "--training.dataset_path=/nowhere/tokens",
-    ],
     "token files without a path": lambda _folder: [
         "--training.dataset=tokens",
         "--training.dataset_path=None",

@@ -16,9 +16,6 @@ FAULTS = {
         flags(EXPLODES, "--training.nonfinite_grad_norm=stop"), ranks=2
     ),
     "eleven bad steps in a row": flags(EXPLODES, "--training.steps=20"),
-    "run that is complete": Fault(
-        flags("--checkpoint.enable", "--training.steps=4"), after_run=True
-    ),
     "validation rows longer than the model's": flags(
         "--validation.enable", "--validation.seq_len=64"
     ),
