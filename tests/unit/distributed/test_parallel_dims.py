@@ -20,12 +20,6 @@ def dims(world_size=None, **degrees):
     return ParallelDims(world_size=world_size, **degrees)
 
 
-def test_degrees_are_kept():
-    d = dims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
-    assert (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.pp, d.ep, d.etp) == (2, 2, 1, 2, 1, 1, 1)
-    assert d.world_size == 8
-
-
 def test_shard_degree_minus_one_takes_the_ranks_that_are_left():
     assert dims(dp_replicate=2, dp_shard=-1, tp=2, world_size=8).dp_shard == 2
 
@@ -224,7 +218,3 @@ def test_expert_degree_that_does_not_divide_is_refused_at_mesh_building():
     for message in run_ranks(build_error, 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 3}):
         assert "2 * 1 * 1 = 2 and 3 * 1 = 3" in message
         assert "parallelism.expert_parallel_degree" in message
-
-
-def test_module_pins_no_device_type():
-    assert parallel_dims.device_type is None

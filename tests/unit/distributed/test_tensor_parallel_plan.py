@@ -1,7 +1,5 @@
 """The tensor-parallel plan fits every family, and refuses a model that it doesn't fit."""
 
-import importlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,9 +192,3 @@ def test_pass_for_asynchronous_tensor_parallelism_accepts_the_group(inductor, mo
     maybe_enable_async_tp(config, device_mesh)
     group = device_mesh.get_group().group_name
     assert _symmetric_memory.is_symm_mem_enabled_for_group(group)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_old_import_path_gives_the_one_function(family):
-    old = importlib.import_module(f"torchtitan.models.{family}.infra.parallelize")
-    assert (old.apply_tp if family == "llama3" else old.apply_non_moe_tp) is apply_tp

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
-from tests.torch_alone import run_with_torch_alone
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models import attention
@@ -363,11 +362,6 @@ def test_varlen_metadata_has_the_known_boundaries():
     assert (metadata.max_q, metadata.max_k) == (5, 5)
 
 
-def test_varlen_output_is_packed():
-    metadata = varlen_metadata(torch.zeros(2, 5, dtype=torch.int32))
-    assert VarlenAttentionWrapper()(*tensors(2, 5, 4, 2), metadata).shape == (10, 4, 8)
-
-
 def test_varlen_documents_may_run_over_the_rows_of_a_batch():
     cu_seqlens = torch.tensor([0, 3, 12], dtype=torch.int32)
     inputs = tensors(2, 6, 2, 2)
@@ -451,11 +445,6 @@ def test_wrong_kind_of_mask_is_named(attn_type, mask, what):
         attend(build_inner_attention(attn_type), *tensors(1, 4, 2, 2), mask)
 
 
-def test_unknown_attention_type_lists_the_choices():
-    with pytest.raises(ValueError, match="sdpa, flex, varlen, got 'spda'"):
-        build_inner_attention("spda")
-
-
 def test_document_mask_mod_keeps_an_eos_in_the_document_it_closes():
     batch = torch.tensor([[5, 5, 2, 5, 5, 2], [5, 5, 5, 5, 2, 5]])
     before = batch.clone()
@@ -490,16 +479,6 @@ def test_document_mask_mod_without_a_separator_is_refused(given):
     got = "input" if "batch" in given else "none of them"
     with pytest.raises(ValueError, match=f"or tokens .* with eos_id, got {got}; give one"):
         get_document_mask_mod(**given)
-
-
-def test_mask_mods_are_named_after_their_size():
-    assert get_fixed_block_mask_mod(8).__name__ == "blocked_mask_mod_fixed_block_size_8"
-    assert get_sliding_window_mask_mod(8).__name__ == "sliding_window_mod_window_size_8"
-
-
-def test_sliding_window_below_one_is_refused():
-    with pytest.raises(ValueError, match="window_size=0"):
-        get_sliding_window_mask_mod(0)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
@@ -550,19 +529,6 @@ def test_compiled_mask_is_compiled_anew_for_the_second_length_at_most():
     """The code that accelerators run, traced here without their compiler."""
     counts = masks_of_many_lengths(torch.compile(create_block_mask, backend="eager"))
     assert counts[1:] == [counts[1]] * 11
-
-
-def test_importing_the_protocols_loads_no_kernel():
-    code = (
-        "import sys, torch; before = set(sys.modules)\n"
-        "import torchtitan.models.attention, torchtitan.protocols.model\n"
-        "from torchtitan.protocols.model import AttentionMasksType\n"
-        "def f(masks: AttentionMasksType | None = None): ...\n"
-        "heavy = ('torch._dynamo', 'torch._inductor', 'torch.nn.attention.flex_attention',"
-        " 'torch.nn.attention.varlen', 'torch.distributed.tensor')\n"
-        "print([m for m in heavy if m in set(sys.modules) - before])"
-    )
-    assert run_with_torch_alone(code).strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter
-from torchtitan.models.utils import MoEStateDictAdapter
 
 E, H, D = 4, 6, 5
 W1, W2, W3 = (f"layers.{{}}.moe.experts.w{n}" for n in (1, 2, 3))
@@ -158,7 +157,3 @@ def test_ignored_and_unknown_names():
         adapter.from_hf({"model.new": torch.ones(1), "norm": torch.ones(1)})
     with pytest.raises(ValueError, match=r"the model's state dict.*: new;"):
         adapter.to_hf({"new": torch.ones(1)})
-
-
-def test_adapter_has_its_old_name():
-    assert MoEStateDictAdapter is KeyMapAdapter

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
-from types import NoneType
 from typing import get_args, get_origin
 
 import pytest
@@ -15,7 +14,6 @@ from torchtitan.config import ConfigManager
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.job import resolve_job
-from torchtitan.listeners.metrics import build_metrics_processor
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
@@ -124,25 +122,6 @@ def test_change_to_one_spec_does_not_reach_the_next():
     assert get_train_spec("llama3").build_dataloader_fn is build_text_dataloader
 
 
-def test_old_import_paths_lead_to_the_same_objects():
-    from torchtitan.distributed import fsdp
-    from torchtitan.models import llama3, parallelize, qwen3
-    from torchtitan.models.llama3.infra import parallelize as old_place
-    from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
-
-    assert old_place.parallelize_llama is parallelize.parallelize_decoder
-    assert llama3.parallelize_llama is parallelize.parallelize_decoder
-    assert get_train_spec("llama3").parallelize_fn is parallelize.parallelize_decoder
-    assert parallelize_qwen3 is qwen3.parallelize_qwen3 is parallelize.parallelize_decoder
-    assert old_place.apply_fsdp is fsdp.apply_fsdp
-    assert old_place.apply_compile is parallelize.apply_compile
-
-
-BUILDERS = {
-    field.name: field.type for field in dataclasses.fields(TrainSpec) if field.name.endswith("_fn")
-}
-
-
 def parameters_of(builder_type):
     """(types of the positional parameters, names of the keywords) of a builder's type."""
     if get_origin(builder_type) is Callable:
@@ -150,30 +129,6 @@ def parameters_of(builder_type):
     _, *parameters = inspect.signature(builder_type.__call__).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return parameters[: len(parameters) - len(keywords)], keywords
-
-
-MAY_BE_NONE = {
-    "pipelining_fn",
-    "build_dataloader_fn",
-    "build_tokenizer_fn",
-    "build_validator_fn",
-    "build_metrics_processor_fn",
-}
-
-
-@pytest.mark.parametrize("name, builder_type", BUILDERS.items())
-def test_types_of_the_builders_say_what_the_built_in_ones_are_called_with(name, builder_type):
-    """In torchtitan/models/train_spec.py `mypy` compares the types of the parameters, too."""
-    is_optional = NoneType in get_args(builder_type)
-    assert is_optional == (name in MAY_BE_NONE)
-    positional, keywords = parameters_of(get_args(builder_type)[0] if is_optional else builder_type)
-    builder = getattr(get_train_spec("llama3"), name) or build_metrics_processor
-    inspect.signature(builder).bind(*positional, **dict.fromkeys(keywords))
-
-
-@pytest.mark.parametrize("name", train_spec_module._MODULE_OF)
-def test_names_that_clients_import_from_train_spec_are_there(name):
-    assert getattr(train_spec_module, name).__name__
 
 
 def test_protocol_methods_that_were_not_defined_say_so():

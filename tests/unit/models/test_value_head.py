@@ -119,25 +119,6 @@ def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
     assert all(torch.equal(ours[name], with_output[name]) for name in ours.keys() - HEAD.keys())
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"activation_checkpoint": {"mode": "full"}},
-        pytest.param({"compile": {"enable": True, "backend": "aot_eager"}}, marks=pytest.mark.slow),
-        {"parallelism": {"always_fsdp": True}},
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("error:.*returned a view tensor")
-def test_gradients_are_the_same_recomputed_compiled_and_under_fsdp(tmp_path, sections):
-    found = []
-    for more in ({}, sections):
-        with make_engine(tmp_path, **more) as engine:
-            loss = step(engine, loss_fn=squared)
-            found.append((loss.item(), engine.optim_step().grad_norm.item()))
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-
-
 def test_values_of_a_bf16_engine_are_near_those_in_fp32(tmp_path):
     values = []
     for dtype in ("float32", "bfloat16"):

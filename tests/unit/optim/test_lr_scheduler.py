@@ -1,7 +1,5 @@
 import math
-import re
 from functools import partial
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -297,28 +295,3 @@ def test_schedule_goes_to_the_step_it_is_told():
     optimizer.step()
     schedulers.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[1])
-
-
-def test_both_curves_in_the_docs_are_ours_and_one_is_transformers_and_verls():
-    page = (Path(__file__).parents[3] / "docs/embedding.md").read_text()
-    rows = re.findall(r"^(step_offset = .*)\n +([\d. ]+)$", page, re.MULTILINE)
-    of_docs = {name: [float(x) for x in numbers.split()] for name, numbers in rows}
-    plain, shifted = (factors(10, warmup_steps=4, step_offset=offset) for offset in (0, -1))
-    close = partial(pytest.approx, abs=0.0051)  # two digits
-    assert of_docs == {
-        "step_offset = 0": close(plain),
-        "step_offset = -1, transformers, verl": close(shifted),
-    }
-    from transformers import optimization as hf
-
-    linear = partial(hf.get_linear_schedule_with_warmup, num_training_steps=10)
-    assert shifted == pytest.approx(factors_of(partial(linear, num_warmup_steps=4), 10))
-    # The picture above the numbers: eighths of the peak from top to bottom, 5 columns an update.
-    picture = re.search(r"factor\n(.*?)\nupdate", page, re.DOTALL).group(1).splitlines()
-    for mark, curve in (("o", plain), ("x", shifted)):
-        columns = [8 + 5 * update + 4 for update in range(10)]
-        heights = [
-            [1 - row / 8 for row, line in enumerate(picture) if line[at : at + 1] in (mark, "8")]
-            for at in columns
-        ]
-        assert heights == [[pytest.approx(factor, abs=1 / 16)] for factor in curve]

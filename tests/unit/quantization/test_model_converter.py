@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
@@ -118,17 +117,6 @@ def test_model_is_logged_after_conversion_when_asked(registry, caplog):
 )
 def test_built_in_converters_are_found_without_registration(name, class_name):
     assert find_model_converter(name).__name__ == class_name
-
-
-def test_finding_a_converter_imports_no_torchao():
-    code = (
-        "import sys\n"
-        "from torchtitan.protocols.model_converter import find_model_converter as find\n"
-        "find('quantize.linear.float8'), find('quantize.grouped_mm.mx')\n"
-        "assert not any(name.split('.')[0] == 'torchao' for name in sys.modules)\n"
-        "assert 'torch._inductor' not in sys.modules\n"
-    )
-    run_with_torch_alone(code)
 
 
 # --- quantization ---------------------------------------------------------------------------

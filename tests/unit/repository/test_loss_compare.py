@@ -1,14 +1,13 @@
 """The script that trains twice and compares the losses."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import loss_compare
-from scripts.loss_compare import ComparisonError, compare, main, parse_arguments, read_losses
+from scripts.loss_compare import ComparisonError, compare, main, read_losses
 
 pytestmark = pytest.mark.long
 
@@ -34,34 +33,6 @@ def test_nan_and_missing_steps_are_not_equal():
     assert not is_equal
     assert "steps of only one of the two runs: 2" in report
     assert not compare({}, {})[1]
-
-
-def test_test_settings_default_to_the_baselines():
-    args = parse_arguments(["main", ".", "--baseline-ngpus=3", "--baseline-options=--a.b 1"])
-    assert args.test_ngpus == 3
-    assert args.test_options == "--a.b 1"
-    assert args.test_config == args.baseline_config == loss_compare.DEBUG_CONFIG
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "are the same run; change one, or use --assert-equal"),
-        (["--steps=0", "--test-ngpus=2"], "must be at least 1"),
-        (["--import-result=x", "--export-result=y"], "exclude one another"),
-        (["--import-result=nowhere"], "--import-result must be a file, got 'nowhere'"),
-        (["--assert-equal", "--output-folder=."], "must not exist yet, got '.'"),
-    ],
-)
-def test_mistakes_in_the_arguments_are_named(arguments, message):
-    with pytest.raises(ComparisonError, match=message):
-        parse_arguments([".", ".", *arguments])
-
-
-def test_file_that_holds_no_losses_is_refused(tmp_path):
-    (tmp_path / "losses").write_text("1 8.0\nstep two\n")
-    with pytest.raises(ComparisonError, match="takes a file of lines `step loss`"):
-        read_losses(str(tmp_path / "losses"))
 
 
 @pytest.fixture
@@ -109,29 +80,7 @@ def test_exported_losses_come_back_to_the_last_bit(trained, monkeypatch, tmp_pat
     assert capsys.readouterr().out.endswith("all 2 losses are equal\n")
 
 
-@pytest.mark.slow
-def test_run_repeats_itself():
-    options = "--training.local_batch_size=1 --training.seq_len=64 --training.dataset=python_docs"
-    options += " --training.mixed_precision_param=float32"
-    command = [sys.executable, "scripts/loss_compare.py", ".", ".", f"--baseline-options={options}"]
-    command += ["--steps=2", "--no-seed-checkpoint", "--assert-equal"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("all 2 losses are equal\n")
-
-
 def test_training_that_fails_shows_the_end_of_its_log(tmp_path):
     scenario = loss_compare.Scenario(".", "nowhere.toml", "", "torchtitan.train", 1)
     with pytest.raises(ComparisonError, match="(?s)training failed.*names a TOML file that has to"):
         loss_compare.train(scenario, [], 1, tmp_path / "log")
-
-
-def test_commit_is_checked_out_and_removed_again():
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    if head.returncode != 0:
-        pytest.skip("not a git checkout")
-    with loss_compare.tree_of(head.stdout.strip()) as tree:
-        assert (tree / "scripts").is_dir()
-    assert not tree.exists()
-    with pytest.raises(ComparisonError, match="no commit 'no-such-commit' to check out"):
-        loss_compare.tree_of("no-such-commit").__enter__()

@@ -8,17 +8,11 @@ import re
 import resource
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 
-from tests.torch_alone import run_with_torch_alone
 from torchtitan.config import Profiling
 from torchtitan.listeners import profiling
 from torchtitan.tools import host, torch_versions, utils
@@ -44,12 +38,6 @@ def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logge
     assert logging.getLogger().handlers == root_handlers
 
 
-def test_warn_once_says_each_message_once(caplog):
-    for _ in range(3):
-        titan_logging.warn_once(titan_logging.logger, "only once, test_tools")
-    assert caplog.text.count("only once, test_tools") == 1
-
-
 def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert utils.device_type is None
@@ -65,22 +53,6 @@ def test_apple_gpu_is_passed_over_for_the_cpu(monkeypatch):
         torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
     )
     assert utils.get_device_type() == "cpu"
-
-
-def test_unknown_attribute_of_utils_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = utils.no_such_name
-
-
-def test_importing_tools_probes_no_device_and_loads_no_compiler():
-    code = (
-        "import sys, torch\n"
-        "def probe(*args, **kwargs): raise AssertionError('device probed at import')\n"
-        "torch.accelerator.current_accelerator = torch.cuda.is_available = probe\n"
-        "import torchtitan.tools.utils, torchtitan.tools.logging\n"
-        "assert 'torch._inductor' not in sys.modules\n"
-    )
-    run_with_torch_alone(code)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +82,6 @@ def test_importing_tools_probes_no_device_and_loads_no_compiler():
 )
 def test_peak_flops_come_from_the_data_sheet_or_not_at_all(name, peak):
     assert utils.get_peak_flops(name) == peak
-
-
-def test_capabilities_are_false_without_such_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not utils.has_cuda_capability(0, 0)
-    assert not utils.has_rocm_capability(0, 0)
 
 
 def test_capability_is_a_lower_bound(monkeypatch):
@@ -195,30 +161,6 @@ def test_gc_freq_of_zero_is_refused_by_name():
         utils.GarbageCollection(gc_freq=0)
 
 
-def test_default_dtype_is_restored_after_an_error():
-    before = torch.get_default_dtype()
-    with pytest.raises(RuntimeError), utils.set_default_dtype(torch.bfloat16):
-        assert torch.empty(1).dtype == torch.bfloat16
-        raise RuntimeError
-    assert torch.get_default_dtype() == before
-
-
-@pytest.mark.parametrize("x, y, expected", [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
-def test_round_up_gives_the_next_multiple(x, y, expected):
-    assert utils._round_up(x, y) == expected
-
-
-@pytest.mark.parametrize("named", [sys.executable, "no-such-python"])
-def test_scripts_take_the_python_that_was_named_and_no_other(named):
-    command = 'source scripts/setup_env.sh; prepare_python "" && echo "$PYTHON"'
-    environment = os.environ | {"PYTHON": named, "VENV": "none"}
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
-    if named == sys.executable:
-        assert done.stdout.strip() == named
-    else:
-        assert done.returncode != 0 and "no-such-python is not; set PYTHON" in done.stderr
-
-
 @pytest.fixture
 def environment(tmp_path):
     """A folder that looks like a virtual environment, and the command that prepares it.
@@ -238,34 +180,6 @@ def environment(tmp_path):
         return log.read_text(), (tmp_path / "constraints.txt").read_text()
 
     return prepare
-
-
-@pytest.mark.parametrize("version, triton", torch_versions.TESTED.items())
-def test_every_tested_torch_has_constraints_with_its_triton(environment, version, triton):
-    installed, constraints = environment("dev", version)
-    assert "pip install" in installed
-    lines = Path("constraints.txt").read_text().splitlines()
-    ours = {"torch": f"torch=={version}", "triton": f"triton=={triton}"}
-    assert constraints.splitlines() == [ours.get(line.split("==")[0], line) for line in lines]
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "nightly"])
-def test_environment_keeps_its_torch_until_another_is_named(environment, version):
-    _, constraints = environment("dev", version)
-    assert environment("dev") == environment("") == ("", constraints)
-    # The same torch by name, other packages, another torch, and back.
-    assert environment("", version)[0] == ""
-    assert "[verl-test]" in environment("verl-test")[0]
-    assert environment("dev", "2.15.0")[0] and environment("dev", version)[0]
-    assert environment("dev") == ("", constraints)
-    assert ("torch==" in constraints) == ("triton==" in constraints) == (version != "nightly")
-
-
-def test_color_and_no_color_have_the_same_names():
-    names = {name for name in vars(utils.Color) if not name.startswith("_")}
-    assert names == {name for name in vars(utils.NoColor) if not name.startswith("_")}
-    assert all(getattr(utils.NoColor, name) == "" for name in names)
-    assert len({getattr(utils.Color, name) for name in names}) == len(names) == 11
 
 
 def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
@@ -374,19 +288,6 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
         {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
         {"enabled": None},
     ]
-
-
-def test_lock_file_has_what_the_project_asks_for(request):
-    root = request.config.rootpath
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    packages = tomllib.loads((root / "uv.lock").read_text())["package"]
-    (own,) = [package for package in packages if package["name"] == project["name"]]
-    locked = own["metadata"]["requires-dist"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    asked = [Requirement(text) for texts in lists for text in texts]
-    assert {(x["name"], SpecifierSet(x.get("specifier", ""))) for x in locked} == {
-        (canonicalize_name(x.name), x.specifier) for x in asked
-    }
 
 
 def test_freed_memory_is_returned_with_every_twentieth_collection(collector_on, monkeypatch):

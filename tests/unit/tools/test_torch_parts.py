@@ -194,15 +194,3 @@ def test_a_missing_member_is_named(monkeypatch):
         RunError, match=r"^every job needs torch.utils._pytree.tree_map_only, which"
     ):
         torch_parts.check(ConfigManager().parse_args([]))
-
-
-def test_the_table_is_printed(capsys):
-    torch_parts.main()
-    printed = capsys.readouterr().out
-    assert re.search(
-        r"backend_of +-    -    -   2\.14 2\.15  torch\.distributed\.ProcessGroup\.get_backend +\n"
-        r"backend_of +2\.11 2\.12 2\.13  -    -    torch\.distributed\.ProcessGroup\._get_backend +\n"
-        r" +here: yes; for every job; without it: an error; used by distributed/collectives\.py",
-        printed,
-    )
-    assert set(re.findall("here: no.*; without it: (an error)?", printed)) <= {""}
