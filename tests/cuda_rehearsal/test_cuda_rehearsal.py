@@ -52,13 +52,3 @@ def test_host_waits_for_the_device_only_where_the_table_says(recorded, name):
     assert record["error"] is None, record["error"]
     noted = {part: waits for part, waits in record["notes"].items() if waits}
     assert noted == ALLOWED.get(name, {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", ["test_engine.py", "test_document*.py"])
-def test_unit_tests_pass_on_the_device(files):
-    """On the device that has numbers; some are skipped, with their reason (see `values.py`)."""
-    paths = sorted(str(file) for file in (ROOT / "tests/unit").rglob(files))
-    plugins = "-p", "tests.cuda_rehearsal.values", "-p", "no:cacheprovider"
-    done = run("pytest", "-q", *plugins, "--tb=short", *paths)
-    assert done.returncode == 0, done.stdout[-6000:]
