@@ -99,33 +99,6 @@ def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
     assert numbers_of[0] == numbers_of[1]
 
 
-BATCHES = ["--training.steps=7", "--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]
-BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.bucketing"]
-BATCHES += ["--rl.sampling.stop_strings=ab"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead, tmp_path):
-    flags = [*BATCHES, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
-    both = run_roles(tmp_path / "both", 2, *flags)
-    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
-    assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
-    assert apart[0]["digest"] == both[0]["digest"]
-    texts = [
-        (folder / "episodes.jsonl").read_text()
-        for folder in (tmp_path / "both", tmp_path / "apart")
-    ]
-    assert texts[0] == texts[1] and texts[0]
-    episodes = [json.loads(line) for line in texts[0].splitlines()]
-    assert {episode["finish_reason"] for episode in episodes} == {"stop", "length"}
-    assert not any("ab" in episode["text"] for episode in episodes)
-    # Two batches, of four updates and of three; some places were drawn again, with one version.
-    first, second = apart[0]["steps"]
-    assert max(step["rl/redraws"] for step in (first, second)) > 0
-    assert second["rl/lag"] == 4 * ahead and second[f"rl/episodes_by_lag/{4 * ahead}"] == 16
-
-
 @pytest.mark.parametrize(
     "layout",
     [

@@ -131,21 +131,6 @@ def test_every_nth_block_is_wrapped(option, expected):
         assert wrapped_blocks(build(config, num_blocks=4, size=4)) == list(expected)
 
 
-def test_pipeline_stage_wraps_the_blocks_that_the_whole_model_would():
-    config = ActivationCheckpoint(mode="selective", selective_ac_option="2")
-    assert wrapped_blocks(build(config, num_blocks=3, size=4, first=3)) == ["3", "5"]
-
-
-def test_op_policy_without_save_list_recomputes_everything():
-    model = Model()
-    apply_ac(model, op_config([]))
-    x = torch.randn(SIZE, SIZE, requires_grad=True)
-    out = model(x)
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() / FLOPS_UNIT == 12
-
-
 # ---- what the project's own list keeps on an accelerator ----
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -256,16 +241,6 @@ def test_flex_attention_in_uncompiled_blocks_is_kept_and_gets_gradients(saved_op
     assert "flex_attention_backward" in calls.names and "flex_attention" not in calls.names
     for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_every_second_product_is_kept_with_a_bias_too(bias, saved_ops):
-    x = torch.empty(4, 16, device="meta")
-    layers = [nn.Linear(16, 16, bias, device="meta") for _ in range(4)]
-    for contexts, expected in zip(_context_fn(saved_ops, frozenset())(), (4, 2), strict=True):
-        with Calls() as calls, contexts:
-            nn.Sequential(*layers)(x)
-        assert calls.count("addmm" if bias else "mm") == expected
 
 
 class ReadsDevice(nn.Module):

@@ -225,15 +225,6 @@ def test_mistakes_are_named(client, call, message):
         call(client)
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(35, marks=pytest.mark.slow)])
-def test_example_learns_in_a_few_steps(steps):
-    from examples.rl.copy_with_client import learn
-
-    shares = list(learn(steps=steps))
-    assert len(shares) == steps and max(shares[:3]) < 0.1
-    assert steps < 35 or max(shares[-3:]) > 0.25
-
-
 def test_step_with_a_failed_call_is_not_taken_in_part(client):
     client.forward_backward(DATA, "cross_entropy")
     client.forward_backward(
@@ -267,17 +258,6 @@ def test_mask_and_weights_count_together(client):
     assert loss(weights=[2.0, 5.0], mask=[1.0, 0.0]) == pytest.approx(loss(weights=[2.0, 0.0]))
 
 
-def test_custom_loss_sees_masked_targets_too(client):
-    seen = []
-
-    def loss_fn(data, logprobs):
-        seen.extend(logprobs)
-        return logprobs[0].sum(), {}
-
-    client.forward_backward_custom([datum([1, 2, 3], mask=[1.0, 0.0])], loss_fn).result()
-    assert seen[0].all()
-
-
 @pytest.mark.parametrize(
     "loss_fn",
     [lambda data, lps: (3.0, {}), lambda data, lps: (lps[0], {}), lambda *_: (torch.ones(()), {})],
@@ -307,31 +287,6 @@ def test_inputs_that_are_not_ids_or_numbers_are_named(inputs, message, client):
         client.optim_step(AdamParams()).result()
 
 
-@pytest.mark.parametrize("stop", ["=", ["="], [1, "="]])
-def test_stop_strings_need_a_tokenizer(stop):
-    with pytest.raises(ValueError, match="stop must be token ids where the model has no tokenizer"):
-        SamplingParams(stop=stop).to_config()
-
-
-def test_stop_is_token_ids_or_strings():
-    with pytest.raises(ValueError, match=r"stop must be token ids or strings, got \[1.5\]"):
-        SamplingParams(stop=[1.5]).to_config()
-
-
-def test_unseeded_sampling_goes_on_after_loading_as_it_would_have(client):
-    saved = client.save_state("drawn").result()
-
-    def draw():
-        sampler = client.save_weights_and_get_sampling_client().result()
-        prompt, params = ModelInput.from_ints([1, 2]), SamplingParams(max_tokens=8)
-        return sampler.sample(prompt, 4, params).result().sequences
-
-    first = draw()
-    assert draw() != first
-    client.load_state_with_optimizer(saved.path).result()
-    assert draw() == first
-
-
 def test_concurrent_samples_are_drawn_at_once_and_each_gets_its_own(client, monkeypatch):
     sampler = client.save_weights_and_get_sampling_client().result()
     generator, asked = client._generator, []
@@ -352,32 +307,6 @@ def test_concurrent_samples_are_drawn_at_once_and_each_gets_its_own(client, monk
     assert asked == [prompts, [[1]]]
     alone = [sampler.sample(ModelInput.from_ints(p), 2, greedy).result() for p in prompts]
     assert together == [[list(s.tokens) for s in response.sequences] for response in alone]
-
-
-def test_error_of_a_joint_draw_comes_out_of_every_future(client, monkeypatch):
-    sampler = client.save_weights_and_get_sampling_client().result()
-    monkeypatch.setattr(client._generator, "generate", lambda *_: 1 / 0)
-    started = threading.Event()
-    client._thread.submit(started.wait)
-    prompt = ModelInput.from_ints([1])
-    futures = [sampler.sample(prompt, 1, SamplingParams()) for _ in range(3)]
-    started.set()
-    for future in futures:
-        with pytest.raises(ZeroDivisionError):
-            future.result()
-
-
-def test_logprobs_of_one_token_are_those_of_the_first(client):
-    sampler = client.save_weights_and_get_sampling_client().result()
-    assert sampler.compute_logprobs(ModelInput.from_ints([3])).result() == [None]
-    assert sampler.compute_logprobs(ModelInput.from_ints([])).result() == []
-
-
-def test_custom_loss_of_nothing_is_refused(client):
-    with pytest.raises(ValueError, match="got no Datum; leave the call out"):
-        client.forward_backward_custom([], lambda *_: None).result()
-    with pytest.raises(RuntimeError, match="a forward_backward of this step failed"):
-        client.optim_step(AdamParams()).result()
 
 
 def test_completion_ends_with_the_token_that_completes_a_stop_string(client):

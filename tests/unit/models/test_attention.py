@@ -273,13 +273,6 @@ def test_document_masks_compose_with_other_masks(name):
     assert_same(out, dense(*inputs, allowed), inputs, **FP32)
 
 
-def test_create_attention_mask_takes_the_arguments_of_create_block_mask():
-    mask = create_attention_mask(get_causal_mask_mod(), 1, None, 10, 10, device="cpu")
-    inputs = tensors(1, 10, 2, 2)
-    out = FlexAttentionWrapper()(*inputs, block_mask=mask)
-    assert_same(out, dense(*inputs, torch.ones(10, 10).tril().bool()), inputs, **FP32)
-
-
 def test_flex_without_mask_is_full_attention():
     inputs = tensors(2, 5, 2, 2)
     out = FlexAttentionWrapper()(*inputs)
@@ -360,16 +353,6 @@ def test_varlen_metadata_has_the_known_boundaries():
     assert metadata.cu_seq_q.dtype == torch.int32
     assert metadata.cu_seq_k is metadata.cu_seq_q
     assert (metadata.max_q, metadata.max_k) == (5, 5)
-
-
-def test_varlen_documents_may_run_over_the_rows_of_a_batch():
-    cu_seqlens = torch.tensor([0, 3, 12], dtype=torch.int32)
-    inputs = tensors(2, 6, 2, 2)
-    out = VarlenAttentionWrapper()(*inputs, VarlenMetadata(cu_seqlens, cu_seqlens, 9, 9))
-    flat = [x.transpose(1, 2).reshape(1, 12, 2, 8).transpose(1, 2) for x in inputs]
-    ids = torch.tensor([[0] * 3 + [1] * 9])
-    expected = dense(*flat, allowed_pairs(ids)).transpose(1, 2)[0]
-    assert_same(out, expected, inputs, **FP32)
 
 
 def test_varlen_with_more_keys_than_queries_is_causal_from_the_end():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from tests.torch_alone import run_with_torch_alone
 from torchtitan.batch.mask import DocumentMask
@@ -16,7 +15,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.tied_copies import copies_in, mark_copy
 from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
-from torchtitan.models.rope import RoPEScalingArgs, precompute_freqs_cis
+from torchtitan.models.rope import precompute_freqs_cis
 
 EOS = 2
 
@@ -46,16 +45,6 @@ def tiny_model(**changes):
     with torch.no_grad():
         model.init_weights()
     return model
-
-
-def test_attributes_that_clients_read():
-    args = llama3_args["8B"]
-    model = meta_model(copy.copy(args))
-    attention = model.layers["0"].attention
-    assert (model.vocab_size, model.n_layers, model.model_args) == (128256, 32, args)
-    assert (attention.n_heads, attention.n_kv_heads, attention.n_rep) == (32, 8, 4)
-    assert (attention.head_dim, attention.enable_gqa, attention.attn_type) == (128, True, "sdpa")
-    assert model.layers["0"].moe_enabled is False
 
 
 def test_initial_weights_have_the_spread_of_the_table():
@@ -141,13 +130,6 @@ def test_packed_documents_have_the_logits_of_documents_alone(attn_type, mask_typ
     alone = torch.cat([alone_model(torch.tensor([d])) for d in documents], dim=1)
     # The weights are equal; only the kernels' sums may round differently.
     torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-6)
-
-
-def test_explicit_document_ids_win_over_the_positions():
-    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
-    tokens = torch.ones(1, 4, dtype=torch.long)
-    extra = {"positions": torch.arange(4)[None], "document_ids": torch.tensor([[0, 0, 1, 1]])}
-    assert model.get_attention_masks(tokens, None, extra).cu_seq_q.tolist() == [0, 2, 4]
 
 
 def test_flex_with_causal_mask_equals_sdpa():
@@ -265,13 +247,6 @@ def test_sdpa_forward_and_backward_load_no_compiler():
         "import sys; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     )
     assert run_with_torch_alone(code).strip() == "[]"
-
-
-def test_rope_scaling_can_be_left_out():
-    plain = tiny_model(rope_scaling_args=None)
-    neutral = tiny_model(rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0))
-    assert torch.equal(plain.freqs_cis, neutral.freqs_cis)
-    assert isinstance(plain.norm, nn.RMSNorm)
 
 
 class HalfOfRows:

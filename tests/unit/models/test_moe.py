@@ -8,7 +8,6 @@ from torchtitan.models.moe import (
     GroupedExperts,
     MoE,
     MoEArgs,
-    TokenChoiceTopKRouter,
     TokenReorderer,
     build_moe,
 )
@@ -314,26 +313,6 @@ def test_sizes_that_the_grouped_kernel_refuses_go_through_the_loop(caplog):
     assert "multiples of 16 bytes" in caplog.text
 
 
-def test_names_of_parameters_and_buffers_are_fixed():
-    moe = build(num_shared_experts=1)
-    assert list(moe.state_dict()) == [
-        "expert_bias",
-        *(f"experts.w{i}" for i in (1, 2, 3)),
-        "router.gate.weight",
-        *(f"shared_experts.w{i}.weight" for i in (1, 2, 3)),
-    ]
-    assert [name for name, _ in moe.named_children()] == [
-        "experts",
-        "router",
-        "reorderer",
-        "shared_experts",
-    ]
-    assert moe.experts.w1.shape == (6, HIDDEN, DIM) and moe.experts.w2.shape == (6, DIM, HIDDEN)
-    assert moe.expert_bias.dtype == moe.tokens_per_expert.dtype == torch.float32
-    unbalanced = build(load_balance_coeff=None)
-    assert unbalanced.expert_bias is None and "expert_bias" not in unbalanced.state_dict()
-
-
 def test_init_weights_zeroes_the_buffers_of_a_meta_model():
     with torch.device("meta"):
         moe = build_moe(MoEArgs(gate_bias=True), DIM, HIDDEN)
@@ -345,9 +324,3 @@ def test_init_weights_zeroes_the_buffers_of_a_meta_model():
     assert moe.experts.w1.std().item() == pytest.approx(0.02, rel=0.1)
     for weight in (moe.experts.w2, moe.experts.w3, moe.router.gate.weight):
         assert weight.std().item() == pytest.approx(0.01, rel=0.15)
-
-
-def test_router_takes_the_arguments_by_position():
-    router = TokenChoiceTopKRouter(DIM, 8, None, None, 2, "softmax", True, 1.0, False)
-    scores, _, _ = router(tokens(3))
-    torch.testing.assert_close(scores.sum(dim=1), torch.ones(3))

@@ -67,14 +67,6 @@ def test_yarn_corrects_magnitude_only_where_it_stretches():
     assert yarn_mscale(math.e**10, 0.7) == pytest.approx(1.7)
 
 
-@pytest.mark.parametrize("neutral", [None, RoPEScalingArgs(scaling_factor=1.0), YaRNArgs(1)])
-def test_scaling_factor_one_changes_no_bit(neutral):
-    plain = 1.0 / 10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
-    angles = torch.outer(torch.arange(9, dtype=torch.float32), plain)
-    table = precompute_freqs_cis(16, 9, 10000, neutral)
-    assert torch.equal(table, torch.polar(torch.ones_like(angles), angles))
-
-
 def rotate_by_hand(x, table, positions):
     """x: [B, T, heads, D]. Turn each pair (2i, 2i + 1) by the angle of its position."""
     out = torch.empty_like(x)
@@ -190,11 +182,3 @@ def test_halves_turn_by_rows_selected_beforehand():
     assert rows.shape == (2, 3, 16)
     by_rows, _ = apply_rotary_emb_to_halves(x, x, rows)
     assert torch.equal(by_rows, apply_rotary_emb_to_halves(x, x, table, positions)[0])
-
-
-def test_bf16_halves_are_turned_in_fp32():
-    table = precompute_rope_cache(8, 6)
-    x = torch.randn(1, 6, 2, 8).bfloat16()
-    out, _ = apply_rotary_emb_to_halves(x, x, table)
-    exact, _ = apply_rotary_emb_to_halves(x.float(), x.float(), table)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, exact.bfloat16())

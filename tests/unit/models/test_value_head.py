@@ -15,7 +15,6 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.engine import TrainingEngine
-from torchtitan.generation.sampling import generate
 from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import build_mse_loss
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -24,8 +23,6 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.rl.checks import check_trainer_config
-from torchtitan.rl.job_config import JobConfig as RLJobConfig
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, tiny_job
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
@@ -117,17 +114,6 @@ def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
     assert ours.keys() - with_output.keys() == HEAD.keys()
     assert with_output.keys() - ours.keys() == {"output.weight"}
     assert all(torch.equal(ours[name], with_output[name]) for name in ours.keys() - HEAD.keys())
-
-
-def test_values_of_a_bf16_engine_are_near_those_in_fp32(tmp_path):
-    values = []
-    for dtype in ("float32", "bfloat16"):
-        with make_engine(tmp_path, training={"mixed_precision_param": dtype}) as engine:
-            values += engine.forward_step([{"input": TOKENS}])
-            assert step(engine, loss_fn=squared).dtype == torch.float32
-    assert values[0].shape == (2, 12, 1)
-    assert values[1].dtype == torch.float32
-    assert (values[0] - values[1]).abs().max() <= 0.05 * values[0].std()
 
 
 # ---- Hugging Face files ----
@@ -339,19 +325,3 @@ def test_model_without_such_args_is_refused(monkeypatch):
     config = ConfigManager().parse_args(["--model.value_head", "--model.name=foreign"])
     with pytest.raises(ConfigError, match="got 'foreign', whose args have no value_head"):
         resolve_job(config, builds_data=False)
-
-
-def test_pipeline_of_a_tied_family_passes_with_a_value_head(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = ["--model.name=qwen3", "--model.flavor=debugmodel"]
-    flags.append("--parallelism.pipeline_parallel_degree=2")
-    resolve_job(ConfigManager().parse_args([*flags, "--model.value_head"]), builds_data=False)
-
-
-def test_generation_and_rl_are_refused():
-    with pytest.raises(ValueError, match="generation draws tokens from logits"):
-        generate(tiny_value_model(), TOKENS, max_new_tokens=1)
-    config = RLJobConfig()
-    config.model.value_head = True
-    with pytest.raises(ConfigError, match="RL trains a policy, .* got model.value_head = True"):
-        check_trainer_config(config)

@@ -224,11 +224,6 @@ def test_unknown_optimizer_names_the_choices():
         plain_container(two_parts(), name="SGD")
 
 
-def test_unknown_implementation_names_the_choices():
-    with pytest.raises(ValueError, match="for-loop.*foreach.*fused.*got 'magic'"):
-        plain_container(two_parts(), implementation="magic")
-
-
 @pytest.mark.parametrize("degree, key", [("pp", "pipeline"), ("ep", "expert")])
 def test_stepping_in_backward_is_refused_with_pipeline_and_expert_parallelism(degree, key):
     dims = SimpleNamespace(**{"pp": 1, "ep": 1, degree: 2})
@@ -323,10 +318,6 @@ def test_without_a_coefficient_nothing_is_balanced(coeff):
     balanced_step(model)
     moe = model.layers["1"].moe
     assert moe.expert_bias.count_nonzero() == 0 and moe.tokens_per_expert.tolist() == [5.0, 1.0]
-
-
-def test_dense_model_needs_no_balancing():
-    balanced_step(moe_model())
 
 
 def balanced_bias_of_this_rank() -> list[float]:

@@ -139,11 +139,6 @@ def test_only_linear_layers_that_fit_and_pass_the_filters_are_converted(
     assert module_filter_fn(module, fqn, filter_fqns) is converted
 
 
-def test_two_number_formats_are_refused():
-    with pytest.raises(ValueError, match="one format only.*'float8', 'mx'"):
-        build_named("quantize.linear.mx", "quantize.grouped_mm.float8")
-
-
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -368,12 +363,6 @@ def test_mxfp8_without_hardware_is_a_value_error(no_gpu):
     for name in ("quantize.linear.mx", "quantize.grouped_mm.mx"):
         with pytest.raises(ValueError, match=f"{name} needs a GPU of compute capability 10.0"):
             build_named(name)
-
-
-def test_unknown_mx_recipe_names_the_choices():
-    pytest.importorskip("torchao.prototype.moe_training.config")
-    with pytest.raises(ValueError, match="recipe_name must be one of.*mxfp8_cublas.*got 'mx9'"):
-        build("--model.converters", "quantize.linear.mx", "--quantize.linear.mx.recipe_name", "mx9")
 
 
 def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):

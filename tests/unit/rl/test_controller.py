@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
@@ -185,23 +184,6 @@ def test_pending_episodes_survive_a_checkpoint(tmp_path):
     controller.close()
 
 
-def test_run_goes_on_with_fewer_steps_ahead(tmp_path):
-    ahead = Controller(toy_config(tmp_path, "--rl.async_steps=3"))
-    ahead.setup()
-    for _ in range(4):
-        ahead.train_step()
-    ahead.trainer.save_checkpoint(str(tmp_path / "state"))
-    ahead.close()
-
-    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
-    controller.trainer.load_checkpoint(str(tmp_path / "state"))
-    controller.trainer.push_model_state_dict(controller.generator)
-    lags = [controller.train_step()["rl/lag"] for _ in range(6)]
-    # Steps 5 to 7 were drawn by then, with the weights of steps 1 to 3.
-    assert lags == [3, 3, 3, 1, 1, 1]
-    controller.close()
-
-
 def test_steps_with_one_seed_are_the_same_and_with_another_are_not(tmp_path):
     def first_step(*overrides):
         controller = Controller(toy_config(tmp_path, *overrides))
@@ -227,11 +209,6 @@ def test_reference_is_the_policy_that_training_began_with(tmp_path):
     for found, expected in zip(controller.reference.logprobs(batch), before, strict=True):
         assert torch.equal(found, expected)
     controller.close()
-
-
-def test_config_mistakes_are_named_before_anything_is_built(tmp_path):
-    with pytest.raises(ConfigError, match="rl.num_samples_per_prompt = 1"):
-        Controller(toy_config(tmp_path, "--rl.num_samples_per_prompt=1"))
 
 
 def test_reference_is_resumed_and_not_taken_anew(tmp_path):
@@ -267,18 +244,6 @@ def test_run_without_a_reference_takes_the_policy_that_it_resumes_from(tmp_path,
     assert all(torch.equal(reference, policy) for reference, policy in pairs)
     assert resumed.train_step()["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert resumed.step == 3
-    resumed.close()
-
-
-def test_resuming_with_another_task_is_told(tmp_path, caplog):
-    flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
-    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
-    controller.train()
-    controller.close()
-    flags += ["--rl.task.name=sort", "--training.steps=2"]
-    resumed = Controller(toy_config(tmp_path, *flags))
-    resumed.setup()
-    assert "trained on the task copy (CopyTask), and the run goes on with sort" in caplog.text
     resumed.close()
 
 
