@@ -15,9 +15,7 @@ import tempfile
 TRAIN = ["-m", "torchtitan.train"]
 ONE_STEP = [
     "--training.dataset=python_docs",
-    "--training.steps=1",
-    "--training.local_batch_size=4",
-    "--training.seq_len=512",
+    *("--training.steps=1", "--training.local_batch_size=4", "--training.seq_len=512"),
     "--training.mixed_precision_param=float32",
     "--activation_checkpoint.mode=none",
 ]
@@ -25,8 +23,7 @@ ONE_STEP = [
 
 def cpu_seconds(args: list[str], runs: int = 3) -> float:
     def children() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
+        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user, system
 
     seconds = []
     for _ in range(runs):

@@ -1,12 +1,12 @@
-"""Difference that each layout makes to gradients, for each family: the table of docs/layouts.md.
+"""Difference that each layout makes to gradients, for each family: the table behind docs/measured.md.
 
     python benchmarks/layout_matrix.py [--only "CP 2" "PP 2, 1F1B"] [--families llama3 qwen3]
         [--batches "whole rows"] [--dtype bfloat16] [--against "FSDP 2"]
 
 Three training steps of tiny models on 1, 2, 4 and 8 gloo ranks, on the same global batches: whole
 rows (sdpa; flex for families with chunks or windows) and packed documents (flex, varlen). Shown is
-the largest difference of any number of any gradient to one process, or to the layout `--against`,
-relative to the largest number of the same gradient, over the kinds of batches; then the largest
+max |Δgrad| / max |grad| per gradient, the largest over gradients and kinds of batches, against one
+process or the layout `--against`; then the largest
 differences of losses, gradient norms, weights and optimizer state after the last step. Initial
 weights have to be equal to the last bit.
 """

@@ -115,7 +115,7 @@ def _calls(node: ast.AST, function: str) -> list[ast.Call]:
 
 
 def apply_edit(source: Source, edit: Edit, replacements: str) -> Source:
-    """Return the module after an edit. docs/patch-set.md lists the kinds of edit."""
+    """Return the module after an edit, of one of the kinds below."""
     kind, name = edit["kind"], edit["of"].partition(":")[2]
     code = textwrap.dedent(edit.get("code", "")).strip("\n") + "\n"
     if kind == "import":  # after the last import at the top

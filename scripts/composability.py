@@ -1,14 +1,13 @@
-"""Write the table of docs/composability.md: the pairs of features that the config's rules allow.
+"""Print the pairs of features that the config's rules refuse, and the rules' messages.
 
-    python -m scripts.composability [--check]
+    python -m scripts.composability
 
 Each pair of features is a config, which goes through `torchtitan.config.checks` as at a start, and
 through the rules for the CPU and for CUDA. Nothing is built.
-tests/unit/repository/test_docs.py fails if the table is out of date.
 """
 
 import argparse
-import re
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from torchtitan.config import JobConfig, checks
 from torchtitan.config.checks.device import device_limits
 from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.protocols.train_spec import get_train_spec
-
-PAGE = Path(__file__).resolve().parents[1] / "docs/composability.md"
 
 # Feature -> the keys that it sets. Other keys are those of llama3's debug model with flex attention;
 # "experts" takes a flavor with experts.
@@ -126,56 +123,22 @@ def refusal(*features: str) -> tuple[str, str] | None:
     return None
 
 
-def table() -> str:
-    """Return the triangle of pairs, and the list of rules, which it refers to by number."""
+def refused_pairs() -> dict[tuple[str, str], tuple[str, str]]:
+    """Return (feature, feature) -> (message, rule) of all pairs that a rule refuses."""
     alone = [name for name in FEATURES if refusal(name)]
     assert not alone, f"refused by themselves: {alone}"
-    names = list(FEATURES)
-    letters = [chr(ord("a") + i) for i in range(len(names))]
-    rules: dict[tuple[str, str], int] = {}
-    lines = [
-        f"| | {' | '.join(letters[:-1])} |",
-        f"|---{'|:-:' * (len(names) - 1)}|",
+    pairs = [
+        pair
+        for pair in itertools.combinations(FEATURES, 2)
+        if not _EXCLUSIVE & {*FEATURES[pair[0]]} & {*FEATURES[pair[1]]}
     ]
-    for i, name in enumerate(names):
-        cells = []
-        for other in names[:i]:
-            if _EXCLUSIVE & {*FEATURES[name]} & {*FEATURES[other]}:
-                cells.append("–")
-                continue
-            found = refusal(other, name)
-            if found is None:
-                cells.append("·")
-                continue
-            # A rule may refuse several keys; its message up to "got" distinguishes them.
-            message = re.split(r",? got |; ", found[0])[0]
-            cells.append(str(rules.setdefault((found[1], message), len(rules) + 1)))
-        cells += [""] * (len(names) - 1 - len(cells))
-        lines.append(f"| {letters[i]} {name} | {' | '.join(cells)} |")
-    lines += ["", "| | the rule says | it stands in |", "|---|---|---|"]
-    for (rule, message), number in rules.items():
-        module, function = rule.split(".")
-        where = f"`torchtitan/config/checks/{module}.py`, `{function}`"
-        lines.append(f"| {number} | {message} | {where} |")
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """Return the page with the current table between its two marks."""
-    return re.sub(
-        r"(?<=<!-- pairs -->\n\n).*?(?=\n\n<!-- end of pairs -->)",
-        lambda _: table(),
-        PAGE.read_text(),
-        flags=re.DOTALL,
-    )
+    return {pair: found for pair in pairs if (found := refusal(*pair))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 if the table is out of date")
-    if parser.parse_args().check:
-        raise SystemExit(PAGE.read_text() != page())
-    PAGE.write_text(page())
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    for (one, other), (message, rule) in refused_pairs().items():
+        print(f"{one} + {other}: {message} [{rule}]")
 
 
 if __name__ == "__main__":

@@ -32,5 +32,5 @@ for seed in ${SEEDS:-0}; do
   done
 done
 
-"$PYTHON" benchmarks/rl_curves.py --out "$OUT/curves.svg" \
+"$PYTHON" scripts/rl_curves.py --out "$OUT/curves.svg" \
   $(for task in ${TASKS:-copy_cpu sum_digits_cpu}; do echo "$task=$OUT/$task/seed_*"; done)

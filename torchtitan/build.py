@@ -46,7 +46,7 @@ from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward import ModelInputs, Runner, on_error
+from torchtitan.step.runner import ModelInputs, Runner, on_error
 from torchtitan.step.update import Update
 from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
@@ -95,7 +95,7 @@ def build(
     tokenizer: Any,
     dataloader: Any,
     train_state: Stateful,
-    model_inputs: Callable[[TokenBatch], ModelInputs],
+    client_inputs: Callable[[TokenBatch], ModelInputs | None],
     forward_only: bool,
     has_clients_backward: bool,
     groups_before: Collection[dist.ProcessGroup],
@@ -103,7 +103,7 @@ def build(
     """Build the model and everything around it; each part is made of the parts before it.
 
     seed: fills the parameters. tokenizer, dataloader: saved in checkpoints; None without data.
-    train_state: the counters of a checkpoint. model_inputs: see `Runner`.
+    train_state: the counters of a checkpoint. client_inputs: see `Runner`.
     has_clients_backward: a client may call backward itself. True for a `Trainer` without a dataloader:
         it is driven by a client of torchtitan 0.2.x, which counts on that version's DDP.
     groups_before: process groups that are not the engine's.
@@ -199,7 +199,7 @@ def build(
             "training.defer_gradient_sync has no effect under pipeline parallelism, whose "
             "schedule reduces gradients after the last microbatch of a call anyway"
         )
-    policy = DocumentPolicy.of(training, model_args, tokenizer)
+    policy = DocumentPolicy.from_job(training, model_args, tokenizer)
     if policy.separates_documents:
         logger.info(
             "model.attn_mask_type = '%s' keeps documents apart: with training.mask_boundary_loss = %s "
@@ -214,7 +214,6 @@ def build(
     runner = Runner(
         model_parts,
         device,
-        model_inputs,
         train_context,
         amp,
         sharding=context_sharding,
@@ -228,6 +227,7 @@ def build(
         watch=watch,
         dp_group=dp_group,
         filler=lambda: filler_batch(training.seq_len, policy.separates_documents),
+        client_inputs=client_inputs,
     )
     return EngineParts(
         context_sharding=context_sharding,
@@ -341,7 +341,7 @@ def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:
 def build_on_meta(
     config: JobConfig, spec: TrainSpec, model_args: Any, dims: ParallelDims
 ) -> tuple[nn.Module, Any]:
-    """Return (the whole model on the meta device, the converters that have changed it)."""
+    """Return the model on the meta device after conversion, and its converters."""
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model_cls(model_args)
     converters = build_model_converters(config, dims)

@@ -46,8 +46,9 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
 from torchtitan.reference import is_overridden
 from torchtitan.step import forward as step_forward
-from torchtitan.step.forward import Head, Labels, Microbatch, ModelInputs, model_inputs, on_error
+from torchtitan.step.forward import Labels
 from torchtitan.step.outputs import Reductions, StepOutput
+from torchtitan.step.runner import Head, Microbatch, ModelInputs, model_inputs, on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import host, torch_parts, torch_versions
 from torchtitan.tools.logging import logger, saying_once_per
@@ -114,6 +115,7 @@ class EngineState:
 
     @property
     def dp_rank(self) -> int:
+        """This rank's place among them; ranks with the same number read the same batches."""
         return self.layout.dp_rank
 
     @property
@@ -152,6 +154,7 @@ class EngineState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the counters. Raises ValueError if one is no count."""
         # Older checkpoints count steps only.
         state_dict = {"weights_version": state_dict["step"], **state_dict}
         for name in ("step", "ntokens_seen", "weights_version"):
@@ -411,7 +414,7 @@ class TrainingEngine(EngineState):
                 tokenizer=self.tokenizer,
                 dataloader=self.dataloader,
                 train_state=self,
-                model_inputs=self.model_inputs,
+                client_inputs=self._client_inputs,
                 forward_only=forward_only,
                 has_clients_backward=self.builds_data and self.dataloader is None,
                 groups_before=groups_before,
@@ -452,7 +455,7 @@ class TrainingEngine(EngineState):
     def packing(self) -> DocumentPolicy:
         """How the job treats documents in a batch (not `training.packing`), with the current tokenizer."""
         config, said = self.job_config, self._said
-        return DocumentPolicy.of(config.training, self.model_args, self.tokenizer, said)
+        return DocumentPolicy.from_job(config.training, self.model_args, self.tokenizer, said)
 
     # ---- training or evaluating ----
 
@@ -478,16 +481,15 @@ class TrainingEngine(EngineState):
         Every pipeline stage gets extra_inputs and extra_kwargs, which hold positions and masks. Under
         context parallelism all four hold this rank's tokens, [B, T/cp]. A client's override gets a dict.
         """
-        policy = self.packing
-        batch = policy.token_batch(input_dict, labels)
-        model, sharding = self.model_parts[0], self.context_sharding
-        return model_inputs(policy, batch, model, self.tokenizer, sharding)
+        batch = self.packing.token_batch(input_dict, labels)
+        return model_inputs(self.packing, batch, self.model_parts[0], self.context_sharding)
 
-    def model_inputs(self, batch: TokenBatch) -> ModelInputs:
-        """Return what `post_dataloading_process` returns for the batch."""
-        is_overridden_by_client = is_overridden(self, "post_dataloading_process", TrainingEngine)
-        given: Any = batch.as_dict() if is_overridden_by_client else batch
-        return ModelInputs(*self.post_dataloading_process(given, batch.labels))
+    def _client_inputs(self, batch: TokenBatch) -> ModelInputs | None:
+        """Return what a client's own `post_dataloading_process` makes of the batch, else None."""
+        if not is_overridden(self, "post_dataloading_process", TrainingEngine):
+            return None
+        as_dict: Any = batch.as_dict()
+        return ModelInputs(*self.post_dataloading_process(as_dict, batch.labels))
 
     @overload
     def forward_step(
@@ -603,8 +605,8 @@ class TrainingEngine(EngineState):
             Under pipeline parallelism one batch is split into microbatches of
             `pipeline_parallel_microbatch_size` rows; a list is not split.
         global_valid_tokens: the loss denominator, counted over the whole global batch: all
-            microbatches of the step, over the data-parallel ranks only, because the ranks that share
-            rows would count them twice. None does not divide a loss_fn's sums: for weights that hold
+            microbatches of the step. Rows are counted once per data-parallel rank, not per TP, CP or PP
+            rank. None does not divide a loss_fn's sums: for weights that hold
             the denominator already, or for `optim_step(denominator=...)`.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
             (sum, metrics, output), see `StepOutput`. The default is the train spec's loss, which

@@ -84,7 +84,7 @@ class RankLayout:
 
     @property
     def is_output_source(self) -> bool:
-        """True on exactly one of the ranks that share a batch: tp and cp rank 0, with outputs."""
+        """True on one rank per batch: last stage, TP rank 0, CP rank 0."""
         return self.has_outputs and self._rank_on("tp") == 0 and self._rank_on("cp") == 0
 
     def _rank_on(self, axis: str) -> int:

@@ -29,7 +29,7 @@ from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_e
 from torchtitan.listeners.source_losses import SourceLosses
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
 from torchtitan.reference import Batches, is_overridden
-from torchtitan.step.forward import on_error
+from torchtitan.step.runner import on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils
 from torchtitan.tools.events import event

@@ -4,7 +4,7 @@
     python -m scripts.estimate.check order        # which of five layouts is faster, on two cores
     python -m scripts.estimate.check published    # Llama 3.1 on 8 to 512 H100
 
-Each prints a table of docs/scale.md. The order is one of wall times, for which the machine has to
+docs/measured.md has what they printed. The order is one of wall times, for which the machine has to
 be idle; memory and published figures can be had beside other work.
 """
 

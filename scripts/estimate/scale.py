@@ -1,4 +1,4 @@
-"""What steps of large models need and send on 8, 64 and 512 GPUs: the table of docs/scale.md.
+"""What steps of large models need and send on 8, 64 and 512 GPUs.
 
     python -m scripts.estimate.scale [--only 70b]
 

@@ -1,6 +1,6 @@
 """Every layout gives the numbers of one process: the half of the matrix that is quick.
 
-`python benchmarks/layout_matrix.py` runs all of it, and docs/layouts.md keeps what it found.
+`python benchmarks/layout_matrix.py` runs all of it, and docs/measured.md keeps what it found.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.memory_growth import MIB, WARM_STEPS, run
+from tests.distributed.memory_growth import MIB, WARM_STEPS, run
 
 
 @pytest.mark.slow

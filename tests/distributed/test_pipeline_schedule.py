@@ -294,7 +294,7 @@ def run_csv(path):
     pipeline = Pipeline(job_config("PipelineScheduleMulti", 2, csv_path=path))
     with pytest.raises(ValueError, match="orders 8 microbatches, got 9; give fewer"):
         pipeline.schedule.eval(**pipeline.inputs([8] * 9))
-    with pytest.raises(ValueError, match=r"has rank \d run stages .*, but it holds"):
+    with pytest.raises(ValueError, match=r"assigns stages .* to rank \d, which owns"):
         Pipeline(job_config("ZBVZeroBubble", 2, csv_path=path))
 
 

@@ -1,4 +1,4 @@
-"""A few trials of `kill_anywhere`; docs/faults.md says how many more were run."""
+"""A few trials of `kill_anywhere`; docs/measured.md says how many more were run."""
 
 import pytest
 

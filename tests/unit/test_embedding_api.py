@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.test_engine import VOCAB, make_config, make_engine, num_valid, random_batch
-from torchtitan.engine import RankLayout, TrainingEngine
+from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -204,3 +205,66 @@ def test_checkpoints_hold_states_of_the_caller(tmp_path):
         engine.add_state("new", Curriculum())
         with pytest.raises(ValueError, match="lacks entries of user_state: user_state.new"):
             engine.load(str(tmp_path / "saved"))
+
+
+# A change that breaks callers raises ENGINE_API_VERSION.
+SIGNATURES = """\
+TrainingEngine(job_config, *, train_spec=None, layout=None, forward_only=False)
+from_hf(folder, job_config=None, **options)
+init_distributed()
+build_data()
+packing
+train_mode()
+eval_mode()
+to_device(batch)
+post_dataloading_process(input_dict, labels)
+forward_step(microbatches, *, labels=None, output_fn=None, head=None)
+from_last_stage(outputs)
+forward_backward_step(*, input_dict, labels=None, global_valid_tokens=None, loss_fn=None, head=None, whole_rows=False, metrics=None)
+prepare(batch, labels=None, *, head=None)
+backward(loss)
+optim_step(*, lr=None, max_norm=None, denominator=None, advance_schedule=True)
+dp_size
+dp_rank
+dp_group
+loss_group
+has_outputs
+lr
+state_dict()
+load_state_dict(state_dict)
+add_state(name, state)
+weights_version
+save(path=None, *, force=True)
+save_hf(path, *, dtype=None)
+save_peft(path, *, base_model=None)
+load_peft(path)
+adapters_off()
+load(path=None, *, model_only=False)
+to(device, *, model=True, optimizer=True, grad=True)
+iter_hf_weights(*, dtype=None, sharded=False)
+close()
+"""
+
+
+def test_public_names_of_the_engine_are_these_and_have_docstrings():
+    """Without annotations, in the order of the code; properties by their names alone."""
+
+    def line(name, function):
+        parameters = inspect.signature(function).parameters.values()
+        plain = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
+        return f"{name}{inspect.Signature(plain)}"
+
+    lines, undocumented = [line("TrainingEngine", TrainingEngine)], []
+    for cls in (TrainingEngine, EngineState):
+        for name, member in vars(cls).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(member, property):
+                lines.append(name)
+            elif isinstance(member, classmethod) or inspect.isfunction(member):
+                lines.append(line(name, getattr(cls, name)))
+            else:
+                continue
+            undocumented += [] if member.__doc__ else [name]
+    assert lines == SIGNATURES.splitlines()
+    assert undocumented == []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan.adapters.lora import adapted_weights, adapter_names
 from torchtitan.config import JobConfig
+from torchtitan.config.pipeline_layout import splits_backward
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dtensor import (
     is_dtensor,
@@ -72,11 +73,11 @@ def reasons_for_turns(
         if parameter.requires_grad
     )
     whole = next((name for name in trained if name not in adapted), None)
-    schedule = job_config.parallelism.pipeline_parallel_schedule
+    parallelism = job_config.parallelism
     reasons = {
         f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        f"shared passes were not tried under {schedule}": parallel_dims.pp_enabled
-        and ("ZeroBubble" in schedule or "DualPipe" in schedule),
+        "shared passes were not tried where a pipeline splits backward": parallel_dims.pp_enabled
+        and splits_backward(parallelism),
     }
     return [reason for reason, applies in reasons.items() if applies]
 

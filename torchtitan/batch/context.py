@@ -1,7 +1,7 @@
 """Context parallelism of a batch: pad rows, keep a rank's tokens and mask, join the ranks' outputs.
 
-Start with `ContextSharding`, whose `pad` and `shard` prepare a batch, and `join_outputs`. `cp_shard`
-does the work of `shard`.
+Start with `ContextSharding`, whose `pad` and `shard` prepare a batch, and `join_outputs`. `shard`
+calls `cp_shard`.
 
 B rows, T tokens per row, cp ranks.
 """

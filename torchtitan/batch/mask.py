@@ -30,7 +30,7 @@ class VarlenMetadata(NamedTuple):
 
 
 # Hashed by identity, because tensors are not compared. A BlockMask refers to its DocumentMask as its
-# mask_mod, from which `of` reads starts and window; a VarlenMetadata refers to nothing.
+# mask_mod, which `of` finds again; a VarlenMetadata refers to nothing.
 @dataclass(frozen=True, eq=False)
 class DocumentMask:
     """A query sees itself and the keys before it in its own document.
@@ -40,15 +40,17 @@ class DocumentMask:
         `lowered` is known, and for plain causal rows without a kernel's mask.
     window: a query sees itself and the window - 1 tokens before it.
     rows_are_documents: each row is one document: `starts` are zeros.
+    lengths: the documents' cumulative lengths, once a kernel needs them: the varlen kernel, and the
+        CPU's kernel for flex, which computes document by document.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
-        (sdpa). For flex on the CPU, which computes document by document, the BlockMask's mask_mod is
-        a copy of this mask with a VarlenMetadata in its `lowered`, which the CPU's kernel reads.
+        (sdpa).
     part: set if this rank holds only some tokens of the rows.
     """
 
     starts: Tensor | None = None
     window: int | None = None
     rows_are_documents: bool = False
+    lengths: VarlenMetadata | None = None
     lowered: Any = None
     part: ContextPart | None = None
 
@@ -60,6 +62,8 @@ class DocumentMask:
         """
         if isinstance(mask, cls):
             return mask
+        if isinstance(mask, VarlenMetadata):
+            return cls(lengths=mask, lowered=mask)
         mask_mod = getattr(mask, "mask_mod", None)
         return replace(mask_mod if isinstance(mask_mod, cls) else cls(), lowered=mask)
 
@@ -79,9 +83,7 @@ class DocumentMask:
     def with_window(self, window: int | None) -> "DocumentMask":
         """Raises ValueError if window < 1."""
         check_window(window)
-        # Cumulative lengths do not depend on the window, so they are kept.
-        kept = self.lowered if isinstance(self.lowered, VarlenMetadata) else None
-        return replace(self, window=window, lowered=kept)
+        return replace(self, window=window, lowered=None)
 
     def in_chunks(self, size: int) -> "DocumentMask":
         """Return the mask in which a new document begins every `size` tokens of a document."""
@@ -94,7 +96,7 @@ class DocumentMask:
         columns = torch.arange(starts.shape[1], device=starts.device, dtype=torch.int32)
         chunks = columns - (columns - starts) % size
         chunks = to_device(chunks, self.starts.device)
-        return replace(self, starts=chunks, rows_are_documents=False, lowered=None)
+        return replace(self, starts=chunks, rows_are_documents=False, lengths=None, lowered=None)
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return True where a query sees a key: the mask function of flex attention."""
@@ -114,30 +116,29 @@ class DocumentMask:
         """
         if self.lowered is not None or self.starts is None:
             return self
-        lowered: Any
         if attn_type == "varlen":
-            lowered = self._varlen_metadata()
-        elif attn_type == "flex":
-            # On the CPU attention is computed document by document, and not by blocks.
-            on_cpu = self.starts.device.type == "cpu"
-            mask_mod = replace(self, lowered=self._varlen_metadata()) if on_cpu else self
-            lowered = mask_mod.block_mask()
-        else:
-            n_rows, seq_len = self.starts.shape
-            row = torch.arange(n_rows, device=self.starts.device)[:, None, None, None]
-            column = torch.arange(seq_len, device=self.starts.device)
-            lowered = self(row, row, column[:, None], column)
-        return replace(self, lowered=lowered)
+            mask = self.with_lengths()
+            return replace(mask, lowered=mask.lengths)
+        if attn_type == "flex":
+            mask = self.with_lengths() if self.starts.device.type == "cpu" else self
+            return replace(mask, lowered=mask.block_mask())
+        n_rows, seq_len = self.starts.shape
+        row = torch.arange(n_rows, device=self.starts.device)[:, None, None, None]
+        column = torch.arange(seq_len, device=self.starts.device)
+        return replace(self, lowered=self(row, row, column[:, None], column))
 
-    def _varlen_metadata(self) -> VarlenMetadata:
-        assert self.starts is not None
+    def with_lengths(self) -> "DocumentMask":
+        """Return the mask with `lengths`; waits for the device if the host has no copy of `starts`."""
+        if self.lengths is not None or self.starts is None:
+            return self
         starts = fetch(self.starts)
         columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
         max_length = int((columns - starts).max()) + 1
         first = (starts == columns).flatten().nonzero().flatten()
         cu_seqlens = torch.cat((first, first.new_tensor([starts.numel()]))).to(torch.int32)
         cu_seqlens = to_device(cu_seqlens, self.starts.device)
-        return VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
+        lengths = VarlenMetadata(cu_seqlens, cu_seqlens, max_length, max_length)
+        return replace(self, lengths=lengths)
 
     def block_mask(self, block_size: int = 128) -> Any:
         """Return the BlockMask of this mask, with one row for all rows if `rows_are_documents`.
@@ -194,12 +195,12 @@ class DocumentMask:
         """Return where documents begin, in one of three forms, or None if that is unknown.
 
         int32 [B, T]: the column where each token's document begins. [1, T] of zeros: each row is one
-        document. 1-D, from a VarlenMetadata: cumulative lengths through all rows laid end to end.
+        document. 1-D: cumulative lengths through all rows laid end to end.
         """
         if self.rows_are_documents or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
-        if isinstance(self.lowered, VarlenMetadata):
-            return self.lowered.cu_seq_q
+        if self.starts is None and self.lengths is not None:
+            return self.lengths.cu_seq_q
         return self.starts
 
 

@@ -34,6 +34,7 @@ class DocumentPolicy:
     attn_type: for "sdpa" no mask is made from document boundaries.
     attn_mask_type: "causal" keeps no documents apart.
     eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
+    tokenizer: for clients' models that make their own masks.
     said: warnings about batches that are not to be repeated.
     """
 
@@ -43,10 +44,11 @@ class DocumentPolicy:
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None
+    tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
-    def of(
+    def from_job(
         cls, training: Training, model_args: Any, tokenizer: Any, said: set[Any] | None = None
     ) -> "DocumentPolicy":
         """Return a job's choices; settings that are None follow the model's attn_mask_type."""
@@ -59,6 +61,7 @@ class DocumentPolicy:
             training.restart_positions,
             separates_documents(attn_mask_type) if mask_loss is None else mask_loss,
             getattr(model_args, "vocab_size", None),
+            tokenizer,
             already_said() if said is None else said,
         )
 
@@ -70,17 +73,18 @@ class DocumentPolicy:
     def token_batch(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
         """Return a dict as a `TokenBatch`, with the ids of the documents that attention keeps apart.
 
-        A batch with attention masks of its own gets no ids. A `TokenBatch` is returned as it is, or
-        with `labels` if they are given.
+        A batch with attention masks of its own gets no ids. `labels` replace those of a `TokenBatch`.
         Raises ValueError for `input` that is not [B, T] or has ids outside the model's vocabulary, and
         for a batch that lacks the source of its documents' boundaries.
         """
-        if isinstance(batch, TokenBatch):
-            return batch if labels is None else dataclasses.replace(batch, labels=labels)
-        batch = TokenBatch.of(batch, labels)
-        if batch.tokens.dim() == 2:
-            check_ids("the batch's 'input'", batch.tokens, self.vocab_size)
-        if not self.separates_documents or "attention_masks" in batch.entries:
+        if not isinstance(batch, TokenBatch):
+            batch = TokenBatch.of(batch, labels)
+            if batch.tokens.dim() == 2:
+                check_ids("the batch's 'input'", batch.tokens, self.vocab_size)
+        elif labels is not None:
+            batch = dataclasses.replace(batch, labels=labels)
+        has_own_masks = "attention_masks" in batch.entries
+        if batch.document_ids is not None or has_own_masks or not self.separates_documents:
             return batch
         return dataclasses.replace(batch, document_ids=self.document_ids(batch))
 
@@ -91,7 +95,8 @@ class DocumentPolicy:
         "block_causal".
         Raises ValueError as `token_batch` does.
         """
-        batch = self.token_batch(batch)
+        if not isinstance(batch, TokenBatch):
+            batch = self.token_batch(batch)
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"

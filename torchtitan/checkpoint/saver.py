@@ -1,4 +1,4 @@
-"""Writes step folders: while training waits, or in the background while it goes on."""
+"""Writes step folders, synchronously or asynchronously."""
 
 import importlib
 import time

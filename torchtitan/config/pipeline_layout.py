@@ -1,9 +1,11 @@
 """The stages of a pipeline: their number, their ranks, and the names of the modules in each."""
 
 import math
+import re
 from itertools import islice
 
 from torchtitan.config.job_config import Parallelism
+from torchtitan.tools.files import open_file
 
 # Schedules of torch.distributed.pipelining, by the stages that rank r holds:
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # stage r
@@ -13,13 +15,23 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-# These compute the gradients of inputs and of weights separately; compiled modules cannot.
-ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
+_ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
     """Return True if `name` is one of `schedules`; like torch, ignore case."""
     return name.lower() in {schedule.lower() for schedule in schedules}
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Return True if gradients of inputs and of weights are computed by separate actions.
+
+    Raises OSError or ValueError if the schedule's file cannot be read.
+    """
+    if path := parallelism.pipeline_parallel_schedule_csv:
+        with open_file(path, encoding="utf-8") as file:
+            return re.search(r"\d[IW]", file.read()) is not None
+    return is_one_of(parallelism.pipeline_parallel_schedule, _ZERO_BUBBLE_SCHEDULES)
 
 
 def rank_of_last_stage(schedule: str, pp_degree: int) -> int:

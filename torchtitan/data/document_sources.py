@@ -211,7 +211,7 @@ class IndexedFeed:
         self._next: OpenDocument | None = None
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None if there is none left."""
+        """Return the lane's next document, which `advance` takes; None at the end of the data."""
         if self._next is None:
             source, number = self._source, self.share.peek()
             n = len(source.data)
@@ -256,7 +256,7 @@ class StreamedFeed:
         self._go_to(0, None)
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None if there is none left."""
+        """Return the lane's next document, which `advance` takes; None at the end of the data."""
         if self._next is not None:
             return self._next
         if not self._block and not self._read_block():

@@ -94,7 +94,7 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
     model_args.update_from_config(config)
     tokenizer = spec.build_tokenizer_fn(config)
     check_tokenizer_fits(tokenizer, model_args)
-    policy = DocumentPolicy.of(config.training, model_args, tokenizer)
+    policy = DocumentPolicy.from_job(config.training, model_args, tokenizer)
 
     def batches() -> Iterator[TokenBatch]:
         loader = spec.build_dataloader_fn(

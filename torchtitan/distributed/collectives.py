@@ -2,7 +2,7 @@
 
 For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and its
 reduce-scatter twice that of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
-host). The replacements send no more bytes. docs/layouts.md has the figures.
+host). The replacements send no more bytes. docs/measured.md has the figures.
 """
 
 from collections.abc import Sequence

@@ -102,8 +102,8 @@ class PipelineSchedule:
         held = [stage.stage_index for stage in self.stages]
         if ours != held:
             raise ValueError(
-                f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} has rank {self._rank} "
-                f"run stages {ours}, but it holds {held}; rank r must have stages r, r + p, r + 2p, "
+                f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} assigns stages {ours} to "
+                f"rank {self._rank}, which owns {held}; rank r must have stages r, r + p, r + 2p, "
                 "... (or r and its mirror image with a V-shaped schedule's name)"
             )
         self._actions = functools.lru_cache(_MAX_ORDERS)(self._make_actions)

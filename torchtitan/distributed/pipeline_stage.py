@@ -29,7 +29,7 @@ class PipelineStage:
     """One stage of a pipeline whose microbatches may differ in shape.
 
     submod: the stage's part of the model, called with the microbatch's inputs on the first stage,
-        and with the hidden states of the stage before on the others.
+        and with the hidden states of the previous stage on the others.
     group: the pipeline's process group; the default group if None.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 

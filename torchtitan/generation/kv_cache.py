@@ -36,8 +36,8 @@ class CachedAttention(nn.Module):
         # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
         # would appear in the model's state dict.
         self.stored: list[Tensor] = []
-        # `CachedForward` sets them before each call: the slots of its tokens, [1 or B, T], and the number
-        # of filled slots after it.
+        # The caller sets `slots` and `end` before each call: the slots of its tokens, [1 or B, T], and
+        # the number of filled slots after it.
         self.slots: Tensor | None = None
         self.end = 0
 
@@ -170,7 +170,7 @@ class CachedForward:
     ) -> Any:
         """Return the result of `run`: logits [B, T, V] of new tokens [B, T].
 
-        The tokens continue the rows of the call before, which `keep_rows` may have changed.
+        The tokens continue the rows kept since the last call (see `keep_rows`).
 
         n_tokens: the number of new tokens in each row; the rest is padding, whose logits are
             undefined. None: T.

@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.listeners.metrics import MetricsProcessor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
 from torchtitan.reference import is_overridden
-from torchtitan.step.forward import ModelInputs, Runner, model_inputs
+from torchtitan.step.runner import ModelInputs, Runner, model_inputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -104,11 +104,11 @@ class Validator(BaseValidator):
         policy = self._policy(model_parts)
         sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
         batch = policy.token_batch(input_dict, labels)
-        return model_inputs(policy, batch, model_parts[0], self.tokenizer, sharding)
+        return model_inputs(policy, batch, model_parts[0], sharding)
 
     def _policy(self, model_parts: list[nn.Module]) -> DocumentPolicy:
         model_args = getattr(model_parts[0], "model_args", None)
-        return DocumentPolicy.of(self.job_config.training, model_args, self.tokenizer)
+        return DocumentPolicy.from_job(self.job_config.training, model_args, self.tokenizer)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -116,20 +116,22 @@ class Validator(BaseValidator):
 
         Ranks may have unequal numbers of batches. Afterwards modules have their old training flags.
         """
-        is_overridden_by_client = is_overridden(self, "post_dataloading_process", Validator)
+
+        def client_inputs(batch: TokenBatch) -> ModelInputs | None:
+            if not is_overridden(self, "post_dataloading_process", Validator):
+                return None
+            given = self.post_dataloading_process(batch.as_dict(), batch.labels, model_parts)
+            return ModelInputs(*given)
+
         runner = Runner(
             model_parts,
             torch.device(get_device_type()),
-            lambda batch: ModelInputs(
-                *self.post_dataloading_process(
-                    batch.as_dict() if is_overridden_by_client else batch, batch.labels, model_parts
-                )
-            ),
             self.validation_context,
             self.maybe_enable_amp,
             sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
             schedule=self.pp_schedule,
             has_outputs=self.pp_has_last_stage is not False,
+            client_inputs=client_inputs,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):
             losses, token_counts = [], []
@@ -202,7 +204,7 @@ class Validator(BaseValidator):
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
             batches = batches[0].split(n_rows)
         head = default_head(self.loss_fn, runner.model_parts, self.job_config)
-        microbatches = [runner.prepare(batch, head) for batch in batches]
+        microbatches = [runner.prepare(batch, policy, head) for batch in batches]
         losses = runner.run(
             microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
         )

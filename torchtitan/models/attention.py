@@ -148,7 +148,7 @@ def create_attention_mask(
 
 
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
-    """Return the boundaries of tokens [B, T] whose documents end with `eos_id` or with the row."""
+    """Return cumulative lengths of tokens [B, T]; a document ends at `eos_id` or at its row's end."""
     document_ids = document_ids_from_eos(input_batch, eos_id)
     return DocumentMask.of_documents(document_ids).lower("varlen").lowered
 
@@ -277,13 +277,13 @@ class FlexAttentionWrapper(nn.Module):
         """
         if q.device.type == "cpu":
             mask = None if block_mask is None else block_mask.mask_mod
-            if score_mod is not None or not isinstance(mask, DocumentMask) or mask.lowered is None:
+            if score_mod is not None or not isinstance(mask, DocumentMask) or mask.lengths is None:
                 return attention_cpu.block_mask_attention(
                     q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
                 )
             packed = (_pack(x) for x in (q, k, v))
             results = _varlen(
-                *packed, mask.lowered, scale, mask.window, return_lse, exact=self.exact
+                *packed, mask.lengths, scale, mask.window, return_lse, exact=self.exact
             )
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))

@@ -457,7 +457,7 @@ class Decoder(ModelProtocol):
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
     ) -> AttentionMasksType:
-        """Return the kernel's own form of the layers' mask, or of each mask in a dict of masks.
+        """Return the kernel's own form of `document_masks`: the method of torchtitan 0.2.x.
 
         For flex it is a BlockMask, which includes a layer's window. For varlen it is a VarlenMetadata,
         which has no window: a layer with a window passes it to `attend`.
@@ -470,36 +470,47 @@ class Decoder(ModelProtocol):
         args = self.model_args
         if args.attn_type == "sdpa":
             raise TypeError("attn_type 'sdpa' takes no attention masks; use 'flex' or 'varlen'")
-        if not separates_documents(args.attn_mask_type):
-            if args.attn_type == "varlen":
-                raise ValueError(
-                    "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
-                    "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
-                )
-            documents = DocumentMask.of_rows(*input_batch.shape, input_batch.device)
-        else:
+        document_ids = None
+        if separates_documents(args.attn_mask_type):
             batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
             eos_id = getattr(tokenizer, "eos_id", None)
             document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
-            documents = DocumentMask.of_documents(document_ids, input_batch.device)
-        return map_masks(lambda mask: mask.lowered, self._lowered_masks(documents))
+        return map_masks(lambda mask: mask.lowered, self.document_masks(input_batch, document_ids))
+
+    @property
+    def makes_document_masks(self) -> bool:
+        """True unless a client overrides `get_attention_masks`, which is then called instead."""
+        return type(self).get_attention_masks is Decoder.get_attention_masks
+
+    def document_masks(self, tokens: Tensor, document_ids: Tensor | None) -> Masks:
+        """Return the layers' mask for tokens [B, T], with the kernel's form in `lowered`.
+
+        document_ids: [B, T], on the device or the host; None: each row is one document.
+        Raises ValueError for varlen without document ids.
+        """
+        if document_ids is not None:
+            return self._lowered_masks(DocumentMask.of_documents(document_ids, tokens.device))
+        if self.model_args.attn_type == "varlen":
+            raise ValueError(
+                "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
+                "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
+            )
+        return self._lowered_masks(DocumentMask.of_rows(*tokens.shape, tokens.device))
 
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
-        """Return the layers' mask for rows [B, T] of one document each, for any mask type.
-
-        It is a DocumentMask, or a dict of them, that has the kernel's form in `lowered`.
+        """Return `document_masks` for rows [B, T] of one document each, for any mask type.
 
         padding_mask: zero at padding and nonzero at tokens. Padding sees only itself, and no token
         sees padding. Raises ValueError for padding between tokens.
         """
         document_ids = document_ids_from_padding_mask(on_host(padding_mask))
-        return self._lowered_masks(DocumentMask.of_documents(document_ids, padding_mask.device))
+        return self.document_masks(padding_mask, document_ids)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         """Return the DocumentMask of all layers, or a dict: `Attention.mask_name` -> DocumentMask.
 
-        Families with windows or chunks override it. `get_attention_masks` and `get_padding_masks` call
-        it, and `generation.kv_cache` for a row that is one document.
+        Families with windows or chunks override it. `document_masks` calls it, and
+        `generation.kv_cache` for a row that is one document.
         """
         return documents
 

@@ -1,7 +1,7 @@
 """Products of bf16 matrices that are fast on every CPU.
 
 On CPUs without bf16 instructions torch 2.13 multiplies bf16 matrices ten to a hundred times slower
-than fp32 matrices (`benchmarks/bf16_on_cpu.py`). There the product is computed in fp32 and rounded
+than fp32 matrices. There the product is computed in fp32 and rounded
 once, as bf16 instructions do.
 """
 

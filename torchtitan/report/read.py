@@ -132,7 +132,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
 def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
     """Return the curves of the first file with metrics, and its name.
 
-    The config may have named the file, and each rank may have written one.
+    The file's name is configurable; the first rank's file is read.
     """
 
     def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10

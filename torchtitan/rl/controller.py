@@ -51,7 +51,7 @@ from torchtitan.rl.types import (
     TrainingSample,
 )
 from torchtitan.rl.weight_sync import TakesWeights
-from torchtitan.step.forward import on_error
+from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import load_newest_checkpoint, save_and_stop

@@ -93,9 +93,9 @@ class Critic(Learner):
         super().__init__(engine, ValueLoss(config.value_clip))
 
     def begin(self) -> None:
-        """Take the first weights, unless a checkpoint was loaded. Collective.
+        """Load initial weights unless resuming. Collective.
 
-        A checkpoint of adapters does not hold their base, so that is taken in any case.
+        LoRA checkpoints lack the base, so the base is always loaded.
         """
         if self.is_loaded:
             if "lora" in self.engine.job_config.model.converters:

@@ -20,7 +20,7 @@ from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.step.forward import Runner
+from torchtitan.step.runner import Runner
 from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
@@ -50,7 +50,7 @@ class LocalDecoder:
         device = getattr(model, model.rope_buffer_name).device
         nothing = contextlib.nullcontext
         # None: decoding runs no batches, so the runner needs nothing to process them.
-        return cls(Runner([model], device, None, nothing, autocast or nothing()))
+        return cls(Runner([model], device, nothing, autocast or nothing()))
 
     @classmethod
     def of_engine(cls, engine: TrainingEngine) -> "LocalDecoder":

@@ -153,8 +153,8 @@ class RLGenerator:
     # Take over new weights between two tokens of unfinished completions, instead of between two draws;
     # for local generators with rl.async_steps. The draws then depend on timing
     in_flight: bool = False
-    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): how many earlier weights stay
-    # in host memory, each as large as a rank's part of the weights
+    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): number of weight snapshots
+    # kept in host memory, each as large as a rank's part of the weights
     max_snapshots: int = 4
     # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the
     # rest

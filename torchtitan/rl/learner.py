@@ -23,7 +23,7 @@ from torchtitan.rl.types import (
     OptimStepOutput,
     TrainingBatch,
 )
-from torchtitan.step.forward import Head
+from torchtitan.step.runner import Head
 
 
 class _Pass(NamedTuple):

@@ -148,53 +148,59 @@ class Draws:
         (prompts, sampling), n_samples = request.tries[number], request.num_samples
         stops, decode = request.stop_strings, self.task.tokenizer.decode
         sampling = replace(sampling, stop_strings=stops, decode=decode)
-        # Each rank has a run of consecutive places; the runs of all ranks in order are all places.
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        n, n_ranks, together = len(prompts), num_ranks(), _num_together(generator)
-        share = range(n * rank // n_ranks, n * (rank + 1) // n_ranks)
-        first = rank // together * together
-        share_together = range(n * first // n_ranks, n * (first + together) // n_ranks)
+        together = _num_together(generator)
+        own, of_group = _shares(len(prompts), together)
         dialogues = [
             _Dialogue(prompts[place], place, place * n_samples + i)
             for place in places
-            if place in share_together
+            if place in of_group
             for i in range(n_samples)
         ]
-
-        def turn(n_before: int, going_on: Sequence[_Dialogue]) -> dict[int, _Reply]:
-            """Draw a turn of dialogues; returns the replies to this rank's dialogues, by row."""
-            # All samples of a prompt share its first turn's context, which is read once.
-            per_context = 1 if n_before else n_samples
-            seed, with_contexts = sampling.seed, going_on[::per_context]
-            if n_before and seed is not None:
-                seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
-            completions = generator.generate(
-                [(*d.prompt.token_ids, *d.token_ids) for d in with_contexts],
-                replace(sampling, seed=seed),
-                per_context,
-                first_row=[d.row for d in with_contexts],
-            )
-            for dialogue, completion in zip(going_on, completions, strict=True):
-                dialogue.completions.append(completion)
-            if n_before + 1 == request.max_turns:
-                return {}
-            return self._replies([d for d in going_on if d.place in share], sampling, request)
-
         going_on = dialogues
         for n_before in range(request.max_turns):
             is_last = n_before + 1 == request.max_turns
-            work = partial(turn, n_before, going_on)
+            turn = partial(self._turn, generator, request, sampling, n_before, going_on, own)
             # Ranks that generate together need the replies to all their dialogues. If one of them
             # fails, all have to leave together.
-            of_ranks = on_all_ranks(work) if together > 1 and not is_last else [work()]
+            of_ranks = on_all_ranks(turn) if together > 1 and not is_last else [turn()]
             replies = {row: reply for of_rank in of_ranks for row, reply in of_rank.items()}
             if not replies:
                 break
             going_on = [d for d in going_on if d.row in replies]
             for dialogue in going_on:
                 dialogue.replies.append(replies[dialogue.row])
-        own_dialogues = [d for d in dialogues if d.place in share]
+        own_dialogues = [d for d in dialogues if d.place in own]
         return _graded(self.task, own_dialogues, stops, several_turns=request.max_turns > 1)
+
+    def _turn(
+        self,
+        generator: Generator,
+        request: Request,
+        sampling: SamplingConfig,
+        n_before: int,
+        dialogues: Sequence["_Dialogue"],
+        own: range,
+    ) -> dict[int, "_Reply"]:
+        """Add a completion to each dialogue; return the replies to those at `own` places, by row.
+
+        n_before: the dialogues' turns so far. The last turn gets no reply.
+        """
+        # All samples of a prompt share its first turn's context, which is read once.
+        per_context = 1 if n_before else request.num_samples
+        seed, with_contexts = sampling.seed, dialogues[::per_context]
+        if n_before and seed is not None:
+            seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
+        completions = generator.generate(
+            [(*d.prompt.token_ids, *d.token_ids) for d in with_contexts],
+            replace(sampling, seed=seed),
+            per_context,
+            first_row=[d.row for d in with_contexts],
+        )
+        for dialogue, completion in zip(dialogues, completions, strict=True):
+            dialogue.completions.append(completion)
+        if n_before + 1 == request.max_turns:
+            return {}
+        return self._replies([d for d in dialogues if d.place in own], sampling, request)
 
     def _replies(
         self, dialogues: Sequence["_Dialogue"], sampling: SamplingConfig, request: Request
@@ -517,6 +523,19 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     advantages = estimate([e.reward for e in episodes], [e.group_id for e in episodes])
     pairs = zip(episodes, advantages, strict=True)
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
+
+
+def _shares(n_places: int, together: int) -> tuple[range, range]:
+    """Return the places of this rank, and those of the ranks that generate together with it.
+
+    Each rank has a run of consecutive places; the runs of all ranks in order are all places.
+    """
+    rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
+
+    def places_of(first: int, n: int) -> range:
+        return range(n_places * first // n_ranks, n_places * (first + n) // n_ranks)
+
+    return places_of(rank, 1), places_of(rank // together * together, together)
 
 
 def _num_together(generator: Generator) -> int:

@@ -1,1 +1,1 @@
-"""One training step: the forwards and backwards (`runner`), then the optimizer (`update`)."""
+"""One training step: the calls (`forward`), their microbatches (`runner`), the update (`update`)."""

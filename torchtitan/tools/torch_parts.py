@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.torch_versions import TESTED, minor_version
 
-VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # the versions of torch whose source was read
+VERSIONS = tuple(map(minor_version, TESTED))  # the versions of torch whose source was read
 
 
 class Feature(NamedTuple):

@@ -1,4 +1,4 @@
-"""Training on packed documents with flex, varlen and a dense mask, for tests and benchmarks.
+"""Training on packed documents with flex, varlen and a dense mask.
 
 In fp32, except "varlen" on an accelerator, whose kernel takes only 16-bit numbers: in bf16.
 """
@@ -74,6 +74,7 @@ def dense_masks():
 
     with (
         mock.patch.object(decoder.Decoder, "get_attention_masks", pairs),
+        mock.patch.object(decoder.Decoder, "makes_document_masks", False),
         mock.patch.object(decoder, "attend", attend),
     ):
         yield

@@ -23,7 +23,6 @@ ROUNDING = {"float32": dict(rtol=1e-4, atol=1e-5), "bfloat16": dict(rtol=3e-2, a
 
 
 def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
-    """The full size is benchmarks/documents.py."""
     data = short_documents(tmp_path)
     runs = {kernel: train(tmp_path / kernel, kernel, 4, *data) for kernel in KERNELS}
     assert all(n_ends >= 12 for _, n_ends in runs.values())
@@ -124,9 +123,7 @@ def test_row_of_many_documents_may_be_longer_than_the_rope_table(tmp_path):
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), **ROUNDING[dtype_of("varlen")])
 
 
-@pytest.mark.parametrize(
-    "attn_type, builder", [("flex", "block_mask"), ("varlen", "_varlen_metadata")]
-)
+@pytest.mark.parametrize("attn_type, builder", [("flex", "block_mask"), ("varlen", "with_lengths")])
 def test_mask_is_built_once_per_batch_for_all_layers(attn_type, builder, tmp_path, monkeypatch):
     calls = []
     build = getattr(DocumentMask, builder)
@@ -190,5 +187,5 @@ def test_newline_after_a_turns_end_of_text_belongs_to_the_chat_by_positions_only
     by_positions = logits("positions", row | positions, "flex", "position_block_causal")
     torch.testing.assert_close(by_positions, alone, **ROUNDING["float32"])
     torch.testing.assert_close(by_eos[:, :6], alone[:, :6], **ROUNDING["float32"])
-    # docs/documents.md has this number.
+    # docs/measured.md has this number.
     assert (by_eos - alone)[:, 6:].abs().max().item() == pytest.approx(0.12, abs=0.01)

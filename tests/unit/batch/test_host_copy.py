@@ -19,7 +19,7 @@ from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
-from torchtitan.step import forward as step_forward
+from torchtitan.step import runner as step_runner
 from torchtitan.tools import host_copy
 from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 
@@ -134,11 +134,11 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     with torch.device("meta"):
         model = build(attn_type, mask_type)
     tokenizer = SimpleNamespace(eos_id=EOS)
-    packing = DocumentPolicy.of(Training(), model.model_args, tokenizer)
+    packing = DocumentPolicy.from_job(Training(), model.model_args, tokenizer)
     batch = {"input": TOKENS, **PACKED[source]}
 
     def model_inputs(batch):
-        return step_forward.model_inputs(packing, packing.token_batch(batch), model, tokenizer)
+        return step_runner.model_inputs(packing, packing.token_batch(batch), model)
 
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"

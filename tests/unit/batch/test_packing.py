@@ -11,7 +11,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
-from torchtitan.step import forward as step_forward
+from torchtitan.step import runner as step_runner
 
 EOS = 2
 TOKENIZER = SimpleNamespace(eos_id=EOS)
@@ -19,7 +19,7 @@ TOKENIZER = SimpleNamespace(eos_id=EOS)
 
 def policy(mask_type="block_causal", attn_type="flex", tokenizer=TOKENIZER, **training):
     args = SimpleNamespace(attn_type=attn_type, attn_mask_type=mask_type)
-    return DocumentPolicy.of(Training(**training), args, tokenizer)
+    return DocumentPolicy.from_job(Training(**training), args, tokenizer)
 
 
 def ignored(policy, batch):
@@ -45,9 +45,7 @@ class Model:
 def model_inputs(policy, batch, model=None):
     """(other entries, keywords) for the model's forward."""
     packed = policy.token_batch(batch, TOKENS + 1)
-    inputs, labels, entries, keywords = step_forward.model_inputs(
-        policy, packed, model or Model(), TOKENIZER
-    )
+    inputs, labels, entries, keywords = step_runner.model_inputs(policy, packed, model or Model())
     assert inputs is batch["input"] and labels is packed.labels
     return entries, keywords
 

@@ -143,8 +143,12 @@ def test_microbatches_have_rows():
         check_job_config(config_with(pipeline_parallel_microbatch_size=0))
 
 
-def test_zero_bubble_schedules_refuse_compiled_blocks():
-    config = config_with("ZBVZeroBubble")
+@pytest.mark.parametrize("from_file", [False, True])
+def test_schedules_that_split_backward_refuse_compiled_blocks(from_file, tmp_path):
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,0I0,0W0\n1F0,1B0\n")
+    config = config_with("PipelineScheduleMulti" if from_file else "ZBVZeroBubble")
+    config.parallelism.pipeline_parallel_schedule_csv = str(order) if from_file else ""
     config.compile.enable = True
     with pytest.raises(ConfigError, match="compiled blocks cannot"):
         check_against_spec(config, get_train_spec("llama3"))

@@ -25,7 +25,6 @@ from torchtitan.loss.cross_entropy import IGNORE_INDEX
 
 N_FEATURES, N_CLASSES = 6, 11
 NORM = 16.0
-NUM_SPLITS = 60
 
 
 @dataclass(frozen=True)

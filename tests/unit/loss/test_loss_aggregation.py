@@ -106,7 +106,6 @@ def test_prompts_may_be_told_apart_by_a_tensor():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
-    # benchmarks/aggregation.py tries three times as many.
     assert max(largest_differences(mode, dtype, 20, loss)) < tolerance
 
 

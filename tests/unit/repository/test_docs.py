@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -19,16 +18,14 @@ import safetensors.torch
 import tomli
 import torch
 
-from patches.tool import load_units
-from scripts import architecture, composability
-from tests.compat.test_public_names import REFERENCE_PATHS
+from scripts import architecture, changelog
 from tests.unit.models.test_hf_config import LLAMA_3_2_3B
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.config.toml_values import section_from_table
 from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
-from torchtitan.engine import EngineState, TrainingEngine
+from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.protocols import train_spec
@@ -39,11 +36,9 @@ from torchtitan.tools.logging import logger
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 ROOT_PAGES = ("CHANGELOG", "CONTRIBUTING", "README")
-# Without the page that is written from tables with tests of their own.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*sorted(DOCS.glob("*.md")), *(ROOT / f"{name}.md" for name in ROOT_PAGES)]
-    if path.name != "faults.md"
 }
 
 FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
@@ -118,28 +113,6 @@ def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
     assert missing == []
 
 
-# ---- embedding.md ----
-
-
-def test_signatures_of_the_engine_are_those_of_the_page():
-    """Without annotations, and properties by their names alone."""
-
-    def line(name, function):
-        parameters = inspect.signature(function).parameters.values()
-        plain = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
-        return f"{name}{inspect.Signature(plain)}"
-
-    lines = [line("TrainingEngine", TrainingEngine)]
-    for cls in (TrainingEngine, EngineState):
-        for name, member in vars(cls).items():
-            if isinstance(member, property) and not name.startswith("_"):
-                lines.append(name)
-            elif isinstance(member, classmethod) or inspect.isfunction(member):
-                lines += [] if name.startswith("_") else [line(name, getattr(cls, name))]
-    block = PAGES["docs/embedding.md"].partition("## Every signature")[2]
-    assert block.split("```")[1].split("\n")[1:-1] == lines
-
-
 # ---- architecture.md ----
 
 
@@ -147,24 +120,6 @@ def test_every_part_of_the_package_is_described():
     page = PAGES["docs/architecture.md"]
     parts = [part for row in architecture.LAYERS for part in row]
     assert [part for part in parts if f"**`{part}`**" not in page] == []
-
-
-def test_table_of_the_references_paths_is_that_of_the_test():
-    rows = re.findall(
-        r"^\| `(torchtitan\.[\w.]+)` \| `(torchtitan\.[\w.]+)` \|$",
-        PAGES["docs/architecture.md"],
-        re.M,
-    )
-    assert dict(rows) == REFERENCE_PATHS
-
-
-# ---- composability.md ----
-
-
-def test_table_of_pairs_is_what_the_configs_rules_say():
-    assert composability.PAGE.read_text() == composability.page(), (
-        "run: python -m scripts.composability"
-    )
 
 
 # ---- metrics.md ----
@@ -379,17 +334,20 @@ def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypat
                     value.close()
 
 
-# ---- patch-set.md ----
+# ---- CHANGELOG.md ----
 
 
-def test_page_of_the_patches_describes_each_unit():
-    units = re.findall(
-        r"^### (\d+)\. .*?\n(.*?)(?=^##|\Z)", PAGES["docs/patch-set.md"], re.M | re.S
+def test_release_moves_the_fragments_above_the_earlier_versions(tmp_path):
+    (tmp_path / "changelog.d").mkdir()
+    for name, text in {"b": "Second.\n", "a": "First, on\ntwo lines.\n"}.items():
+        (tmp_path / f"changelog.d/{name}.md").write_text(text)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\nHead.\n\n## 0.2.100\n\n- Old.\n")
+    changelog.release("0.2.101", tmp_path)
+    assert (tmp_path / "CHANGELOG.md").read_text() == (
+        "# Changelog\n\nHead.\n\n## 0.2.101\n\n- First, on two lines.\n- Second.\n"
+        "\n## 0.2.100\n\n- Old.\n"
     )
-    assert [int(number) for number, _ in units] == list(load_units())
-    for number, text in units:
-        fields = re.findall(r"^- \*\*(.*?):\*\*", text, re.M)
-        assert fields == ["Why", "Look at", "If unused", "Here"], number
+    assert not list((tmp_path / "changelog.d").iterdir())
 
 
 def test_version_is_none_that_the_reference_has_published():

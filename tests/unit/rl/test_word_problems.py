@@ -131,7 +131,7 @@ def test_rl_starts_from_where_fine_tuning_ends():
 
 @pytest.mark.slow
 def test_recipe_runs_on_a_cpu_with_one_command(tmp_path):
-    """A few steps of each part; that rewards rise is measured in docs/rl_experiments.md."""
+    """A few steps of each part; that rewards rise is measured in docs/measured.md."""
     environment = {
         "PYTHON": sys.executable,
         "VENV": "none",

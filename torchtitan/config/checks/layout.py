@@ -1,4 +1,4 @@
-"""Rules about how ranks share the work: single degrees, their product, and degrees with the model."""
+"""Rules about how ranks share the work: degrees alone, their product, and against the model's sizes."""
 
 import csv
 import math
@@ -23,9 +23,9 @@ from torchtitan.config.job_config import JobConfig, Optimizer
 from torchtitan.config.pipeline_layout import (
     CSV_SCHEDULES,
     SCHEDULES,
-    ZERO_BUBBLE_SCHEDULES,
     is_one_of,
     modules_of_stages,
+    splits_backward,
 )
 from torchtitan.tools.files import open_file
 
@@ -259,11 +259,12 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
             f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r} (looked "
             f"in {os.getcwd()}); correct the path"
         )
-    if csv_path:
-        yield from _csv_file(csv_path, parallelism.pipeline_parallel_degree)
-    if is_one_of(name, ZERO_BUBBLE_SCHEDULES) and job_config.compile.applies_to("model"):
+    problems = [*_csv_file(csv_path, parallelism.pipeline_parallel_degree)] if csv_path else []
+    yield from problems
+    if job_config.compile.applies_to("model") and not problems and splits_backward(parallelism):
+        key, value = ("schedule_csv", csv_path) if csv_path else ("schedule", name)
         yield (
-            f"parallelism.pipeline_parallel_schedule = {name!r} computes gradients of inputs and "
+            f"parallelism.pipeline_parallel_{key} = {value!r} computes gradients of inputs and "
             f"weights separately, which compiled blocks cannot do, got {compile_settings(job_config)}; "
             f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
         )

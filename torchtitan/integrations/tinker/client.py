@@ -72,7 +72,8 @@ from torchtitan.rl.snapshots import (
 )
 from torchtitan.rl.trainer import PolicyTrainer
 from torchtitan.rl.types import OptimParams, TrainingSample
-from torchtitan.step.forward import on_error, scalar_loss
+from torchtitan.step.forward import scalar_loss
+from torchtitan.step.runner import on_error
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import use_device
 

@@ -16,7 +16,7 @@ from torchtitan.integrations.tinker.policy import CommandLoop, Policy
 from torchtitan.integrations.tinker.service import Service
 from torchtitan.rl.checks import api_key
 from torchtitan.rl.job_config import JobConfig
-from torchtitan.step.forward import on_error
+from torchtitan.step.runner import on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 

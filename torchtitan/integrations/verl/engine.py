@@ -34,7 +34,7 @@ from torchtitan.integrations.verl.deltas import WeightDeltas
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout
-from torchtitan.step.forward import Head
+from torchtitan.step.runner import Head
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
@@ -250,7 +250,7 @@ class VerlEngine(BaseEngine):
     ) -> None:
         """Save the parts in `checkpoint.save_contents` below `local_path`. Collective.
 
-        Of a model with adapters, "model" is these, also in PEFT's format, and "hf_model" is merged.
+        With LoRA, "model" saves only the adapters, also in PEFT's format, and "hf_model" the merged model.
         max_ckpt_to_keep: afterwards, remove the oldest checkpoints of this run beyond this number.
         """
         if hdfs_path is not None:

@@ -1,6 +1,6 @@
 """Resident memory of a training process over thousands of steps, which should stay as it is.
 
-    python benchmarks/memory_growth.py [--steps 10000] [--ranks 1 2] [--dataset python_docs]
+    python -m tests.distributed.memory_growth [--steps 10000] [--ranks 1 2] [--dataset python_docs]
 
 A Llama 3 of two layers, so small that a step takes milliseconds; several ranks divide it by FSDP.
 "In use" is what malloc has handed out and not got back: a leak shows there. What is free in the heap
@@ -12,12 +12,9 @@ read once: the tokenizer's cache of words fills, and the heap grows for the larg
 import argparse
 import ctypes
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torchtitan.testing.gloo import run_ranks
 

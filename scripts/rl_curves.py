@@ -1,6 +1,6 @@
 """Draws what RL runs logged, as one SVG, and prints a table of how they began and ended.
 
-    python benchmarks/rl_curves.py --out docs/rl_curves.svg \\
+    python scripts/rl_curves.py --out docs/rl_curves.svg \\
         "copy 3 letters=outputs/rl/copy_cpu/seed_*" "sum of 2 digits=outputs/rl/sum_digits_cpu/seed_*"
 
 Each argument is one panel: a title, and a pattern of dump folders, one line each. Read from a
