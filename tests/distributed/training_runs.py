@@ -45,20 +45,9 @@ class Layout:
 
 
 ONE_PROCESS = Layout("1 process")
-DATA_PARALLEL_LAYOUTS = [
-    Layout("FSDP 2", 2, dp_shard=2),
-    Layout("DDP 2", 2, dp_replicate=2),
-    Layout("FSDP 4", 4, dp_shard=4),
-    Layout("HSDP 2x2", 4, dp_replicate=2, dp_shard=2),
-]
 TENSOR_PARALLEL_LAYOUTS = [
     Layout("TP 2", 2, tp=2),
     Layout("FSDP 2, TP 2", 4, dp_shard=2, tp=2),
-]
-ACCUMULATION_LAYOUTS = [
-    Layout("accumulation 2", accumulation_steps=2),
-    Layout("accumulation 4", accumulation_steps=4),
-    Layout("FSDP 2, accumulation 2", 2, dp_shard=2, accumulation_steps=2),
 ]
 
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from torchtitan.loss.aggregation import (
-    LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
     weighted_sum,
@@ -231,39 +229,3 @@ def largest_differences(
         worst_loss = max(worst_loss, abs(value / expected - 1))
         worst_gradient = max(worst_gradient, relative_difference(grad, gradient))
     return worst_loss, worst_gradient
-
-
-def largest_differences_on_ranks(num_splits: int) -> dict[tuple, float]:
-    """As `largest_differences`, by (loss, mode, dtype), summed over the process group.
-
-    A rank reads only its own sequences, and gets what it needs of others through the group.
-    Every split tests cross entropy; every fifth also the other losses, which weigh tokens alike.
-    """
-    group, found = dist.group.WORLD, {}
-    cases = [(loss, mode) for mode in LOSS_AGGREGATIONS for loss in LOSSES]
-    for dtype in (torch.float64, torch.float32):
-        step, theta = random_step(dtype), random_theta(dtype)
-        expected = {(loss, mode): expected_gradient(mode, theta, loss)[1] for loss, mode in cases}
-        for seed in range(num_splits):
-            split = random_split(len(step), random.Random(seed), dist.get_world_size())
-            microbatches = split[dist.get_rank()]
-            mine = [i for microbatch in microbatches for row in microbatch.rows for i in row]
-            own = [step[i] for i in mine]
-            weights = {
-                mode: dict(
-                    zip(mine, weights_of_step(own, mode, dtype=dtype, group=group), strict=True)
-                )
-                for mode in LOSS_AGGREGATIONS
-            }
-            now = [case for case in cases if case[0] == "sft" or seed % 5 == 0]
-            gradients = torch.stack(
-                [
-                    accumulated(step, weights[mode], theta, microbatches, loss)[1]
-                    for loss, mode in now
-                ]
-            )
-            dist.all_reduce(gradients)
-            for case, gradient in zip(now, gradients, strict=True):
-                difference = relative_difference(gradient, expected[case])
-                found[*case, dtype] = max(found.get((*case, dtype), 0.0), difference)
-    return found
