@@ -16,8 +16,10 @@ from torchtitan.tools.logging import logger, saying_once_per
 
 gc.disable()  # until all tests are collected: nearly all that imports make stays
 
-# An example that takes long on a busy machine is not a failure.
-hypothesis.settings.register_profile("untimed", deadline=None)
+# Examples that take long on a busy machine are no failure.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("untimed")
 
 gloo.PRELOADED_MODULES.append("tests.preloaded")
