@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import and_masks
@@ -23,10 +22,7 @@ from torch.testing import assert_close
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.models.attention import VarlenMetadata, create_attention_mask, get_causal_mask_mod
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.contract import (
@@ -34,11 +30,9 @@ from torchtitan.testing.contract import (
     Kit,
     assert_same_weights,
     global_state,
-    scores,
 )
 from torchtitan.testing.tiny_jobs import (
     SEQ_LEN,
-    VOCAB,
     Batch,
     PlainLoop,
     logprobs_of,
@@ -172,9 +166,6 @@ def assert_step_of_plain_loop(
     assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-# ---- the train spec ----
-
-
 # ---- the parts of an engine or trainer ----
 
 
@@ -185,49 +176,6 @@ def trainer_model_parts(kit: ClientKit) -> None:
     assert not any(module.training for module in model.modules())
     model.train()
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def trainer_fsdp_modules(kit: ClientKit) -> None:
-    """Without a dataloader the model is an FSDPModule on any number of ranks, even on one."""
-    for layout in {1: ("fsdp",), 2: ("fsdp", "ddp", "tp"), 4: ("ddp", "tp")}[kit.world_size]:
-        with kit.client_trainer(layout) as trainer:
-            (model,) = trainer.model_parts
-            assert isinstance(model, FSDPModule), layout
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-            client_loss(trainer).backward()
-            model.reshard()
-
-
-def accessors_of_ranks(kit: ClientKit) -> None:
-    """parallel_dims, dp_rank, dp_size and dp_group describe a rank's place."""
-    engine = kit.engine()
-    assert (engine.dp_rank, engine.dp_size) == (kit.rank, kit.world_size)
-    assert engine.parallel_dims.dp_shard == kit.world_size
-    if kit.world_size == 1:
-        assert engine.dp_group is None
-    else:
-        assert dist.get_world_size(engine.dp_group) == kit.world_size
-        assert kit.engine("tp").dp_size == kit.world_size // 2
-
-
-def second_parallel_dims(kit: ClientKit) -> None:
-    """A client may build its own ParallelDims beside the engine's, and use its meshes."""
-    kit.engine()
-    ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
-    dims = ParallelDims(dp_shard=kit.world_size, world_size=kit.world_size, **ones)
-    dims.build_mesh()
-    for names in ("tp", "pp", "cp", "dp_replicate", ["dp_replicate", "fsdp"]):
-        assert dims.get_optional_mesh(names) is None, names
-    assert (dims.tp, dims.pp, dims.cp) == (1, 1, 1)
-    assert not (dims.pp_enabled or dims.cp_enabled or dims.ep_enabled)
-    mesh = dims.get_optional_mesh("fsdp")
-    if kit.world_size == 1:
-        assert mesh is None
-    else:
-        assert mesh.get_local_rank() == kit.rank
-        assert dist.get_world_size(mesh.get_group()) == kit.world_size
 
 
 def guest_leaves_global_state(kit: ClientKit) -> None:
@@ -298,24 +246,6 @@ def forward_padded(kit: ClientKit, attn_type: str) -> None:
         assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
 
 
-def forward_logits_of_tensor_parallel(kit: ClientKit) -> None:
-    """pred.full_tensor() is the whole vocabulary on every TP rank, for odd lengths, with gradient."""
-    with kit.build("tp") as engine:
-        (model,) = engine.model_parts
-        documents = make_documents(3, (5, 8))
-        batch, labels = pack(documents)
-        masks = client_masks(engine.model_args.attn_type, batch["positions"])
-        with engine.train_context(), engine.maybe_enable_amp:
-            pred = model(batch["input"], positions=batch["positions"], attention_masks=masks)
-        assert isinstance(pred, DTensor)
-        logits = pred.full_tensor()
-        assert logits.shape == pred.shape == (1, 13, VOCAB)
-        loss = -logprobs_of(logits, labels).sum()
-        assert_close(loss, -plain_logprobs(engine, documents).sum(), **SAME_STEP)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def forward_under_autocast(kit: ClientKit) -> None:
     """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
     documents = make_documents(46)
@@ -349,40 +279,7 @@ def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
         assert torch.equal(logits[0], logits[1])
 
 
-def context_parallel_input(kit: ClientKit, attn_type: str) -> None:
-    """prepare_context_parallel_input takes a client's {} mask; positions are passed separately."""
-    engine = kit.engine("cp", attn_type=attn_type)
-    mesh = engine.parallel_dims.get_mesh("cp")
-    documents = make_documents(9, (5, 3, 20, 4))
-    batch, labels = pack(documents)
-    inputs, labels, extra_kwargs = prepare_context_parallel_input(
-        batch["input"],
-        labels,
-        {"attention_masks": client_masks(attn_type, batch["positions"])},
-        mesh,
-        engine.device,
-        engine.job_config.parallelism.context_parallel_load_balancer,
-    )
-    with torch.no_grad(), engine.train_context(), engine.maybe_enable_amp:
-        logits = engine.model_parts[0](inputs, positions=batch["positions"], **extra_kwargs)
-        total = logprobs_of(logits, labels).sum()
-    dist.all_reduce(total, group=mesh.get_group())
-    assert_close(total, plain_logprobs(engine, documents).sum(), **SAME_STEP)
-
-
 # ---- a client's own step: optimizers, schedules, replicas ----
-
-
-def replicas_of_a_client(kit: ClientKit) -> None:
-    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
-    documents = make_documents(47)
-    with kit.client_trainer("ddp", training={"max_norm": 1e9}) as trainer:
-        (model,) = trainer.model_parts
-        _, expected = PlainLoop(trainer).run_step(documents)
-        client_loss(trainer, seed=47).backward()
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-        trainer.optimizers.zero_grad()
-        assert_close([norm, run_step(trainer, documents)[1]], [expected] * 2, **SAME_STEP)
 
 
 def gradient_reduction_mean(kit: ClientKit) -> None:
@@ -452,100 +349,7 @@ def padded_batches_by_the_engine(kit: ClientKit) -> None:
             assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-def unequal_microbatches_forward_only(kit: ClientKit) -> None:
-    """forward_step returns an output per microbatch of this rank, however many other ranks have."""
-    documents = make_documents(35, (9, 5, 12))[: kit.rank]
-    assert len(scores(kit.engine(), [[document] for document in documents])) == len(documents)
-
-
-def head_of_logprobs(kit: ClientKit) -> None:
-    """forward_step(head=TokenLogProbs()) is the log-softmax of the logits, without logits."""
-    batch, labels = pack(make_documents(39))
-    for layout in ("fsdp", "tp", "cp") if kit.world_size > 1 else ("fsdp",):
-        engine = kit.engine(layout)
-        (outputs,) = engine.forward_step(
-            [batch | {"labels": labels}], head=TokenLogProbs(entropy=True, chunk_tokens=16)
-        )
-        (logits,) = engine.forward_step([batch])
-        logprobs = logits.log_softmax(-1)
-        assert_close(outputs.logprobs, logprobs_of(logits, labels), **SAME_LOGPROBS)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        assert_close(outputs.entropy, entropy, **SAME_LOGPROBS)
-
-
 # ---- the engine's own step ----
-
-
-def pipelines_take_lists(kit: ClientKit) -> None:
-    """Pipelines take lists of microbatches with unequal, odd lengths, forward-only too."""
-    documents = make_documents(15, (5, 21, 9, 2, 13))
-    with kit.build("pp") as engine:
-        expected = plain_logprobs(engine, documents)
-        outputs = scores(engine, [[document] for document in documents])
-        assert (outputs is not None) is engine.has_outputs
-        if outputs is not None:
-            assert_close(torch.cat(outputs), expected, **SAME_LOGPROBS)
-        assert_step_of_plain_loop(engine, documents, num_microbatches=3)
-
-
-def loss_function_gets_whole_logits(kit: ClientKit) -> None:
-    """A loss_fn of the caller's gets logits [B, T, V] as plain tensors under tensor parallelism."""
-    seen = []
-
-    def loss_fn(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-        seen.append((type(logits), logits.shape))
-        return -logprobs_of(logits, labels).sum()
-
-    with kit.build("tp") as engine:
-        assert_step_of_plain_loop(engine, make_documents(16), loss_fn=loss_fn)
-    assert all(kind is Tensor and shape[2] == VOCAB for kind, shape in seen)
-
-
-def loss_function_of_the_caller(kit: ClientKit) -> None:
-    """loss_fn(logits, labels, batch) returns a sum, which is divided by the denominator once."""
-
-    def half(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-        return -(logprobs_of(logits, labels) * batch["loss_weights"]).sum()
-
-    documents = make_documents(36)
-    batch, labels = pack(documents)
-    with kit.build() as engine:
-        step = dict(labels=labels, global_valid_tokens=num_valid(documents))
-        whole = engine.forward_backward_step(input_dict=batch, **step)
-        weights = torch.full(labels.shape, 0.5)
-        halved = engine.forward_backward_step(
-            input_dict=batch | {"loss_weights": weights}, loss_fn=half, **step
-        )
-        assert_close(halved, whole / 2, **SAME_STEP)
-
-
-def head_in_training(kit: ClientKit) -> None:
-    """forward_backward_step(head=...) without loss_fn is minus the sum of log-probabilities."""
-    for layout in ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",):
-        with kit.build(layout) as engine:
-            head = TokenLogProbs(chunk_tokens=16)
-            assert_step_of_plain_loop(engine, make_documents(40), head=head)
-
-
-def unequal_microbatches(kit: ClientKit) -> None:
-    """Ranks may have unequal numbers of microbatches, even none; experts ignore empty ones."""
-    documents = make_documents(34, (9, 5, 12))
-    for flavor in ("tiny", "tiny_moe"):
-        results = []
-        for skewed in (False, True):
-            with kit.build(flavor=flavor) as engine:
-                own = documents[engine.dp_rank :: engine.dp_size]
-                if skewed:  # all of them on the first rank
-                    own = documents if engine.dp_rank == 0 else []
-                packed = [pack([document]) for document in own]
-                loss = engine.forward_backward_step(
-                    input_dict=[batch for batch, _ in packed],
-                    labels=[labels for _, labels in packed],
-                    global_valid_tokens=num_valid(documents),
-                )
-                dist.all_reduce(loss)
-                results.append((loss.item(), float(engine.optim_step().grad_norm)))
-        assert_close(results[1], results[0], **SAME_STEP)
 
 
 def long_rows_of_odd_length(kit: ClientKit) -> None:
@@ -617,17 +421,9 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
 _CASES = {
     forward_packed: ("flex", "varlen"),
     forward_padded: ("sdpa", "flex", "varlen"),
-    context_parallel_input: ("flex", "varlen"),
     numbers_of_the_global_batch: ("fsdp", "ddp", "tp", "cp", "pp"),
 }
-_ON_SEVERAL_RANKS = {
-    replicas_of_a_client,
-    forward_logits_of_tensor_parallel,
-    context_parallel_input,
-    pipelines_take_lists,
-    loss_function_gets_whole_logits,
-    numbers_of_the_global_batch,
-}
+_ON_SEVERAL_RANKS = {numbers_of_the_global_batch}
 _FUNCTIONS = [f for f in globals().values() if "kit" in getattr(f, "__annotations__", ())]
 _ALL = [
     Check(function, 2 if function in _ON_SEVERAL_RANKS else 1, case)
