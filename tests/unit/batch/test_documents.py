@@ -39,33 +39,12 @@ def test_eos_belongs_to_the_document_it_closes():
     assert document_ids_from_eos(tokens, EOS).tolist() == [[0, 0, 0, 1, 1, 2]]
 
 
-def test_position_resets_begin_documents_wherever_a_row_starts():
-    positions = torch.tensor([[4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10]])
-    expected = [[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]]
-    assert document_ids_from_positions(positions).tolist() == expected
-
-
-def test_repeated_position_begins_a_document_of_one_token():
-    positions = torch.tensor([[0, 0, 0, 1]])
-    assert document_ids_from_positions(positions).tolist() == [[0, 1, 2, 2]]
-
-
 def test_negative_positions_are_padding_and_take_no_number():
     positions = torch.tensor([[-1, 0, 1, -1, -1, 0, 1], [-3, -2, -1, 0, 1, 2, -1]])
     assert document_ids_from_positions(positions).tolist() == [
         [PADDING, 0, 0, PADDING, PADDING, 1, 1],
         [PADDING, PADDING, PADDING, 0, 0, 0, PADDING],
     ]
-
-
-def test_lengths_leave_the_rest_of_a_row_as_padding():
-    ids = document_ids_from_lengths(torch.tensor([[2, 3], [1, 0]]), seq_len=6)
-    assert ids.tolist() == [[0, 0, 1, 1, 1, PADDING], [0] + [PADDING] * 5]
-
-
-def test_empty_documents_take_no_number():
-    ids = document_ids_from_lengths(torch.tensor([0, 2, 0, 0, 1]), seq_len=3)
-    assert ids.tolist() == [[0, 0, 1]]
 
 
 def slow_ids(row, begins, is_padding):
@@ -109,17 +88,6 @@ def test_length_ids_equal_documents_laid_end_to_end(rows):
     assert ids.dtype == torch.int32 and ids.tolist() == expected
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_lengths_and_positions_that_mean_the_same_give_the_same_ids(lengths):
-    total = sum(lengths)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    # A document of one token after another of one: positions 0, 0. All boundaries show.
-    assert torch.equal(
-        document_ids_from_positions(positions),
-        document_ids_from_lengths(torch.tensor(lengths), total),
-    )
-
-
 @given(rows_of(st.integers(-1, 2)))
 def test_starts_allow_exactly_the_pairs_of_one_document(rows):
     ids = torch.tensor(rows, dtype=torch.int32)
@@ -130,14 +98,6 @@ def test_starts_allow_exactly_the_pairs_of_one_document(rows):
             while row[q] != PADDING and first > 0 and row[first - 1] == row[q]:
                 first -= 1
             assert start[q] == first
-
-
-def test_input_is_left_as_it_was():
-    tokens = torch.tensor([[1, EOS, 1]])
-    positions = torch.tensor([[0, -1, 0]])
-    document_ids_from_eos(tokens, EOS)
-    document_ids_from_positions(positions)
-    assert tokens.tolist() == [[1, EOS, 1]] and positions.tolist() == [[0, -1, 0]]
 
 
 P = "position_block_causal"
@@ -163,11 +123,6 @@ def test_every_source_reads_the_same_documents(entry, mask_type):
 def test_one_row_of_positions_serves_all_rows():
     batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
     assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
-
-
-def test_one_row_of_document_ids_serves_all_rows():
-    batch = {"input": torch.ones(2, 3), "document_ids": torch.tensor([[0, 1, 1]])}
-    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]] * 2
 
 
 def test_one_row_of_lengths_may_be_flat():

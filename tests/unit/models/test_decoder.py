@@ -113,25 +113,6 @@ def test_future_tokens_do_not_change_a_logit():
     assert torch.equal(a[:, :7], b[:, :7]) and not torch.equal(a[:, 7:], b[:, 7:])
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-@pytest.mark.parametrize("mask_type", ["block_causal", "position_block_causal"])
-def test_packed_documents_have_the_logits_of_documents_alone(attn_type, mask_type):
-    model = tiny_model(attn_type=attn_type, attn_mask_type=mask_type)
-    alone_model = tiny_model()
-    documents = [[5, 6, 7, EOS], [8, EOS], [9, 10, 11, 12, 13, EOS]]
-    packed = torch.tensor([sum(documents, [])])
-    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
-
-    class Tokenizer:
-        eos_id = EOS
-
-    masks = model.get_attention_masks(packed, Tokenizer(), {"positions": positions})
-    logits = model(packed, attention_masks=masks, positions=positions)
-    alone = torch.cat([alone_model(torch.tensor([d])) for d in documents], dim=1)
-    # The weights are equal; only the kernels' sums may round differently.
-    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-6)
-
-
 def test_flex_with_causal_mask_equals_sdpa():
     tokens = torch.randint(0, 64, (2, 12))
     model = tiny_model(attn_type="flex")

@@ -80,28 +80,6 @@ def test_deepep_is_refused():
         meta_model(args)
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_packed_documents_are_trained_as_documents_alone(attn_type):
-    args = tiny_args(attn_type=attn_type, attn_mask_type="position_block_causal", v_head_dim=12)
-    model = built(args)
-    tokens = torch.randint(0, 64, (1, 20))
-
-    def gradients(lengths):
-        """Return the gradients of the sum over documents, packed into a row or each in its own."""
-        model.zero_grad()
-        for part in tokens.split(lengths, dim=1) if len(lengths) > 1 else [tokens]:
-            n = part.shape[1]
-            sizes = [n] if len(lengths) > 1 else [7, 13]
-            positions = torch.cat([torch.arange(size) for size in sizes])[None]
-            masks = model.get_attention_masks(part, None, {"positions": positions})
-            model(part, attention_masks=masks, positions=positions).pow(2).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    alone, packed = gradients([7, 13]), gradients([20])
-    for name, gradient in alone.items():
-        torch.testing.assert_close(packed[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
-
-
 # ---- Hugging Face files ----
 
 

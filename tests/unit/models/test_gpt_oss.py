@@ -144,19 +144,6 @@ def test_clients_mask_replaces_the_windows_under_flex_only(attn_type, last, monk
         assert first_difference(args, 5) == list(range(5, end + 1))
 
 
-def test_flex_and_varlen_give_the_same_logits_from_end_of_text_tokens():
-    class Tokenizer:
-        eos_id = 0
-
-    tokens = torch.randint(0, 8, (2, 40), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for attn_type in ("flex", "varlen"):
-        model = built(tiny_args(attn_type=attn_type, attn_mask_type="block_causal"))
-        masks = model.get_attention_masks(tokens, Tokenizer())
-        logits.append(model(tokens, attention_masks=masks))
-    assert torch.equal(*logits)
-
-
 def test_sdpa_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
         GptOssModel(tiny_args(attn_type="sdpa"))
