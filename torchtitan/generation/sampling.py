@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.loss.logprobs import exponentials_, logprobs_of_logits
+from torchtitan.loss.chunked_logits import exponentials_, logprobs_of_logits
 
 
 def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:

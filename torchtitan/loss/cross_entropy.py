@@ -4,16 +4,20 @@ B sequences, T tokens, V vocabulary entries.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.loss.logprobs import SummedCrossEntropy
+from torchtitan.loss.chunked_logits import SummedLoss, check_chunk, operands_of
+from torchtitan.numerics.linear import linear
+from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
@@ -51,6 +55,38 @@ def build_cross_entropy_loss(job_config: JobConfig, **kwargs: Any) -> LossFuncti
 
 
 build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
+
+
+@dataclass(frozen=True)
+class SummedCrossEntropy:
+    """A head: sums the cross entropy of all labels but IGNORE_INDEX, to an fp32 scalar.
+
+    chunk_tokens, compile_backend: as in `TokenLogProbs`. Raises ValueError if chunk_tokens is not
+    positive.
+    """
+
+    temperature = 1.0
+    product = staticmethod(linear)
+    chunk_tokens: int | None = None
+    compile_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_chunk("SummedCrossEntropy", self.chunk_tokens)
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
+    ) -> Tensor:
+        """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        with torch.autocast(h.device.type, enabled=False):
+            return SummedLoss.apply(*operands, labels.flatten(), self, call)
 
 
 def default_head(

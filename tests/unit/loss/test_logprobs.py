@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.cross_entropy import SummedCrossEntropy
 from torchtitan.loss.logprobs import (
-    SummedCrossEntropy,
     TokenLogProbs,
     TokenOutputs,
     TopTokens,

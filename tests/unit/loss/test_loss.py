@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from torchtitan.config import JobConfig
 from torchtitan.loss.cross_entropy import (
     IGNORE_INDEX,
+    SummedCrossEntropy,
     build_cross_entropy_loss,
     build_mse_loss,
     cross_entropy_loss,
     default_head,
     mse_loss,
 )
-from torchtitan.loss.logprobs import SummedCrossEntropy
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
 VOCAB = 100

@@ -10,7 +10,8 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.job import resolve_job
-from torchtitan.loss.logprobs import SummedCrossEntropy, TokenLogProbs
+from torchtitan.loss.cross_entropy import SummedCrossEntropy
+from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.models.decoder import OutputProjection
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.protocols import train_spec as train_spec_module

@@ -1,0 +1,463 @@
+"""Numbers per token from logits [B, T, V] that never exist whole.
+
+Heads reduce logits to one or two numbers per token. Here these numbers are computed in chunks of tokens
+from hidden states and the output projection's weight, so that the largest tensor is [chunk, V].
+`LogProbs` computes each chunk's logits again in backward. `SummedLoss` returns a scalar, whose gradient is
+known in forward up to a factor, so it computes the gradient from the same logits in forward.
+
+Under tensor parallelism each rank computes its vocabulary entries, and ranks exchange a few numbers
+per token once.
+
+An adapter's low-rank product is added to each chunk's logits. A chunk may have tokens of several
+models, each with adapters of its own; a model's tokens are cut into chunks as if it was alone.
+
+B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
+chunk, N tokens in all chunks; m models, r rank of their adapters.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.distributed.collectives import OPS
+from torchtitan.numerics.linear import linear
+from torchtitan.numerics.low_rank import LowRank, add_products, gradients_of_products
+from torchtitan.tools.torch_parts import assert_on_device
+
+
+class Head(Protocol):
+    """The settings of a head. product: (x, weight, bias) -> logits. temperature: a number, or [N, 1]."""
+
+    @property
+    def temperature(self) -> Any: ...
+    @property
+    def product(self) -> Callable[..., Tensor]: ...
+    @property
+    def chunk_tokens(self) -> int | None: ...
+    @property
+    def compile_backend(self) -> str | None: ...
+
+
+class Operands(NamedTuple):
+    """The tensors that logits are computed from. x: [N, M], or the logits [N, v] without a weight.
+
+    weight: [v, M]. bias: [v]. adapted_x, a, b: of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    adapted_x: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """One call of a head. first: the vocabulary entry that this rank's logits begin with.
+
+    sizes, scale: of the `LowRank`.
+    """
+
+    first: int
+    group: dist.ProcessGroup | None
+    sizes: list[int] | None = None
+    scale: float = 1.0
+
+
+class Chunk(NamedTuple):
+    """Tokens whose logits exist at a time. begin: of the first token. sizes: tokens of each model, [m]."""
+
+    begin: int
+    sizes: list[int]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.begin + sum(self.sizes))
+
+
+def operands_of(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    low_rank: LowRank | None,
+) -> tuple[Operands, Call]:
+    """Check the labels. Return the operands, h, weight and bias in autocast's dtype if it is on."""
+    rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
+    operands = [h.flatten(0, -2), weight, bias]
+    if torch.is_autocast_enabled(h.device.type):
+        dtype = torch.get_autocast_dtype(h.device.type)
+        operands = [None if t is None else t.to(dtype) for t in operands]
+    first = rank * weight.shape[0]
+    if low_rank is None:
+        return Operands(*operands), Call(first, group)
+    assert low_rank.order is None, "the rows of a batch that a head reads are sorted by model"
+    x, a, b, sizes, scale, *_ = low_rank
+    return Operands(*operands, x.flatten(0, -2), a, b), Call(first, group, sizes, scale)
+
+
+def check_chunk(head: str, chunk_tokens: int | None) -> None:
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(
+            f"{head}.chunk_tokens must be at least 1, got {chunk_tokens}; 1024 tokens keep matrix "
+            "products large"
+        )
+
+
+def check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"the temperature of log-probabilities must be above 0, got {temperature}; "
+            "greedy choices have no distribution, so score them with temperature = 1"
+        )
+
+
+def check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
+    """shape: the expected shape; n_entries: the vocabulary entries of all ranks."""
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels must have one entry per token, {list(shape)}, got {list(labels.shape)}"
+        )
+    is_label = ((labels >= 0) & (labels < n_entries)) | (labels == IGNORE_INDEX)
+    rule = f"labels must be in [0, {n_entries}) or {IGNORE_INDEX}, which is left out"
+    if labels.device.type != "cpu":
+        assert_on_device(is_label.all(), rule)  # does not wait for the device
+    elif not is_label.all():
+        raise ValueError(f"{rule}, got {labels[~is_label].unique().tolist()[:8]}")
+
+
+class LogProbs(torch.autograd.Function):
+    """(operands, labels [B, T]) -> (logprobs, entropy or None) [B, T]"""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, labels, head, call = args
+        operands = Operands(*tensors)
+        own_labels = labels.flatten() - call.first
+        of_chunks = []
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
+        for chunk in chunks_of(operands.x, head, call):
+            logits, temperature, _ = logits_of(operands, head, call, chunk)
+            chunk_labels = own_labels[chunk.rows]
+            of_chunks.append(statistics_of(logits, temperature, chunk_labels, head.entropy))
+            del logits  # before the next chunk's exist
+        statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
+        # Don't return views, which FSDP's hooks on outputs don't support.
+        top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
+        entropy = entropy if head.entropy else None
+        ctx.save_for_backward(*operands, labels, top + total.log(), entropy)
+        ctx.head, ctx.call = head, call
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        n, head, call = len(Operands._fields), ctx.head, ctx.call
+        operands = Operands(*ctx.saved_tensors[:n])
+        of_tokens = (*ctx.saved_tensors[n:], *grads)
+        of_tokens = [None if t is None else t.flatten() for t in of_tokens]
+        gradients = _Gradients(operands, ctx.needs_input_grad[:n], call.scale)
+        gradient_of = _maybe_compiled(_gradient_of_logits, head.compile_backend)
+        with torch.autocast(operands.x.device.type, enabled=False):
+            for chunk in chunks_of(operands.x, head, call):
+                labels, log_normalizer, entropy, grad, grad_entropy = (
+                    None if t is None else t[chunk.rows] for t in of_tokens
+                )
+                logits, temperature, low_rank = logits_of(operands, head, call, chunk)
+                divisor = temperature[:, 0] if isinstance(temperature, Tensor) else temperature
+                grad_logits = gradient_of(
+                    logits,
+                    temperature,
+                    labels,
+                    call.first,
+                    log_normalizer,
+                    entropy,
+                    None if grad is None else grad / divisor,
+                    None if grad_entropy is None else grad_entropy / divisor,
+                )
+                del logits
+                gradients.add(chunk, grad_logits, low_rank)
+                del grad_logits  # before the next chunk's exist
+        return *gradients.sums(), None, None, None
+
+
+class SummedLoss(torch.autograd.Function):
+    """(operands, labels [N]) -> the summed cross entropy, a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, labels, head, call = args
+        operands = Operands(*tensors)
+        gradients = _Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
+        losses = []
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
+        gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
+        for chunk in chunks_of(operands.x, head, call):
+            of_chunk = labels[chunk.rows]
+            own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
+            logits, temperature, low_rank = logits_of(operands, head, call, chunk)
+            statistics = statistics_of(logits, temperature, own_labels, False)
+            highest = statistics[:, 0]
+            top, total, logprobs, _ = _over_ranks(statistics, of_chunk, call.group)
+            losses.append(-logprobs.sum())
+            if any(gradients.wanted):
+                scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
+                grad_logits = gradient_of(logits, highest, scale, own_labels, is_ignored)
+                gradients.add(chunk, grad_logits, low_rank)
+                del grad_logits
+            del logits  # before the next chunk's exist
+        # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
+        ctx.save_for_backward(*gradients.sums())
+        if not losses:
+            return operands.x.new_zeros((), dtype=torch.float32)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        scaled = [None if t is None else t * grad for t in ctx.saved_tensors]
+        return *scaled, None, None, None
+
+
+class _Gradients:
+    """Sums the gradients of the operands, if wanted, over chunks of the logits' gradient.
+
+    scale: of the adapters' product.
+    """
+
+    def __init__(self, operands: Operands, wanted: tuple[bool, ...], scale: float):
+        self.operands, self.wanted, self.scale = operands, wanted, scale
+        self.of_x = torch.empty_like(operands.x) if wanted[0] else None
+        self.of_weight: Tensor | None = None
+        self.of_bias: Tensor | None = None
+        self.of_adapted_x = torch.empty_like(operands.adapted_x) if any(wanted[3:]) else None
+        self.of_a: Tensor | None = None
+        self.of_b: Tensor | None = None
+
+    def add(self, chunk: Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
+        """grad_logits: [n, v] of a chunk's tokens, of any dtype; low_rank: from `add_products`."""
+        rows = chunk.rows
+        x, weight, _, adapted_x, a, b = self.operands
+        wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
+        grad_logits = grad_logits.to(x.dtype)
+        if wants_x:
+            self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
+        if wants_weight:
+            if self.of_weight is not None and x.dtype in (torch.float32, torch.float64):
+                self.of_weight.addmm_(grad_logits.t(), x[rows])
+            else:
+                part = linear(grad_logits.t(), x[rows].t())
+                self.of_weight = _sum_in_fp32(self.of_weight, part)
+        if wants_bias:
+            self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
+        if any(wants_adapters):
+            own = adapted_x[rows], a, b, low_rank, chunk.sizes, self.scale
+            self.of_adapted_x[rows], grad_a, grad_b = gradients_of_products(grad_logits, *own)
+            self.of_a = _sum_in_fp32(self.of_a, grad_a)
+            self.of_b = _sum_in_fp32(self.of_b, grad_b)
+
+    def sums(self) -> list[Tensor | None]:
+        """Return the gradients of the operands, in their dtypes; None if not wanted."""
+        sums = [self.of_x, self.of_weight, self.of_bias, self.of_adapted_x, self.of_a, self.of_b]
+        for i, operand in enumerate(self.operands):
+            if self.wanted[i]:  # the sum is None if there were no tokens
+                sums[i] = (
+                    torch.zeros_like(operand) if sums[i] is None else sums[i].to(operand.dtype)
+                )
+        return sums
+
+
+def chunks_of(x: Tensor, head: Head, call: Call) -> list[Chunk]:
+    # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
+    # for [4096, V] in fp32, would spend much of their time on these sums if chunks were small. Compiled
+    # code stores logits in 16 bits only.
+    default = 4096 if head.compile_backend is None else 8192
+    size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
+    sizes, begin = call.sizes or [len(x)], 0
+    chunks: list[Chunk] = []
+    for model, n_tokens in enumerate(sizes):
+        # Parts begin at a model's first token, so that sums over its tokens have the same bits as if
+        # the model was alone.
+        for start in range(0, n_tokens, size):
+            n = min(size, n_tokens - start)
+            if not chunks or sum(chunks[-1].sizes) + n > size:
+                chunks.append(Chunk(begin, [0] * len(sizes)))
+            chunks[-1].sizes[model] = n
+            begin += n
+    return chunks
+
+
+def logits_of(
+    operands: Operands, head: Head, call: Call, chunk: Chunk
+) -> tuple[Tensor, float | Tensor, list[Tensor]]:
+    """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
+
+    As the functions below take them: to be compiled, in any dtype, because compiled code stores nothing
+    but its result; else divided by the temperature, in fp32 (fp64 if x is) and memory of their own.
+    """
+    x, weight, bias, adapted_x, a, b = operands
+    rows, temperature, low_rank = chunk.rows, head.temperature, []
+    if isinstance(temperature, Tensor):
+        temperature = temperature[rows]
+    logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
+    if adapted_x is not None:
+        adapters = adapted_x[rows], a, b, chunk.sizes, call.scale, head.product
+        logits, low_rank = add_products(logits, *adapters, in_place=True)
+    if head.compile_backend is None:
+        logits = _in_fp32(logits, temperature, copy=weight is None)
+    return logits, temperature, low_rank
+
+
+def _in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
+    is_one = not isinstance(temperature, Tensor) and temperature == 1
+    return logits if is_one else logits.div_(temperature)
+
+
+@functools.cache
+def _maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
+    return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _statistics(
+    logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
+) -> Tensor:
+    """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
+
+    The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
+    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, it overwrites the logits:
+    without wants_entropy they become e.
+    """
+    if torch.compiler.is_compiling():
+        logits = _in_fp32(logits, temperature, copy=True)
+    index, is_elsewhere = _own_index(own_labels, logits.shape[1])
+    label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
+    if wants_entropy:
+        exps = logits.clone()
+        highest, sums = exponentials_(exps)
+        dots = exps.mul_(logits.sub_(highest[:, None])).sum(1)
+    else:
+        highest, sums = exponentials_(logits)
+        dots = torch.zeros_like(sums)
+    return torch.stack((highest, sums, label_logits, dots), dim=1)
+
+
+def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite logits z [n, v] with e = exp(z - highest); return highest and the sum of e, both [n]."""
+    highest = logits.amax(1)
+    return highest, logits.sub_(highest[:, None]).exp_().sum(1)
+
+
+def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
+    """Return log-probs of tokens with the logits `chosen`; the others are those of `exponentials_`.
+
+    The trainer and the generator both call it, because another formula rounds differently.
+    """
+    # Subtract the highest logit first, because sums of large numbers would lose digits.
+    return (chosen - highest) - sums.log()
+
+
+def of_all_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the numbers [n, c] of all ranks, [ranks, n, c]."""
+    if group is None:
+        return numbers[None]
+    n_ranks = dist.get_world_size(group)
+    gathered = OPS.all_gather_into_tensor(numbers, n_ranks, group.group_name)
+    return OPS.wait_tensor(gathered).view(n_ranks, *numbers.shape)
+
+
+def _over_ranks(
+    statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
+
+    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
+    IGNORE_INDEX; the entropy, undefined if the statistics have none.
+    """
+    of_ranks = of_all_ranks(statistics, group)
+    highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
+    top = highest.amax(0)
+    shift = highest - top  # from each rank's highest logit to the highest of all
+    scale = shift.exp()
+    total = (scale * sums).sum(0)
+    logprobs = logprobs_of_logits(label_logits.sum(0), top, total)
+    entropy = total.log() - (scale * (dots + sums * shift)).sum(0) / total
+    return top, total, logprobs.masked_fill(labels == IGNORE_INDEX, 0), entropy
+
+
+def _gradient_of_logits(
+    logits: Tensor,
+    temperature: float | Tensor,
+    labels: Tensor,
+    first: int,
+    log_normalizer: Tensor,
+    entropy: Tensor | None,
+    grad: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return [n, v] in the dtype of `logits`, from gradients [n] of logprobs and entropies.
+
+    If not compiled, it overwrites the logits. With p the probabilities, H the entropy:
+    d logprob / dz_j = [j is the label] - p_j and dH / dz_j = -p_j (log p_j + H).
+    """
+    dtype = logits.dtype
+    if torch.compiler.is_compiling():
+        logits = _in_fp32(logits, temperature, copy=True)
+    if grad is None:
+        grad = torch.zeros_like(log_normalizer)
+    grad = grad.masked_fill(labels == IGNORE_INDEX, 0)
+    log_probs = logits.sub_(log_normalizer[:, None])
+    if grad_entropy is None:
+        result = log_probs.exp_().mul_(-grad[:, None])
+    else:
+        probs = log_probs.exp()
+        result = log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        result = result.sub_(grad[:, None]).mul_(probs)
+    return _add_at_labels(result, labels - first, grad).to(dtype)
+
+
+def _gradient_of_loss(
+    logits: Tensor, highest: Tensor, scale: Tensor, own_labels: Tensor, is_ignored: Tensor
+) -> Tensor:
+    """Return p_j - [j is the label], [n, v] in the dtype of `logits`, with p_j = scale * e_j.
+
+    logits: if not compiled, e = exp(z - highest), which is overwritten.
+    scale: [n], 0 for labels that are ignored.
+    """
+    exps = logits
+    if torch.compiler.is_compiling():
+        exps = _in_fp32(logits, 1.0, copy=True).sub_(highest[:, None]).exp_()
+    minus_one = -(~is_ignored).to(exps.dtype)
+    return _add_at_labels(exps.mul_(scale[:, None]), own_labels, minus_one).to(logits.dtype)
+
+
+def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor:
+    """Add values [n] to result [n, v] in the columns of the labels, in place."""
+    index, is_elsewhere = _own_index(own_labels, result.shape[1])
+    values = values.masked_fill(is_elsewhere, 0)[:, None]
+    if torch.compiler.is_compiling():  # a scatter is a kernel of its own, after all of result
+        columns = torch.arange(result.shape[1], device=result.device)
+        return result + torch.where(columns == index, values, 0)
+    return result.scatter_add_(1, index, values)
+
+
+def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
+    """Return (the labels' columns [n, 1], 0 for labels not on this rank; [n] True for those)."""
+    is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
+    return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere
+
+
+def _sum_in_fp32(total: Tensor | None, part: Tensor) -> Tensor:
+    """Add a chunk's gradient, in fp32 because bf16 has too few digits."""
+    if total is None:
+        return part
+    return total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)
