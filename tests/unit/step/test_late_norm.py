@@ -69,7 +69,7 @@ def test_first_step_may_be_skipped(tmp_path):
     with late_engine(tmp_path) as engine:
         before = states(engine)
         backward(engine)
-        poison(engine)
+        poison(engine, math.inf)
         result = engine.optim_step()
         assert result.skipped is True
         assert dataclasses.asdict(result)["skipped"] is True
