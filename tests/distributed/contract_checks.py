@@ -282,6 +282,18 @@ def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
 # ---- a client's own step: optimizers, schedules, replicas ----
 
 
+def replicas_of_a_client(kit: ClientKit) -> None:
+    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
+    documents = make_documents(47)
+    with kit.client_trainer("ddp", training={"max_norm": 1e9}) as trainer:
+        (model,) = trainer.model_parts
+        _, expected = PlainLoop(trainer).run_step(documents)
+        client_loss(trainer, seed=47).backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        trainer.optimizers.zero_grad()
+        assert_close([norm, run_step(trainer, documents)[1]], [expected] * 2, **SAME_STEP)
+
+
 def gradient_reduction_mean(kit: ClientKit) -> None:
     """training.gradient_reduction = "mean" divides by the data-parallel degree: FSDP, DDP, HSDP."""
     norms = []
@@ -423,7 +435,7 @@ _CASES = {
     forward_padded: ("sdpa", "flex", "varlen"),
     numbers_of_the_global_batch: ("fsdp", "ddp", "tp", "cp", "pp"),
 }
-_ON_SEVERAL_RANKS = {numbers_of_the_global_batch}
+_ON_SEVERAL_RANKS = {replicas_of_a_client, numbers_of_the_global_batch}
 _FUNCTIONS = [f for f in globals().values() if "kit" in getattr(f, "__annotations__", ())]
 _ALL = [
     Check(function, 2 if function in _ON_SEVERAL_RANKS else 1, case)
