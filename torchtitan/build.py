@@ -96,6 +96,7 @@ def build(
     dataloader: Any,
     train_state: Stateful,
     client_inputs: Callable[[TokenBatch], ModelInputs | None],
+    num_steps: int,
     forward_only: bool,
     has_clients_backward: bool,
     groups_before: Collection[dist.ProcessGroup],
@@ -104,6 +105,7 @@ def build(
 
     seed: fills the parameters. tokenizer, dataloader: saved in checkpoints; None without data.
     train_state: the counters of a checkpoint. client_inputs: see `Runner`.
+    num_steps: of the learning rate's schedule.
     has_clients_backward: a client may call backward itself. True for a `Trainer` without a dataloader:
         it is driven by a client of torchtitan 0.2.x, which counts on that version's DDP.
     groups_before: process groups that are not the engine's.
@@ -137,7 +139,7 @@ def build(
     materialize(model_parts, config, device, seed)
 
     optimizers = spec.build_optimizers_fn(model_parts, config.optimizer, dims)
-    lr_schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, training.steps)
+    lr_schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, num_steps)
     optimizers.register_step_post_hook(
         lambda *_args, **_kwargs: converters.post_optimizer_hook(model_parts)
     )

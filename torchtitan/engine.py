@@ -76,6 +76,7 @@ class EngineState:
     forward_only: bool
 
     step: int = 0
+    num_steps: int  # the last step: training.steps, or where training.epochs end
     ntokens_seen: int = 0
     _loaded = _Loaded()
     watch: Watch = Watch()
@@ -360,8 +361,8 @@ class TrainingEngine(EngineState):
     """Everything between a config and an optimizer step, wired once.
 
     Never builds a tokenizer, dataloader or validator. An existing default process group is
-    reused. The config is checked here, before a device or a process group is touched, and
-    never written to. As a context manager it closes itself.
+    reused. A config that is not resolved yet is checked here, before a device or a process group
+    is touched; `job_config` is then a frozen copy. As a context manager it closes itself.
 
     train_spec: in place of the registered spec of `model.name`; nothing is registered.
     layout: from `RankLayout.join`, whose groups this engine then shares; None makes new groups.
@@ -385,10 +386,11 @@ class TrainingEngine(EngineState):
         layout: RankLayout | None = None,
         forward_only: bool = False,
     ):
-        self.job_config = job_config
         logger.info("job: %s", job_config.job.description)
-
-        self.train_spec = resolve_job(job_config, self.builds_data, train_spec)
+        job = resolve_job(job_config, self.builds_data, train_spec)
+        self.job_config = job_config = job.config
+        self.train_spec = job.train_spec
+        self.num_steps = job_config.training.steps
         self.forward_only = forward_only
         self._given_layout = layout
         self._said = set()
@@ -415,6 +417,7 @@ class TrainingEngine(EngineState):
                 dataloader=self.dataloader,
                 train_state=self,
                 client_inputs=self._client_inputs,
+                num_steps=self.num_steps,
                 forward_only=forward_only,
                 has_clients_backward=self.builds_data and self.dataloader is None,
                 groups_before=groups_before,

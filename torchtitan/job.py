@@ -1,10 +1,11 @@
 """From a config to the train spec it names, with all checks that need no device or process group."""
 
+import copy
 import dataclasses
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
 from torchtitan.config.checks.common import import_named, refuse
 from torchtitan.config.checks.model import model_sizes
+from torchtitan.config.fields import freeze, resolved_job
 from torchtitan.config.toml_values import with_values
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.model_converter import known_converter_names
@@ -20,20 +22,35 @@ from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 
 
+class ResolvedJob(NamedTuple):
+    """A config that passed all checks and is frozen, and the train spec that it names."""
+
+    config: JobConfig
+    train_spec: "train_spec_module.TrainSpec"
+    builds_data: bool
+    world_size: int
+
+
 def resolve_job(
     job_config: JobConfig,
     builds_data: bool = True,
     train_spec: "train_spec_module.TrainSpec | None" = None,
-) -> "train_spec_module.TrainSpec":
-    """Return the train spec of the job; raises ConfigError if the job cannot run.
+) -> ResolvedJob:
+    """Return a checked and frozen copy of the config with its spec; ConfigError if it cannot run.
 
+    A config that is resolved already is not checked again.
     builds_data: False leaves out the rules for tokenizer, data and their files.
     train_spec: in place of the registered one of `model.name`.
     """
+    known, world_size = resolved_job(job_config), _world_size(job_config)
+    if known is not None and train_spec is None and known.world_size == world_size:
+        if known.builds_data or not builds_data:
+            return known
+    job_config = copy.deepcopy(job_config)
     # Before the checks, because the module may register converters.
     _import_custom_module(job_config)
-    check_job_config(job_config, _world_size(job_config), known_converter_names(), builds_data)
-    torch_parts.check(job_config, _world_size(job_config))
+    check_job_config(job_config, world_size, known_converter_names(), builds_data)
+    torch_parts.check(job_config, world_size)
     if train_spec is None:
         train_spec = find_train_spec(job_config)
     else:
@@ -46,7 +63,9 @@ def resolve_job(
             known_datasets = train_spec.fact("registered_datasets")
         if isinstance(known_datasets, Mapping):
             check_datasets(job_config, known_datasets)
-    return train_spec
+    job = ResolvedJob(job_config, train_spec, builds_data, world_size)
+    freeze(job_config, job)
+    return job
 
 
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":

@@ -41,7 +41,7 @@ class RankLayout:
         train_spec: in place of the registered spec of `model.name`. Collective.
         Raises ConfigError for a config that cannot run.
         """
-        train_spec = resolve_job(job_config, False, train_spec)
+        job_config, train_spec, *_ = resolve_job(job_config, False, train_spec)
         # Settings of the host that change here are restored by `close`, as an engine's are.
         tenant = _Tenant()
         host.move_in(tenant)

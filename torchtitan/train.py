@@ -85,7 +85,7 @@ def main(
             signal_at_parents_death(signal.SIGTERM)
         with exit_on_config_error(_report_config_error if has_peers() else None):
             config = ConfigManager(config_cls).parse_args()
-            resolve_job(config)  # only its checks; the trainer resolves the job for itself
+            config = resolve_job(config).config
             if check_config is not None:
                 check_config(config)
         _run(config, trainer_class)

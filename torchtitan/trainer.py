@@ -50,6 +50,7 @@ class Trainer(TrainingEngine):
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
         with on_error(self.close):
+            job_config = self.job_config
             tell_settings_without_effect(job_config)
             self._attended_pairs = self._attending_tokens = 0  # since the last log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
@@ -57,6 +58,7 @@ class Trainer(TrainingEngine):
             metrics.num_flops_per_token = self.num_flops_per_token
             metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
             metrics.model_parts = self.model_parts
+            metrics.num_steps = self.num_steps
             self.metrics_processor = metrics
             memory = metrics.device_memory_monitor.device_capacity
             refuse(batch_memory(job_config, self.parallel_dims, self.model_args, memory))
@@ -78,7 +80,7 @@ class Trainer(TrainingEngine):
             logger.info(
                 f"trainer ready: local batch {training.local_batch_size}, global batch "
                 f"{self.global_batch_size}, {self.gradient_accumulation_steps} accumulation "
-                f"step(s), sequence length {training.seq_len}, {training.steps} steps "
+                f"step(s), sequence length {training.seq_len}, {self.num_steps} steps "
                 f"({job_config.lr_scheduler.warmup_steps} warm-up)"
             )
 
@@ -104,11 +106,11 @@ class Trainer(TrainingEngine):
         dataset = getattr(self.dataloader, "dataset", None)
         if isinstance(dataset, PackedDataset):
             if training.epochs is not None:
-                training.steps = dataset.num_steps_left
+                self.num_steps = dataset.num_steps_left
                 logger.info(
                     f"training.epochs = {training.epochs:g}: {dataset.num_documents:,} documents fill "
                     f"{dataset.num_planned_rows:,} rows of {training.seq_len}, so training.steps = "
-                    f"{training.steps}"
+                    f"{self.num_steps}"
                 )
             dataset.log_chats()
             # A client's own loss is left alone.
@@ -188,7 +190,7 @@ class Trainer(TrainingEngine):
         steps = StepsAhead(
             self.dataloader,
             self.gradient_accumulation_steps,
-            self.job_config.training.steps - self.step,
+            self.num_steps - self.step,
             self.packing.training_batch,
             self.device,
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
@@ -324,10 +326,10 @@ class Trainer(TrainingEngine):
     # ---- the loop ----
 
     def should_continue_training(self) -> bool:
-        return self.step < self.job_config.training.steps
+        return self.step < self.num_steps
 
     def train(self) -> None:
-        """Load the newest checkpoint, if any, and train to `training.steps`."""
+        """Load the newest checkpoint, if any, and train to step `num_steps`."""
         refuse_missing_dataloader(self.dataloader)
         config = self.job_config
         if not load_newest_checkpoint(self):
@@ -335,13 +337,13 @@ class Trainer(TrainingEngine):
         dataset = getattr(self.dataloader, "dataset", None)
         if config.training.epochs is not None and isinstance(dataset, PackedDataset):
             if dataset.is_resumed:  # perhaps after steps of another global batch
-                config.training.steps = self.step + dataset.num_steps_left
+                self.num_steps = self.step + dataset.num_steps_left
+                self.metrics_processor.num_steps = self.num_steps
                 if isinstance(self.lr_schedulers, LRSchedulersContainer):
                     build = self.train_spec.build_lr_schedulers_fn
-                    steps = config.training.steps
                     for own, new in zip(
                         self.lr_schedulers,
-                        build(self.optimizers, config.lr_scheduler, steps),
+                        build(self.optimizers, config.lr_scheduler, self.num_steps),
                         strict=True,
                     ):
                         own.lr_lambdas = new.lr_lambdas
@@ -387,13 +389,13 @@ class Trainer(TrainingEngine):
                 self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
                 self.step -= 1
-                last = f"step {self.step} of {config.training.steps}"
+                last = f"step {self.step} of {self.num_steps}"
                 logger.warning(f"the data ended after {last} ({error}); saving and stopping")
                 self.update.settle()
                 if self.step > 0:
                     self.checkpointer.save(self.step, last_step=True)
                 break
-            is_last_step = self.step == config.training.steps
+            is_last_step = self.step == self.num_steps
             if not is_last_step and (reason := stop.answer()):
                 save_and_stop(self, reason)
                 return
@@ -426,7 +428,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     engine.save()  # and wait for the files
     checkpointer.async_mode = usual_mode
     logger.warning(
-        f"stopped after step {engine.step} of {engine.job_config.training.steps}: {reason}; its "
+        f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
         "checkpoint is whole, and the same command goes on",
         extra=event("stop", engine.step),
     )
@@ -454,10 +456,10 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     continues = newest > 0
     # The steps of epochs that are left are known once the position is loaded.
     is_over = config.training.epochs is None or checkpointer.holds_weights_only(newest)
-    if continues and newest >= config.training.steps and is_over:
+    if continues and newest >= engine.num_steps and is_over:
         logger.info(
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
-            f"{config.training.steps}"
+            f"{engine.num_steps}"
         )
         return False
     excluded = config.checkpoint.exclude_from_loading

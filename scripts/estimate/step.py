@@ -173,7 +173,7 @@ def estimate_from_depths(
     """
     if depths is None:
         return estimate_step(job_config, rank, gpus_per_node)
-    spec = resolve_job(_config_to_estimate(job_config), builds_data=False)
+    spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
     n_layers = spec.model_args[job_config.model.flavor].n_layers
     low, high = (estimate_step(job_config, rank, gpus_per_node, depth) for depth in depths)
     return low.towards(high, (n_layers - depths[0]) / (depths[1] - depths[0]))
@@ -183,7 +183,7 @@ def num_params_of(job_config: JobConfig) -> int:
     """Of the job's model. Raises ConfigError for one that does not exist."""
     config = _config_to_estimate(job_config)
     config.parallelism = Parallelism()  # whatever the layout
-    spec = resolve_job(config, builds_data=False)
+    spec = resolve_job(config, builds_data=False).train_spec
     with torch.device("meta"):
         model = spec.model_cls(spec.model_args[config.model.flavor])
     return sum(parameter.numel() for parameter in model.parameters())

@@ -4,6 +4,7 @@ Sequences are packed into rows of microbatches, unequally many on each data-para
 others in each layout; some ranks have none.
 """
 
+import copy
 import random
 
 import pytest
@@ -165,6 +166,7 @@ def _measure(engine) -> dict:
     keep("whole rows", backward(given, loss_fn=with_entropy, head=head, whole_rows=True))
     keep("sum", backward(given, head=TokenLogProbs(temperature=0.5)))
     for name, chunk in (("whole cross entropy", 0), ("chunked cross entropy", 5)):
+        engine.job_config = copy.deepcopy(engine.job_config)
         engine.job_config.training.loss_chunk = chunk
         keep(name, backward(given))
 

@@ -80,11 +80,11 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
 
 
 def run_part_with_onednn(dump_folder, flags):
-    """`run_part` with oneDNN's products for all sizes; also returns whether this process keeps them."""
+    """`run_part` with oneDNN's products for all sizes; also returns whether they stay in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "onednn_is_faster", lambda: True)
         patch.setattr(products, "_LEAST_MULTIPLICATIONS", 64)
-        return run_part(dump_folder, flags), products._replacement
+        return run_part(dump_folder, flags), products._is_used
 
 
 def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
@@ -94,7 +94,7 @@ def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
         flags.append("--rl.weight_sync.mode=broadcast")
         folder = tmp_path / str(n_ranks)
         parts = run_ranks(run_part_with_onednn, n_ranks, folder, flags, init_process_group=False)
-        assert all(replacement is None for _, replacement in parts)
+        assert not any(is_used for _, is_used in parts)
         numbers_of.append(numbers(parts[0][0]))
     assert numbers_of[0] == numbers_of[1]
 

@@ -13,6 +13,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.fillers import token_counters, without_counting
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
 from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
@@ -43,6 +44,23 @@ def make_config(tmp_path, *overrides):
 
 def make_engine(tmp_path, *overrides) -> TrainingEngine:
     return TrainingEngine(make_config(tmp_path, *overrides))
+
+
+def test_engine_resolves_a_config_once_and_neither_follows_nor_allows_changes(tmp_path):
+    config = make_config(tmp_path)
+    resolved = resolve_job(config)
+    assert resolve_job(resolved.config) is resolved
+    with TrainingEngine(resolved.config) as engine:
+        assert engine.job_config is resolved.config == config
+    with TrainingEngine(config) as engine:
+        config.training.seq_len += 1
+        own = engine.job_config
+        assert own.training.seq_len == config.training.seq_len - 1
+        with pytest.raises(dataclasses.FrozenInstanceError, match="seq_len = 8.*copy.deepcopy"):
+            own.training.seq_len = 8
+        changed = copy.deepcopy(own)
+        changed.training.seq_len = 8
+        assert resolve_job(changed, builds_data=False).config.training.seq_len == 8
 
 
 def random_batch(rows: int, length: int, seed: int = 0):
@@ -568,7 +586,8 @@ def test_denominators_of_ranks_are_reduced_as_their_gradients_are(tmp_path, monk
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(6.0))
     norm = math.sqrt(sum(p.numel() for p in engine.model_parts[0].parameters()))
     for reduction, divisor in (("sum", 8), ("mean", 4)):
-        engine.job_config.training.gradient_reduction = reduction
+        training = engine.update.training
+        engine.update.training = dataclasses.replace(training, gradient_reduction=reduction)
         poison(engine, 1.0)
         result = engine.optim_step(denominator=2.0)
         assert result.grad_norm.item() == pytest.approx(norm / divisor, rel=1e-5)

@@ -6,26 +6,32 @@ table. `--help` prints the comment behind or above a field. Annotations must sta
 """
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from torchtitan.config.fields import (
+    AtMostBillion,
+    Count,
+    Decay,
+    Fraction,
+    NotNegative,
+    NumSteps,
+    Positive,
+    PositiveFloat,
+    Range,
+    Section,
+    section,
+)
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 
-def section(kind: type, text: str = "") -> Any:
-    """Return a field that is a nested table; `--help` prints `text` above its keys.
-
-    The text is metadata because the parser would read the source at every start for a comment.
-    """
-    return field(default_factory=kind, metadata={"help": text})
-
-
 @dataclass
-class Job:
+class Job(Section):
     config_file: str | None = None  # TOML file to read; flags on the command line win over it
     dump_folder: str = "./outputs"  # Root folder of everything this job writes
     # Free text about the purpose of this job; logged when it starts
@@ -39,20 +45,20 @@ class Job:
 
 
 @dataclass
-class Profiling:
+class Profiling(Section):
     enable_profiling: bool = False  # Record traces with torch.profiler
     save_traces_folder: str = "profile_traces"  # Folder for the traces, under the dump folder
-    profile_freq: int = 10  # Steps per profiling cycle, and between memory snapshots
-    profiler_active: int = 1  # Steps recorded in each cycle
-    profiler_warmup: int = 3  # Steps the profiler warms up for before it records
+    profile_freq: NumSteps = 10  # Steps per profiling cycle, and between memory snapshots
+    profiler_active: Positive = 1  # Steps recorded in each cycle
+    profiler_warmup: Count = 3  # Steps the profiler warms up for before it records
     enable_memory_snapshot: bool = False  # Dump the history of device memory allocations
     # Folder for the memory snapshots, under the dump folder
     save_memory_snapshot_folder: str = "memory_snapshot"
 
 
 @dataclass
-class Metrics:
-    log_freq: int = 10  # Log metrics every this many steps
+class Metrics(Section):
+    log_freq: NumSteps = 10  # Log metrics every this many steps
     enable_tensorboard: bool = False  # Write metrics for TensorBoard
     # Print metrics without colours; NO_COLOR in the environment does the same
     disable_color_printing: bool = False
@@ -66,7 +72,7 @@ class Metrics:
 
 
 @dataclass
-class Model:
+class Model(Section):
     name: str = "llama3"  # Model family (train spec)
     flavor: str = "debugmodel"  # Size of the model, by its name in the family's flavor table
     # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
@@ -95,28 +101,28 @@ class Model:
 
 
 @dataclass
-class ParameterGroup:
+class ParameterGroup(Section):
     # Regular expression that is searched for in the names of parameters, such as "norm|bias" or
     # "^layers\\.0\\."; a parameter belongs to the first table that fits
     pattern: str = ""
     # Settings of these parameters in place of those of [optimizer]; None takes [optimizer]'s
-    lr: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
+    lr: NotNegative | None = None
+    beta1: Decay | None = None
+    beta2: Decay | None = None
+    eps: NotNegative | None = None
+    weight_decay: NotNegative | None = None
     muon: bool = True  # With optimizer.name = "Muon": false updates their matrices by AdamW, too
 
 
 @dataclass
-class Muon:
+class Muon(Section):
     """The options of torch.optim.Muon, by its names."""
 
-    momentum: float = 0.95  # Decay of the average of gradients
+    momentum: Decay = 0.95  # Decay of the average of gradients
     nesterov: bool = True  # Update by the average as it would be one step later
     # Coefficients a, b, c of the Newton-Schulz iteration: x <- a x + (b (x x^T) + c (x x^T)^2) x
     ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
-    ns_steps: int = 5  # Newton-Schulz iterations
+    ns_steps: Annotated[int, Range(1, 99)] = 5  # Newton-Schulz iterations
     # Factor on the learning rate of a matrix [m, n]: sqrt(max(1, m / n)) (original), or
     # 0.2 sqrt(max(m, n)), with which rates and weight decay for AdamW fit (match_rms_adamw)
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
@@ -126,14 +132,14 @@ class Muon:
 
 
 @dataclass
-class Optimizer:
+class Optimizer(Section):
     # Adam, AdamW, or Muon for the matrices in layers and AdamW for all other parameters
     name: str = "AdamW"
-    lr: float = 8e-4  # Learning rate at the peak of the schedule
-    beta1: float = 0.9  # Decay of the first moment
-    beta2: float = 0.95  # Decay of the second moment
-    eps: float = 1e-8  # Added to the denominator of the update
-    weight_decay: float = 0.1  # Weight decay
+    lr: NotNegative = 8e-4  # Learning rate at the peak of the schedule
+    beta1: Decay = 0.9  # Decay of the first moment
+    beta2: Decay = 0.95  # Decay of the second moment
+    eps: NotNegative = 1e-8  # Added to the denominator of the update
+    weight_decay: NotNegative = 0.1  # Weight decay
     # Update all parameters in one kernel (fused), in a few batched kernels (foreach), or one
     # parameter at a time (for-loop: slow, for debugging)
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -148,42 +154,46 @@ class Optimizer:
 
 
 @dataclass
-class LRScheduler:
-    warmup_steps: int = 200  # Steps over which the learning rate rises linearly to its peak
-    total_steps: int | None = None  # Steps the schedule spans; None takes training.steps
+class LRScheduler(Section):
+    # Steps over which the learning rate rises linearly to its peak
+    warmup_steps: Annotated[int, Range(0, 10**12)] = 200
+    total_steps: NumSteps | None = None  # Steps the schedule spans; None takes training.steps
     # Share of the steps that decay, at the end; None decays from the end of the warm-up on
-    decay_ratio: float | None = None
+    decay_ratio: Fraction | None = None
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
-    min_lr_factor: float = 0.0  # Learning rate at the end of the decay, as a fraction of the peak
+    # Learning rate at the end of the decay, as a fraction of the peak
+    min_lr_factor: Fraction = 0.0
     # With 0 the warm-up counts from 1: the first step has 1/warmup_steps of the peak. With -1 it
     # counts from 0, as in transformers and verl, and the first step changes nothing
     step_offset: Literal[0, -1] = 0
-    init_lr_factor: float = 0.0  # Learning rate where the warm-up begins, as a fraction of the peak
+    # Learning rate where the warm-up begins, as a fraction of the peak
+    init_lr_factor: Fraction = 0.0
 
 
 @dataclass
-class DataLoader:
-    num_workers: int = 0  # Processes that load data; 0 loads in the training process
+class DataLoader(Section):
+    # Processes that load data; 0 loads in the training process
+    num_workers: Annotated[int, Range(0, 1024)] = 0
     # Keep the workers from one epoch to the next; needs num_workers > 0
     persistent_workers: bool = False
     # Put batches into pinned host memory, so that their copies to a GPU overlap with compute
     pin_memory: bool = False
     # Batches each worker prepares ahead; needs num_workers > 0; None is torch's default
-    prefetch_factor: int | None = None
+    prefetch_factor: Positive | None = None
 
 
 @dataclass
-class MixtureSource:
+class MixtureSource(Section):
     dataset: str = "local"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset
-    weight: float = (
-        1.0  # Share of the mixture's tokens, relative to the weights of the other sources
-    )
-    epochs: float | None = None  # Passes over this source, after which the others go on without it
+    # Share of the mixture's tokens, relative to the weights of the other sources
+    weight: Annotated[float, Range(0, 1e38, excluded=0)] = 1.0
+    # Passes over this source, after which the others go on without it
+    epochs: PositiveFloat | None = None
 
 
 @dataclass
-class Training:
+class Training(Section):
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
     # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
@@ -193,20 +203,21 @@ class Training:
     bos_token: str | None = None
     # Sequences per data-parallel rank in one forward and backward; a pipeline splits them into
     # microbatches of parallelism.pipeline_parallel_microbatch_size
-    local_batch_size: int = 8
+    local_batch_size: Positive = 8
     # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
     # local_batch_size times the data-parallel ranks, without accumulation
-    global_batch_size: int = -1
+    global_batch_size: AtMostBillion = -1
     # In a step of several microbatches, sum gradients over data-parallel ranks only after the last.
     # Saves communication; under FSDP each rank then holds the gradients of the whole model, 4 bytes
     # per parameter. HSDP sums over replicas only after the last microbatch in any case
     defer_gradient_sync: bool = False
-    seq_len: int = 2048  # Tokens per sequence
-    max_norm: float | int = 1.0  # Scale gradients down to this norm if theirs is larger
-    steps: int = 10000  # Optimizer steps to train for
+    seq_len: Positive = 2048  # Tokens per sequence
+    # Scale gradients down to this norm if theirs is larger
+    max_norm: Annotated[float | int, Range(0, 1e38, excluded=0, special=math.inf)] = 1.0
+    steps: NumSteps = 10000  # Optimizer steps to train for
     # Save and end before the process has run this long, with time left for a step and the save; 0
     # is no limit. For batch schedulers; needs checkpoint.enable
-    time_limit_minutes: float = 0.0
+    time_limit_minutes: Annotated[float, Range(0, 10**8)] = 0.0
     # Keep parameters, gradients and optimizer state in host memory (with FSDP)
     enable_cpu_offload: bool = False
     # Type of the parameters, in which the optimizer updates them
@@ -229,15 +240,15 @@ class Training:
     # Compute the loss inside the output projection, with the logits of this many tokens at a time. 0
     # computes the logits of the whole microbatch; -1 does the same for vocabularies below 32,768,
     # and takes 1,024 tokens on a CPU and 4,096 elsewhere for larger vocabularies
-    loss_chunk: int = -1
-    gc_freq: int = 50  # Collect Python garbage every this many steps, on all ranks at once
+    loss_chunk: Annotated[int, Range(-1, 10**12)] = -1
+    gc_freq: NumSteps = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
     dataloader: DataLoader = section(DataLoader, "How training data is loaded")
     # Read the documents of every pass in another order, drawn from data_seed; else as they lie
     shuffle: bool = False
-    data_seed: int = 0  # Seed of that order
+    data_seed: Annotated[int, Range(0, 2**53)] = 0  # Seed of that order
     # Passes over the data to train for, in place of steps, which follow from it
-    epochs: float | None = None
+    epochs: PositiveFloat | None = None
     # How documents are laid into rows: end to end (concat), whole documents fitted into rows and cut
     # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
     packing: Literal["concat", "fit", "none"] = "concat"
@@ -254,11 +265,11 @@ class Training:
 
 
 @dataclass
-class Parallelism:
+class Parallelism(Section):
     # Replicas of the weights: more than 1 is DDP, or HSDP if the shard degree is above 1 too
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Positive = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
     # Free a layer's gathered weights between forward and backward: always, never, or default, which
     # is always except under pipeline parallelism, and on one rank without CPU offload. A number, such
     # as the ranks of a node, keeps the weights sharded over that many ranks instead, and backward
@@ -271,37 +282,37 @@ class Parallelism:
     # train spec without a dataloader, because its caller may rely on FSDP modules, and on an
     # accelerator without replicas, where FSDP is faster than autocast
     always_fsdp: bool | None = None
-    tensor_parallel_degree: int = 1  # Ranks that split each matrix multiplication; 1 is off
+    tensor_parallel_degree: Positive = 1  # Ranks that split each matrix multiplication; 1 is off
     # Gather the logits before the loss instead of computing it on vocabulary shards
     disable_loss_parallel: bool = False
     # Overlap tensor-parallel communication with compute; needs compile.enable
     enable_async_tensor_parallel: bool = False
-    pipeline_parallel_degree: int = 1  # Ranks that hold successive groups of layers; 1 is off
+    pipeline_parallel_degree: Positive = 1  # Ranks that hold successive groups of layers; 1 is off
     # Names of the modules in each pipeline stage, one list per stage, e.g. [["tok_embeddings",
     # "layers.0"], ["layers.1", "norm", "output"]]; None splits evenly
     module_fqns_per_model_part: list[list[str]] | None = None
     # The first stage has this many fewer layers than a middle stage, because it also embeds
-    pipeline_parallel_first_stage_less_layers: int = 1
+    pipeline_parallel_first_stage_less_layers: Count = 1
     # The last stage has this many fewer layers, because it also computes logits and loss
-    pipeline_parallel_last_stage_less_layers: int = 1
+    pipeline_parallel_last_stage_less_layers: Count = 1
     # Layers per stage; None makes the fewest stages that the schedule allows
-    pipeline_parallel_layers_per_stage: int | None = None
+    pipeline_parallel_layers_per_stage: AtMostBillion | None = None
     # Pipeline schedule, by its name in torch.distributed.pipelining
     pipeline_parallel_schedule: str = "1F1B"
     # CSV file with a schedule of your own, for the PipelineScheduleMulti class
     pipeline_parallel_schedule_csv: str | None = ""
-    pipeline_parallel_microbatch_size: int = 1  # Sequences per pipeline microbatch
+    pipeline_parallel_microbatch_size: Positive = 1  # Sequences per pipeline microbatch
     # Accepted because configs of the reference have it; no effect in this version
     pipeline_parallel_expert_parallel_overlap: bool = True
-    context_parallel_degree: int = 1  # Ranks that split each sequence; 1 is off
+    context_parallel_degree: Positive = 1  # Ranks that split each sequence; 1 is off
     # How to divide a sequence so that every rank has equal work: headtail or ptrr. None gives each
     # rank one consecutive slice
     context_parallel_load_balancer: str | None = "headtail"
     # Collective that exchanges keys and values between context-parallel ranks
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    expert_parallel_degree: int = 1  # Ranks that the experts are spread over; 1 is off
+    expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
-    expert_tensor_parallel_degree: int = 1
+    expert_tensor_parallel_degree: Positive = 1
     # What sends tokens to their experts: torch's all-to-all, or the DeepEP kernels
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
@@ -315,12 +326,12 @@ class Parallelism:
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Section):
     enable: bool = False  # Save checkpoints, and continue from the newest one found
     # With torchft, save the data position of every replica separately
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
-    interval: int = 500  # Save every this many steps
+    interval: NumSteps = 500  # Save every this many steps
     # Checkpoint (the step folder itself) to start from, whether or not `enable` is set. Ignored if this
     # job has checkpoints of its own
     initial_load_path: str | None = None
@@ -340,8 +351,8 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # Keep this many of the newest checkpoints; 0 keeps all. 1 is refused, because a crash during the
     # next save could leave no checkpoint
-    keep_latest_k: int = 10
-    load_step: int = -1  # Step to continue from; -1 is the newest
+    keep_latest_k: AtMostBillion = 10
+    load_step: Annotated[int, Range(-1, 10**12)] = -1  # Step to continue from; -1 is the newest
     # Parts of a checkpoint to leave out when loading, e.g. optimizer,lr_scheduler,dataloader
     exclude_from_loading: list[str] = field(default_factory=list)
     # Settings that may differ from those of the checkpoint that the run continues from, though they
@@ -357,7 +368,7 @@ class Checkpoint:
 
 
 @dataclass
-class ActivationCheckpoint:
+class ActivationCheckpoint(Section):
     # Activations to recompute in backward instead of keeping them
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     # For mode selective: a number n recomputes every n-th layer, "op" decides per operator
@@ -369,7 +380,7 @@ class ActivationCheckpoint:
     )
     early_stop: bool = False  # Stop recomputing a layer once backward has all it needs
     # For mode memory_budget: 0 recomputes everything, 1 keeps everything. Needs compile.enable
-    memory_budget: float = 0.5
+    memory_budget: Fraction = 0.5
     # Draw memory against recompute time, into memory_budget_pareto under the dump folder
     visualize_memory_budget_pareto: bool = False
     preserve_rng_state: bool = True  # Draw the same random numbers when recomputing
@@ -379,7 +390,7 @@ class ActivationCheckpoint:
 
 
 @dataclass
-class Compile:
+class Compile(Section):
     enable: bool = False  # Compile with torch.compile
     # Parts to compile: model, loss
     components: list[str] = field(default_factory=lambda: ["model", "loss"])
@@ -395,7 +406,7 @@ class Compile:
 
 
 @dataclass
-class Float8Linear:
+class Float8Linear(Section):
     enable_fsdp_float8_all_gather: bool = False  # Gather weights over FSDP ranks in float8
     # Compute all float8 scales in one go after the optimizer step
     precompute_float8_dynamic_scale_for_fsdp: bool = False
@@ -408,7 +419,7 @@ class Float8Linear:
 
 
 @dataclass
-class MXLinear:
+class MXLinear(Section):
     # Kernel that casts along the first dimension
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     recipe_name: str = "mxfp8_cublas"  # Named MX recipe of torchao
@@ -417,32 +428,32 @@ class MXLinear:
 
 
 @dataclass
-class QuantizedLinear:
+class QuantizedLinear(Section):
     float8: Float8Linear = section(Float8Linear, "Float8 linears")
     mx: MXLinear = section(MXLinear, "MX linears")
 
 
 @dataclass
-class Float8GroupedMM:
+class Float8GroupedMM(Section):
     # Parts of names of the modules whose grouped matrix multiplications use float8
     fqns: list[str] | str = field(default_factory=list)
 
 
 @dataclass
-class MXGroupedMM:
+class MXGroupedMM(Section):
     recipe_name: Literal["mxfp8"] = "mxfp8"  # Named MX recipe of torchao
     # Parts of names of the modules whose grouped matrix multiplications use MX types
     fqns: list[str] | str = field(default_factory=list)
 
 
 @dataclass
-class QuantizedGroupedMM:
+class QuantizedGroupedMM(Section):
     float8: Float8GroupedMM = section(Float8GroupedMM, "Float8 grouped matrix multiplication")
     mx: MXGroupedMM = section(MXGroupedMM, "MX grouped matrix multiplication")
 
 
 @dataclass
-class Quantize:
+class Quantize(Section):
     linear: QuantizedLinear = section(QuantizedLinear, "Quantized linears")
     grouped_mm: QuantizedGroupedMM = section(
         QuantizedGroupedMM, "Quantized grouped matrix multiplication, for mixtures of experts"
@@ -450,13 +461,14 @@ class Quantize:
 
 
 @dataclass
-class LoRA:
-    rank: int = 8  # Rows of A and columns of B
-    alpha: float = 16.0  # An adapter's product is multiplied by alpha / rank
+class LoRA(Section):
+    rank: Positive = 8  # Rows of A and columns of B
+    # An adapter's product is multiplied by alpha / rank
+    alpha: PositiveFloat = 16.0
     use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
     # Part of an adapter's input that training sets to zero. Masks depend on the layout, and a resumed
     # run draws others
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
     # Layers with an adapter: "all-linear", or dotted parts of their names, PEFT's or ours, such as
     # q_proj, wq, mlp, layers.0
     target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
@@ -475,12 +487,14 @@ class LoRA:
 
 
 @dataclass
-class Comm:
-    init_timeout_seconds: int = 300  # Limit of a collective's time up to and including step 1
-    train_timeout_seconds: int = 100  # Limit of a collective's time after step 1
+class Comm(Section):
+    # Limit of a collective's time up to and including step 1
+    init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
+    # Limit of a collective's time after step 1
+    train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
     # Events that NCCL's flight recorder keeps; 0 turns it off. At most 100 under Gloo, which never
     # writes them to a file
-    trace_buf_size: int = 20000
+    trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
@@ -490,13 +504,13 @@ class Comm:
 
 
 @dataclass
-class MemoryEstimation:
+class MemoryEstimation(Section):
     enable: bool = False  # Estimate the memory a job needs, without allocating it
     disable_fake_mode: bool = False  # Estimate with real tensors
 
 
 @dataclass
-class FaultTolerance:
+class FaultTolerance(Section):
     enable: bool = False  # Train with torchft replicas
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
     process_group_timeout_ms: int = 10000  # Time-out of that group, in milliseconds
@@ -508,25 +522,25 @@ class FaultTolerance:
 
 
 @dataclass
-class Experimental:
+class Experimental(Section):
     custom_import: str = ""  # Dotted name of a module to import when the trainer starts
     custom_args_module: str = ""  # Old name of job.custom_config_module
 
 
 @dataclass
-class Validation:
+class Validation(Section):
     enable: bool = False  # Measure the loss on held-out data
     # Dataset, by its registered name; None takes the held-out part of training.dataset, or
     # training.dataset itself if it has no held-out part
     dataset: str | None = None
     # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
-    local_batch_size: int = 8  # Sequences per data-parallel rank in one forward pass, or fewer
-    seq_len: int | None = None  # Tokens per sequence; None takes training.seq_len
-    freq: int = 10  # Validate every this many steps
+    local_batch_size: Positive = 8  # Sequences per data-parallel rank in one forward pass, or fewer
+    seq_len: Positive | None = None  # Tokens per sequence; None takes training.seq_len
+    freq: NumSteps = 10  # Validate every this many steps
     # Batches per validation, each of training.global_batch_size sequences or, if that is not set, of
     # local_batch_size on each data-parallel rank; -1 takes all the data
-    steps: int = -1
+    steps: Annotated[int, Range(1, 10**12, special=-1)] = -1
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
     def __post_init__(self) -> None:
@@ -536,8 +550,9 @@ class Validation:
 
 
 @dataclass
-class Debug:
-    seed: int | None = None  # Seed of all random numbers; None lets rank 0 draw one
+class Debug(Section):
+    # Seed of all random numbers; None lets rank 0 draw one
+    seed: Annotated[int, Range(0, 2**64 - 1)] | None = None
     deterministic: bool = False  # Use deterministic algorithms only; slower
     # Warn, instead of failing, if no deterministic algorithm exists
     deterministic_warn_only: bool = False
@@ -546,12 +561,12 @@ class Debug:
     # At the first step, and every this many steps, exchange one token of the batch, and stop the run
     # if the logits of another document or of an earlier token change; the error names the layer.
     # Costs two forward passes of a microbatch; 0 turns the check off
-    check_document_isolation_freq: int = 0
+    check_document_isolation_freq: Annotated[int, Range(0, 10**12)] = 0
 
 
 @dataclass
-class JobConfig:
-    """All settings of a job; built once, checked once, then only read."""
+class JobConfig(Section):
+    """All settings of a job; `torchtitan.job.resolve_job` checks and freezes a copy of them."""
 
     job: Job = section(Job)
     profiling: Profiling = section(Profiling)

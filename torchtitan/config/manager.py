@@ -17,10 +17,9 @@ from typing import Any, get_type_hints
 import tomli
 import tyro
 
-from torchtitan.config.checks.common import import_named, is_path, refuse
-from torchtitan.config.checks.values import unavailable
+from torchtitan.config.checks.common import import_named, is_path
 from torchtitan.config.job_config import FaultTolerance, JobConfig
-from torchtitan.config.toml_values import section_from_table
+from torchtitan.config.toml_values import with_values
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
@@ -92,7 +91,15 @@ class ConfigManager:
         try:
             with contextlib.redirect_stderr(parser_output):
                 shows_help = os.environ.get("RANK", "0") == "0" or not wants_help
-                self.config = _parse(base, args, console_outputs=shows_help)
+                self.config = tyro.cli(
+                    config_cls,
+                    default=base,
+                    args=args,
+                    prog=_program(),
+                    registry=custom_registry,
+                    use_underscores=True,  # messages name a key as TOML does; dashes still work
+                    console_outputs=shows_help,
+                )
         except AssertionError as error:
             # A section's own rule, broken by a flag.
             raise ConfigError(str(error)) from error
@@ -200,11 +207,10 @@ class ConfigManager:
         )
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
-        return section_from_table(cls, data) if dataclasses.is_dataclass(cls) else data
+        return with_values(cls(), data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
-        """Copy values of old keys to the new ones; refuse old tokenizer files and missing features."""
-        refuse(unavailable(self.config))
+        """Copy values of old keys to the new ones; refuse old tokenizer files."""
         job, model = self.config.job, self.config.model
         if old_name := self.config.experimental.custom_args_module:
             logger.warning(
@@ -279,61 +285,6 @@ def parse_args_or_exit(
     """Return `ConfigManager.parse_args` for a `main()`: a mistake prints a message and exits with 2."""
     with exit_on_config_error():
         return ConfigManager(config_cls).parse_args(args)
-
-
-def _parse(base: Any, args: list[str], **options: Any) -> Any:
-    """Return a copy of `base` with the values of flags; raises SystemExit with the parser's message.
-
-    The parser takes time for each key of its dataclass, so it first gets only keys that have flags.
-    """
-    options |= {
-        "prog": _program(),
-        "args": args,
-        "registry": custom_registry,
-        "use_underscores": True,  # messages name a key as TOML does; dashes still work
-    }
-    names = {arg.partition("=")[0][2:].replace("-", "_") for arg in args if arg.startswith("-")}
-    # After a mistake all keys are parsed, for a message that knows them.
-    mistakes = contextlib.suppress(KeyError, ValueError, SystemExit)
-    with mistakes, contextlib.redirect_stderr(io.StringIO()):
-        named = _only_named(base, names)
-        return _with_named(base, tyro.cli(type(named), default=named, **options))
-    return tyro.cli(type(base), default=base, **options)
-
-
-def _only_named(section: Any, names: set[str]) -> Any:
-    """Return the fields of a section that dotted `names` are of, as a dataclass of their own.
-
-    Raises KeyError for a name that is no field's.
-    """
-    hints = get_type_hints(type(section), include_extras=True)
-    inner: dict[str, set[str]] = {}
-    for name in names:
-        first, _, rest = name.partition(".")
-        inner.setdefault(first if first in hints else first.removeprefix("no_"), set()).add(rest)
-    values = {}
-    for name, rests in inner.items():
-        kind, values[name] = hints[name], getattr(section, name, None)
-        if dataclasses.is_dataclass(kind):
-            values[name] = _only_named(values[name], rests)
-            hints[name] = type(values[name])
-        elif rests != {""}:
-            raise KeyError(name)
-    fields = [(name, hints[name]) for name in values]
-    # The parser does not look for help texts in the source of a built-in class.
-    without_help = {"__doc__": "", "__module__": "builtins"}
-    return dataclasses.make_dataclass("Named", fields, namespace=without_help)(**values)
-
-
-def _with_named(section: Any, named: Any) -> Any:
-    """Return a copy of a section with the values of what `_only_named` returned."""
-    values = {}
-    for field in dataclasses.fields(named):
-        value = getattr(named, field.name)
-        is_section = dataclasses.is_dataclass(field.type)
-        old = getattr(section, field.name)
-        values[field.name] = _with_named(old, value) if is_section else value
-    return dataclasses.replace(section, **values)
 
 
 @contextlib.contextmanager

@@ -9,25 +9,26 @@ from torchtitan.config.checks.common import guess
 from torchtitan.tools.errors import ConfigError
 
 
-def section_from_table(cls: type, table: Any, section: str = "") -> Any:
-    """Build the config dataclass `cls` from a parsed TOML table; absent keys keep their defaults.
+def with_values(instance: Any, table: Any, section: str = "") -> Any:
+    """Return a copy of a dataclass instance with the values of a parsed TOML table.
 
-    section: the table's dotted name for errors, "" for the whole file.
-    Raises ConfigError for an unknown key, a value of another type, or one that `cls` refuses.
+    A field that is a dataclass takes a table of its own. section: the table's dotted name for
+    errors, "" for the whole file.
+    Raises ConfigError for an unknown key, a value of another type, or one that the class refuses.
     """
+    cls = type(instance)
     if not isinstance(table, dict):
         heading = f"[{section.partition('[')[0]}]" if section.endswith("]") else section
         raise ConfigError(
             f"{section} is a table of settings, got the single value {table!r}; "
             f"write [{heading}] on a line of its own and its keys below it"
         )
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = [name for name in table if name not in fields]
-    if unknown:
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := [name for name in table if name not in known]:
         where = f"[{section}]" if section else "the file"
         sentence = "; ".join(
             f"{name!r} in {where} is unknown"
-            + (guess(name, fields) or f"; known are {', '.join(fields)}")
+            + (guess(name, known) or f"; known are {', '.join(known)}")
             for name in unknown
         )
         reference_text = (
@@ -41,55 +42,26 @@ def section_from_table(cls: type, table: Any, section: str = "") -> Any:
     values = {}
     for name, value in table.items():
         key = f"{section}.{name}" if section else name
-        if dataclasses.is_dataclass(hints[name]):
-            values[name] = section_from_table(hints[name], value, key)
-        elif _is_list_of_tables(hints[name]) and type(value) is list:
-            (kind,) = get_args(hints[name])
+        current, kind = getattr(instance, name), hints[name]
+        members: tuple[Any, ...] = (kind, *get_args(kind))
+        classes = [x for x in members if isinstance(x, type) and dataclasses.is_dataclass(x)]
+        if _is_list_of_tables(kind) and type(value) is list:
             tables = enumerate(value)
-            values[name] = [section_from_table(kind, part, f"{key}[{i}]") for i, part in tables]
+            values[name] = [with_values(classes[0](), part, f"{key}[{i}]") for i, part in tables]
+        elif classes and not _is_list_of_tables(kind):
+            values[name] = with_values(current or classes[0](), value, key)
         else:
-            where = f"[{section}] {name}" if section else name
-            values[name] = _checked(value, hints[name], where, fields[name].default)
+            try:
+                values[name] = convert(value, kind)
+            except TypeError as error:
+                where = f"[{section}] {name}" if section else name
+                raise ConfigError(
+                    f"{where} = {value!r}: {error}; the default is {current!r}"
+                ) from None
     try:
-        return cls(**values)
+        return dataclasses.replace(instance, **values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"[{section or cls.__name__}] cannot be used: {error}") from error
-
-
-def with_values(instance: Any, table: Any, section: str) -> Any:
-    """Return a copy of a dataclass instance with the fields that `table` names changed.
-
-    A field that is a dataclass takes a table of its own. section: the table's dotted name for errors.
-    Raises ConfigError for an unknown field or a value of another type.
-    """
-    cls = type(instance)
-    hints = get_type_hints(cls, include_extras=True)
-    if not isinstance(table, dict):
-        raise ConfigError(f"{section} is a table of fields of {cls.__name__}, got {table!r}")
-    values = {}
-    for name, value in table.items():
-        if name not in hints:
-            known = [field.name for field in dataclasses.fields(cls)]
-            hint = guess(name, known) or f"; known are {', '.join(known)}"
-            raise ConfigError(f"{section}.{name} is not a field of {cls.__name__}{hint}")
-        members: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
-        kinds: list[Any] = [kind for kind in members if dataclasses.is_dataclass(kind)]
-        if kinds:
-            current = getattr(instance, name)
-            values[name] = with_values(current or kinds[0](), value, f"{section}.{name}")
-        else:
-            where, default = f"{section}.{name}", getattr(instance, name)
-            values[name] = _checked(value, hints[name], where, default)
-    return dataclasses.replace(instance, **values)
-
-
-def _checked(value: Any, annotation: Any, where: str, default: Any) -> Any:
-    """Return `convert(value, annotation)`; a ConfigError names the key, `where`, and its default."""
-    try:
-        return convert(value, annotation)
-    except TypeError as error:
-        remedy = "" if default is dataclasses.MISSING else f"; the default is {default!r}"
-        raise ConfigError(f"{where} = {value!r}: {error}{remedy}") from None
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -100,7 +72,6 @@ def convert(value: Any, annotation: Any) -> Any:
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
-    expected = describe(annotation)
     accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
@@ -112,13 +83,12 @@ def convert(value: Any, annotation: Any) -> Any:
                 return convert(value, member)
             except TypeError:
                 continue
-        expected = " or ".join(describe(a) for a in arguments if a is not type(None))
     elif origin is Literal:
         kinds = {type(choice) for choice in arguments}
         if value in arguments and kind in kinds:
             return value
         if kind in kinds:  # the caller's message shows the value
-            raise TypeError(f"expected {expected}")
+            raise TypeError(f"expected {describe(annotation)}")
     elif origin in (list, tuple):
         if kind is list and origin is tuple and arguments and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
@@ -133,13 +103,17 @@ def convert(value: Any, annotation: Any) -> Any:
             return value if kind is origin else origin(value)
         except OverflowError as error:
             raise TypeError("the number is too large") from error
-    raise TypeError(f"expected {expected}, got {kind.__name__}")
+    raise TypeError(f"expected {describe(annotation)}, got {kind.__name__}")
 
 
 def describe(annotation: Any) -> str:
     """Return the type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
+    if get_origin(annotation) is Annotated:
+        return describe(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in get_args(annotation) if a is not type(None))
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation.__name__
     if _is_list_of_tables(annotation):

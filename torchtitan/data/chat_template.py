@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
+from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""

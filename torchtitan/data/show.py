@@ -84,7 +84,7 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
     config = copy.deepcopy(config)  # for one rank, which reads at once
     config.parallelism = type(config.parallelism)()
     config.training.dataloader = type(config.training.dataloader)()
-    spec = resolve_job(config)
+    config, spec, *_ = resolve_job(config)
     if spec.build_tokenizer_fn is None or spec.build_dataloader_fn is None:
         raise ConfigError(
             f"model.name = {config.model.name!r} builds no tokenizer or no training data, so there are "

@@ -14,9 +14,6 @@ from torchtitan.tools.logging import logger
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Keys of tokenizer_config.json that name one special token each, in the order of the ids of new tokens.
-SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
-
 
 class BaseTokenizer(ABC):
     """The interface that data and models need. `eos_id` ends a document; None: no such token."""

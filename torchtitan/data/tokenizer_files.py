@@ -25,7 +25,7 @@ from tokenizers import (
     processors,
 )
 
-from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
+from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
 from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger
 

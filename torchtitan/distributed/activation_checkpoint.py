@@ -28,6 +28,7 @@ _Shapes = frozenset[tuple[int, int]]
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
+    torch.ops.torchtitan.mm.default: 1,
     torch.ops.torchtitan.linear_with_low_rank.default: 1,
 } | {packet.default: 1 for packet in torch_parts.members("low_precision_products")}
 

@@ -225,8 +225,8 @@ class MetricsProcessor:
     """Turns a step's numbers into metrics for the console and the loggers.
 
     The trainer adds to `ntokens_since_last_log` (labels seen on this rank) and
-    `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `optimizers`,
-    `lr_schedulers` and `model_parts`, and calls `start(step)` when the loop begins.
+    `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `num_steps`,
+    `optimizers`, `lr_schedulers` and `model_parts`, and calls `start(step)` when the loop begins.
     """
 
     def __init__(
@@ -243,6 +243,7 @@ class MetricsProcessor:
         # None if the peak is unknown; MFU is then left out.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
+        self.num_steps = job_config.training.steps
         self.optimizers: OptimizersContainer | None = None
         self.lr_schedulers: LRSchedulersContainer | None = None
         self.model_parts: list[torch.nn.Module] | None = None
@@ -256,11 +257,7 @@ class MetricsProcessor:
 
     def should_log(self, step: int) -> bool:
         """True on the first step, the last, and every `metrics.log_freq` steps."""
-        return (
-            step == 1
-            or step % self.job_config.metrics.log_freq == 0
-            or step == self.job_config.training.steps
-        )
+        return step == 1 or step % self.job_config.metrics.log_freq == 0 or step == self.num_steps
 
     def log(
         self,
@@ -355,9 +352,8 @@ class MetricsProcessor:
             fields.append(f"{color.cyan}tflops: {metrics['tflops']:,.2f}")
         if "mfu(%)" in metrics:
             fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
-        last_step = self.job_config.training.steps
-        remaining = timedelta(seconds=round(max(0, last_step - step) * seconds_per_step))
-        fields.append(f"{color.reset}progress: {100 * step / last_step:.1f}%")
+        remaining = timedelta(seconds=round(max(0, self.num_steps - step) * seconds_per_step))
+        fields.append(f"{color.reset}progress: {100 * step / self.num_steps:.1f}%")
         fields.append(f"eta: {remaining}")
         return "  ".join(fields)
 

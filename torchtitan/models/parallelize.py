@@ -71,6 +71,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     ops = torch.ops
     saved: set[Any] = {
         ops.aten.mm.default,
+        ops.torchtitan.mm.default,  # the same by oneDNN
         ops.aten.addmm.default,  # of a Linear with a bias
         ops.torchtitan.linear_with_low_rank.default,  # of a Linear with an adapter
         ops.torchtitan.grouped_mm.default,

@@ -7,16 +7,21 @@ once, as bf16 instructions do.
 
 import platform
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan.numerics import products
 from torchtitan.tools import torch_parts
 
-if TYPE_CHECKING:
-    from torchtitan.numerics.low_rank import LowRank
+
+class Adapter(Protocol):
+    """What an adapter adds to a layer's output for one x, such as a `LowRank`."""
+
+    def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
 
 # Set when the first Linear is built, because code that is being compiled cannot query the CPU.
 _cpu_multiplies_bf16: bool | None = None
@@ -48,6 +53,9 @@ def is_slow_product(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
     if not is_slow_product(x):
+        if bias is None and products.is_used(x, weight):
+            product = torch.ops.torchtitan.mm(x.flatten(0, -2), weight.t())
+            return product.view(*x.shape[:-1], len(weight))
         return F.linear(x, weight, bias)
     rounded = [None if t is None else t.to(torch.bfloat16) for t in (x, weight, bias)]
     return _RoundedLinear.apply(*rounded)
@@ -61,7 +69,7 @@ def project(
     *,
     product: Callable[..., Tensor] = linear,
     in_fp32: bool,
-    low_rank: "Callable[[Tensor], LowRank | None] | None" = None,
+    low_rank: Callable[[Tensor], Adapter | None] | None = None,
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
@@ -87,7 +95,7 @@ def project(
 
 
 def _with_adapter(
-    adapter: "LowRank | None",
+    adapter: Adapter | None,
     product: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
@@ -105,7 +113,7 @@ class Linear(nn.Linear):
     """
 
     product: Callable[..., Tensor] = staticmethod(linear)
-    low_rank: "Callable[..., LowRank | None] | None" = None
+    low_rank: Callable[..., Adapter | None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

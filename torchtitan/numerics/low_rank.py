@@ -11,6 +11,7 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from torchtitan.numerics.linear import is_slow_product, linear
+from torchtitan.numerics.products import mm
 
 
 class LowRank(NamedTuple):
@@ -103,7 +104,7 @@ def _linear_with_low_rank(
     One operator, because selective activation checkpointing keeps or recomputes results of operators:
     it would keep a layer's product, which nothing reads once the adapters are added.
     """
-    output = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    output = mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     output, low_rank = add_products(output, x, a, b, sizes, scale, linear, in_place=True)
     return [output, *low_rank]
 
@@ -136,7 +137,7 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, *low_rank = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_x = torch.mm(rows, weight) if ctx.needs_input_grad[0] else None
+        grad_x = mm(rows, weight) if ctx.needs_input_grad[0] else None
         how = low_rank, ctx.sizes, ctx.scale, ctx.needs_input_grad[0], grad_x
         grad_x, grad_a, grad_b = gradients_of_products(rows, x.flatten(0, -2), a, b, *how)
         grad_x = None if grad_x is None else grad_x.view_as(x)

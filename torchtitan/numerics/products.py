@@ -3,12 +3,12 @@
 On an AMD EPYC with AVX-512, oneDNN multiplies by a weight 1.1 times as fast with one thread and 1.25
 times with two; with a transposed first matrix, as for a weight's gradient, it is no faster. The
 choice depends only on the CPU's maker and on shapes, so that on one machine the same product always
-rounds in the same way while an engine exists.
+rounds in the same way while an engine exists. Only our own layers take part: the host's products are
+torch's.
 """
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,22 +42,43 @@ def onednn_is_faster() -> bool:
 
 
 def use_onednn(model: nn.Module, device: torch.device) -> None:
-    """Let this process' `torch.mm` use oneDNN if that is faster, until `host` restores it.
+    """Let our layers use oneDNN if that is faster, until the engine is closed.
 
-    Does nothing for a model on another device, or whose products are all small, because each call
-    takes 4 microseconds longer. Compiled code uses oneDNN by `compile_options`.
+    Does nothing for a model on another device, or whose products are all small. Compiled code uses
+    oneDNN by `compile_options`.
     """
     if device.type != "cpu":
         return
     largest = max((p.numel() for p in model.parameters()), default=0)
     if largest * _FEW_ROWS >= _LEAST_MULTIPLICATIONS and onednn_is_faster():
-        host.change(True, _replace_mm, lambda: _replacement is not None)
+        host.change(True, _use, lambda: _is_used)
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn`, until `host` restores it, because its choice by size makes a row's bits depend
+    """Undo `use_onednn` until the engine is closed, because its choice by size makes a row's bits depend
     on the number of rows: those of many models would go to oneDNN, and those of one model to MKL."""
-    host.change(False, _replace_mm, lambda: _replacement is not None)
+    host.change(False, _use, lambda: _is_used)
+
+
+def is_used(a: Tensor, b: Tensor) -> bool:
+    """True if the product of a [..., K] and the matrix b is one for oneDNN, and `use_onednn` chose it.
+
+    Compiled code, subclasses of Tensor and autocast take torch's operators.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and _is_used
+        and a.device.type == "cpu"
+        and a.numel() // max(a.shape[-1], 1) * b.numel() >= _LEAST_MULTIPLICATIONS
+        and type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.mm`: a [M, K] times b [K, N]."""
+    return torch.ops.torchtitan.mm(a, b) if is_used(a, b) else torch.mm(a, b)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -121,16 +142,26 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 _library.impl("mm", _mm, "CPU")
 _library.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
 
-_replacement: library.Library | None = None
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    a, b = ctx.saved_tensors
+    # The first factor of b's gradient is transposed, with which oneDNN is no faster.
+    return (
+        torch.ops.torchtitan.mm(grad, b.t()) if ctx.needs_input_grad[0] else None,
+        torch.mm(a.t(), grad) if ctx.needs_input_grad[1] else None,
+    )
 
 
-def _replace_mm(replaced: bool) -> None:
-    global _replacement
-    if _replacement is not None and not replaced:
-        torch_parts.remove_library(_replacement)
-        _replacement = None
-    elif _replacement is None and replaced:
-        _replacement = library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            _replacement.impl("mm", _mm, "CPU")
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+library.register_autograd("torchtitan::mm", _backward, setup_context=_save, lib=_library)
+
+_PLAIN = (Tensor, nn.Parameter)
+_is_used = False
+
+
+def _use(is_used: bool) -> None:
+    global _is_used
+    _is_used = is_used

@@ -4,11 +4,19 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torchtitan.config import JobConfig as BaseJobConfig
-from torchtitan.config.checks.common import problem_in, refuse, value_of
-from torchtitan.config.checks.values import choices
+from torchtitan.config.checks.common import (
+    clash,
+    divides,
+    is_file,
+    no_effect,
+    problem_in,
+    refuse,
+    value_of,
+)
+from torchtitan.config.checks.values import single_values
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.rl.advantages import GAE, AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
@@ -38,9 +46,8 @@ def check_rl_config(job_config: JobConfig) -> None:
 def check_trainer_config(job_config: JobConfig) -> None:
     """As `check_rl_config`, for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
     refuse(
-        choices(job_config),
+        single_values(job_config),
         _policy(job_config),
-        _numbers(job_config),
         _loss(job_config),
         _rows(job_config),
         _exact(job_config),
@@ -70,8 +77,6 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
         ipaddress.ip_address(serve.host)
     except ValueError:
         yield f"rl.serve.host must be an IP address, got {serve.host!r}; 127.0.0.1 is this machine"
-    if not 0 <= serve.port < 2**16:
-        yield f"rl.serve.port must be 0 to 65535, got {serve.port}; the default is 8000"
     if not serve.base_model:
         yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
     if wrong := [name for name in serve.names if not re.fullmatch(r"[a-z0-9._-]+", name)]:
@@ -80,15 +85,17 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
             "write it like 'trainer.example.org'"
         )
     api_key(serve)
-    for key in ("rescore", "in_flight", "replay_experts"):
-        if getattr(job_config.rl.generator, key):
-            yield f"rl.generator.{key} is for the loop of torchtitan.rl.train; turn it off"
-    if job_config.rl.async_steps:
-        yield (
-            f"rl.async_steps is for the loop of torchtitan.rl.train, got "
-            f"{job_config.rl.async_steps}; set it to 0: clients decide by themselves how far they run "
-            "ahead"
-        )
+    for key in (
+        "generator.rescore",
+        "generator.in_flight",
+        "generator.replay_experts",
+        "async_steps",
+    ):
+        if value := value_of(job_config.rl, key):
+            yield (
+                f"rl.{key} is for the loop of torchtitan.rl.train, got {value}; turn it off, because "
+                "clients of a server choose the order of their requests"
+            )
 
 
 def api_key(serve: RLServe) -> str:
@@ -136,70 +143,6 @@ def _policy(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-_LARGEST_COUNT = 10**9
-_SMALLEST_COUNTS = {
-    "num_prompts_per_step": 1,
-    "num_samples_per_prompt": 1,
-    "minibatches": 1,
-    "redraws": 0,
-    "overlong_tokens": 0,
-    "epochs": 1,
-    "async_steps": 0,
-    "eval_every": 0,
-    "eval_samples": 1,
-    "seed": 0,
-    "log_samples": -1,
-    "critic.warmup_steps": 0,
-    "batch.seq_len": 2,
-    "batch.local_batch_size": 1,
-    "batch.max_tokens_per_microbatch": 1,
-    "batch.pad_multiple": 1,
-    "generator.ranks": 0,
-    "generator.max_batch_size": 1,
-    "generator.max_snapshots": 0,
-    "generator.tensor_parallel_degree": 1,
-    "generator.max_seq_len": 2,
-    "generator.max_requests": 1,
-    "sampling.max_tokens": 1,
-    "task.max_turns": 1,
-    "serve.max_request_mib": 1,
-    "serve.max_datums_per_pass": 1,
-    "serve.max_models": 1,
-    "serve.max_device_mib": 0,
-    "serve.max_host_mib": 0,
-    "serve.max_file_mib": 0,
-}
-_NOT_NEGATIVE = (
-    "loss.clip_eps",
-    "loss.ratio_clip_low",
-    "loss.ratio_clip_high",
-    "loss.max_log_ratio",
-    "loss.norm",
-    "loss.kl_coef",
-    "loss.entropy_coef",
-    "loss.dual_clip",
-    "overlong_penalty",
-    "critic.lr",
-    "critic.weight_decay",
-    "critic.value_clip",
-)
-
-
-def _numbers(job_config: JobConfig) -> Iterator[str]:
-    for key in (*_SMALLEST_COUNTS, *_NOT_NEGATIVE):
-        value, smallest = value_of(job_config.rl, key), _SMALLEST_COUNTS.get(key, 0)
-        largest = math.inf if key == "seed" else _LARGEST_COUNT
-        # NaN fails this comparison, too.
-        if value is not None and not smallest <= value <= largest:
-            rule = (
-                f"at least {smallest}"
-                if key in _SMALLEST_COUNTS
-                else "a finite number of at least 0"
-            )
-            rule = f"at most {largest}" if value > largest else rule
-            yield f"rl.{key} must be {rule}, got {value}; the default is {value_of(RL(), key)}"
-
-
 def _loss(job_config: JobConfig) -> Iterator[str]:
     loss = job_config.rl.loss
     modes = [loss.agg_mode, job_config.rl.critic.agg_mode or loss.agg_mode]
@@ -219,11 +162,6 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
         yield (
             f"rl.loss.count_empty is read by agg_modes of sequences and prompts only, got "
             f"{loss.agg_mode!r}; take count_empty out, or choose another agg_mode"
-        )
-    if loss.max_log_ratio == 0:
-        yield (
-            "rl.loss.max_log_ratio must be above 0, got 0, which makes every ratio 1; "
-            "the default is 10"
         )
     yield from problem_in(loss_from_config, loss)
     cp = job_config.parallelism.context_parallel_degree
@@ -245,15 +183,12 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"rl.batch.seq_len must not be above training.seq_len, which sets how many positions "
             f"the model knows, got {seq_len} with {training.seq_len}; raise training.seq_len"
         )
-    if seq_len % batch.pad_multiple:
-        yield (
-            f"rl.batch.pad_multiple must divide the row length {seq_len}, got "
-            f"{batch.pad_multiple}; change it, or rl.batch.seq_len"
-        )
-    if limit is not None and batch.local_batch_size is not None:
-        yield (
-            f"rl.batch.local_batch_size and rl.batch.max_tokens_per_microbatch both set the rows "
-            f"of a microbatch, got {batch.local_batch_size} and {limit}; take one of the keys out"
+    yield from divides("rl.batch.pad_multiple", batch.pad_multiple, "the row length", seq_len)
+    if limit is not None:
+        yield from clash(
+            "rl.batch.max_tokens_per_microbatch",
+            "sets the rows of a microbatch",
+            {"rl.batch.local_batch_size": batch.local_batch_size},
         )
     if limit is not None and limit < seq_len:
         yield (
@@ -261,11 +196,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             f"raise it, or lower rl.batch.seq_len"
         )
     loss = job_config.rl.loss
-    if batch.skip_zero_advantage and (loss.kl_coef > 0 or loss.entropy_coef > 0):
-        yield (
-            f"rl.batch.skip_zero_advantage leaves out samples whose policy loss is 0, but their KL and "
-            f"entropy terms are not 0, got rl.loss.kl_coef = {loss.kl_coef} and entropy_coef = "
-            f"{loss.entropy_coef}; turn it off, or set both to 0"
+    if batch.skip_zero_advantage:
+        yield from clash(
+            "rl.batch.skip_zero_advantage",
+            "leaves out samples whose policy loss is 0, with their KL and entropy terms",
+            {"rl.loss.kl_coef": loss.kl_coef, "rl.loss.entropy_coef": loss.entropy_coef},
         )
     mask_type = job_config.model.attn_mask_type
     if batch.packing and not reads_positions(mask_type):
@@ -310,22 +245,19 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
 def _critic(job_config: JobConfig) -> Iterator[str]:
     rl, steps = job_config.rl, job_config.training.steps
     if not job_config.has_critic:
-        keys = ["advantage.gamma", "advantage.lam", "advantage.whiten"]
-        keys += [f"critic.{name}" for name in vars(rl.critic)]
-        yield from _not_read(rl, keys, "advantage.name", "gae")
+        keys = ("rl.advantage.gamma", "rl.advantage.lam", "rl.advantage.whiten", "rl.critic.")
+        why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
+        yield from no_effect(job_config, keys, why)
         return
     yield from problem_in(GAE, rl.advantage.gamma, rl.advantage.lam)
-    if rl.advantage.std:
-        yield (
-            "rl.advantage.std divides by the standard deviation of a prompt's rewards, got "
-            "rl.advantage.name = 'gae', which does not compare rewards of a prompt; set std to false: "
-            "rl.advantage.whiten divides by the standard deviation over all tokens"
-        )
-    if rl.batch.skip_zero_advantage:
-        yield (
-            "rl.batch.skip_zero_advantage leaves out samples that teach the policy nothing, and the "
-            "critic of rl.advantage.name = 'gae' learns from all of them; turn it off"
-        )
+    yield from clash(
+        "rl.advantage.name = 'gae'",
+        "has a critic that learns from all samples, without comparing the rewards of a prompt",
+        {
+            "rl.advantage.std": rl.advantage.std,  # whiten divides by that over all tokens
+            "rl.batch.skip_zero_advantage": rl.batch.skip_zero_advantage,
+        },
+    )
     path = rl.critic.initial_load_path
     if path and not os.path.isdir(path):
         yield (
@@ -354,31 +286,14 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         if value < 1 or (limit and value > limit[0]):
             upper = f" and at most {limit[0]} ({limit[1]})" if limit else ""
             yield f"rl.task.{key} must be at least 1{upper}, got {value}; choose another number"
-    if not 0 <= task.reward_processes <= 1024:
-        yield (
-            f"rl.task.reward_processes must be 0 to 1024, got {task.reward_processes}; 0 calls the "
-            "function in the rank's own process"
-        )
-    if not 1 <= task.tool_processes <= 1024:
-        yield f"rl.task.tool_processes must be 1 to 1024, got {task.tool_processes}; the default is 1"
-    for key in ("reward_timeout_seconds", "tool_timeout_seconds"):
-        if not 0 < getattr(task, key) < math.inf:
-            yield f"rl.task.{key} must be above 0, got {getattr(task, key)}; the default is 10"
     if task.name != "jsonl":
         return
-    for key in ("path", "eval_path"):
-        path = getattr(task, key)
-        if not os.path.isfile(path) and (path or key == "path"):
-            yield (
-                f"rl.task.{key} must be a file with one JSON object per line for rl.task.name = "
-                f"'jsonl', got {path!r} (looked in {os.getcwd()}); correct the path"
-            )
+    yield from is_file("rl.task.path", task.path, " with one JSON object per line")
+    if task.eval_path:
+        yield from is_file("rl.task.eval_path", task.eval_path, " with one JSON object per line")
     yield from problem_in(find_function, task.reward_fn)
-    if task.chat_template and not os.path.isfile(task.chat_template):
-        yield (
-            f"rl.task.chat_template must be a file with a Jinja template, got "
-            f"{task.chat_template!r} (looked in {os.getcwd()}); correct the path"
-        )
+    if task.chat_template:
+        yield from is_file("rl.task.chat_template", task.chat_template, " with a Jinja template")
     yield from problem_in(chat_variables, task)
     for name in task.tools:
         yield from problem_in(find_function, name, "rl.task.tools")
@@ -425,20 +340,15 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
 
 def _generator(job_config: JobConfig) -> Iterator[str]:
     generator = job_config.rl.generator
-    for backend, names in {
-        "vllm": ("memory_share", "tensor_parallel_degree", "max_seq_len"),
-        "openai": (
-            "url",
-            "model",
-            "reload_url",
-            "max_requests",
-            "timeout_seconds",
-            "weight_transfer",
-        ),
-    }.items():
+    of_server = ("url", "model", "reload_url", "max_requests", "timeout_seconds", "weight_transfer")
+    for backend, names in (
+        ("vllm", ("memory_share", "tensor_parallel_degree", "max_seq_len")),
+        ("openai", of_server),
+    ):
         if generator.backend != backend:
-            keys = [f"generator.{name}" for name in names]
-            yield from _not_read(job_config.rl, keys, "generator.backend", backend)
+            keys = tuple(f"rl.generator.{name}" for name in names)
+            why = f"with rl.generator.backend = {generator.backend!r}; set that to {backend!r}"
+            yield from no_effect(job_config, keys, why)
     if generator.backend == "openai":
         yield from _server(job_config)
     if generator.adapters:
@@ -462,15 +372,14 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
             "defaults"
         )
     if generator.ranks:
-        for key, is_set in {
-            "comm.mode": job_config.comm.mode != "default",
-            "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
-        }.items():
-            if is_set:
-                yield (
-                    f"rl.generator.ranks = {generator.ranks} needs separate ranks for generation, which "
-                    f"do not exist with {key}; take one of the keys out"
-                )
+        yield from clash(
+            f"rl.generator.ranks = {generator.ranks}",
+            "needs separate ranks for generation",
+            {
+                "comm.mode": job_config.comm.mode.removeprefix("default"),
+                "checkpoint.create_seed_checkpoint": job_config.checkpoint.create_seed_checkpoint,
+            },
+        )
     if job_config.rl.weight_sync.delta and (
         generator.adapters or not (generator.ranks or generator.weight_transfer == "gloo")
     ):
@@ -480,21 +389,6 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
             f"{generator.ranks}, weight_transfer = {generator.weight_transfer!r} and adapters = "
             f"{generator.adapters}; set one of them, or turn delta off"
         )
-    if not 0 < generator.memory_share <= 1:
-        yield (
-            f"rl.generator.memory_share must be above 0 and at most 1, got "
-            f"{generator.memory_share}; the default is {RL().generator.memory_share}"
-        )
-
-
-def _not_read(rl: RL, keys: Sequence[str], choice: str, reader: str) -> Iterator[str]:
-    """Yield a problem for each key that is set although only `choice` = `reader` reads it."""
-    for key in keys:
-        if value_of(rl, key) != value_of(RL(), key):
-            yield (
-                f"rl.{key} = {value_of(rl, key)} is read by rl.{choice} = {reader!r} only, got "
-                f"{value_of(rl, choice)!r}; take one of the keys out"
-            )
 
 
 def _server(job_config: JobConfig) -> Iterator[str]:
@@ -505,19 +399,14 @@ def _server(job_config: JobConfig) -> Iterator[str]:
                 f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "
                 f"rl.generator.backend = 'openai', got {getattr(generator, key)!r}; correct it"
             )
-    if generator.weight_transfer and (generator.reload_url or generator.adapters):
-        yield (
-            f"rl.generator.weight_transfer = {generator.weight_transfer!r} sends whole weights without "
-            f"files, got rl.generator.reload_url = {generator.reload_url!r} and rl.generator.adapters = "
-            f"{generator.adapters}; take the other key out"
+    if generator.weight_transfer:
+        yield from clash(
+            "rl.generator.weight_transfer",
+            "sends whole weights without files",
+            {f"rl.generator.{x}": getattr(generator, x) for x in ("reload_url", "adapters")},
         )
     if not generator.model:
         yield "rl.generator.model must be the model's name on the server, got ''; set it"
-    if not 0 < generator.timeout_seconds < math.inf:
-        yield (
-            f"rl.generator.timeout_seconds must be above 0, got {generator.timeout_seconds}; the "
-            "default is 600"
-        )
     if generator.ranks > 1 or (async_steps and not generator.ranks):
         yield (
             f"rl.generator.backend = 'openai' has one server, whose weights a rank must not update "
@@ -534,22 +423,17 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.adapters sends the adapters of the converter 'lora', got model.converters = "
             f"{job_config.model.converters}; add it, or turn adapters off"
         )
-    for key, value in {
-        "lora.also_train": lora.also_train,
-        "lora.rank_pattern": lora.rank_pattern,  # vLLM scales all layers by one alpha / r
-        "lora.alpha_pattern": lora.alpha_pattern,
-        "rl.generator.reload_url": generator.reload_url,
-    }.items():
-        if value:
-            yield (
-                f"rl.generator.adapters sends files of adapters, of one rank and scale, to vLLM, got "
-                f"{key} = {value}; take one of the keys out"
-            )
-    if generator.backend == "local":
-        yield (
-            "rl.generator.adapters is for rl.generator.backend = 'vllm' or 'openai', got 'local', "
-            "which takes the trainer's weights as they are; turn adapters off"
-        )
+    yield from clash(
+        "rl.generator.adapters",
+        "sends files of adapters, of one rank and scale, to vLLM",
+        {
+            "lora.also_train": lora.also_train,
+            "lora.rank_pattern": lora.rank_pattern,  # vLLM scales all layers by one alpha / r
+            "lora.alpha_pattern": lora.alpha_pattern,
+            "rl.generator.reload_url": generator.reload_url,
+            "rl.generator.backend": generator.backend if generator.backend == "local" else None,
+        },
+    )
     path = checkpoint.initial_load_path or job_config.model.hf_assets_path
     is_same = os.path.realpath(path) == os.path.realpath(job_config.model.hf_assets_path)
     if generator.backend == "vllm" and not (checkpoint.initial_load_in_hf and is_same):
@@ -585,32 +469,20 @@ def _exact(job_config: JobConfig) -> Iterator[str]:
     rl, layout = job_config.rl, job_config.parallelism
     if not rl.generator.exact:
         return
-    for key, is_wrong, remedy in (
-        (
-            f"rl.generator.backend = {rl.generator.backend!r}",
-            rl.generator.backend != "local",
-            "local",
-        ),
-        (f"rl.generator.dtype = {rl.generator.dtype!r}", rl.generator.dtype is not None, "None"),
-        ("rl.generator.in_flight", rl.generator.in_flight, "false"),
-        ("rl.generator.rescore", rl.generator.rescore, "false: there is nothing to correct"),
-        ("compile.enable", job_config.compile.enable, "false"),
-        (
-            f"parallelism.tensor_parallel_degree = {layout.tensor_parallel_degree}",
-            layout.tensor_parallel_degree > 1,
-            "1",
-        ),
-        (
-            f"parallelism.context_parallel_degree = {layout.context_parallel_degree}",
-            layout.context_parallel_degree > 1,
-            "1",
-        ),
-    ):
-        if is_wrong:
-            yield (
-                "rl.generator.exact has generator and trainer add up numbers in one order, which is "
-                f"not possible with {key}; set that to {remedy}, or turn exact off"
-            )
+    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    yield from clash(
+        "rl.generator.exact",
+        "has the trainer's own modules generate, uncompiled and unsplit, in the trainer's type",
+        {
+            "rl.generator.backend": rl.generator.backend.removeprefix("local"),
+            "rl.generator.dtype": rl.generator.dtype,
+            "rl.generator.in_flight": rl.generator.in_flight,
+            "rl.generator.rescore": rl.generator.rescore,
+            "compile.enable": job_config.compile.enable,
+            "parallelism.tensor_parallel_degree": tp if tp > 1 else None,
+            "parallelism.context_parallel_degree": cp if cp > 1 else None,
+        },
+    )
     if (device := get_device_type()) != "cpu":
         yield (
             f"rl.generator.exact is for CPUs, got a job on {device!r}; turn it off, and bound the "
@@ -630,19 +502,13 @@ def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
 def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
     if not rl.generator.rescore:
         return
-    if rl.async_steps:
-        yield (
-            f"rl.generator.rescore takes log-probs from the current weights, and with rl.async_steps = "
-            f"{rl.async_steps} episodes are drawn with earlier weights; turn one of them off"
-        )
-    if rl.generator.backend != "local":
-        yield (
-            f"rl.generator.rescore would hide how far rl.generator.backend = {rl.generator.backend!r} "
-            "differs from the trainer's policy, because every ratio would be 1; turn rescore off"
-        )
-    if trainer_dtype and rl.generator.dtype not in (None, trainer_dtype):
-        yield (
-            f"rl.generator.rescore would hide how far rl.generator.dtype = {rl.generator.dtype!r} "
-            f"differs from the trainer's policy in {trainer_dtype}, because every ratio would be 1; "
-            "turn rescore off, or leave the dtype out"
-        )
+    has_other_type = trainer_dtype and rl.generator.dtype not in (None, trainer_dtype)
+    yield from clash(
+        "rl.generator.rescore",
+        "would hide how far the generator differs from the trainer's policy, as every ratio would be 1",
+        {
+            "rl.async_steps": rl.async_steps,  # draws with earlier weights
+            "rl.generator.backend": rl.generator.backend.removeprefix("local"),
+            "rl.generator.dtype": rl.generator.dtype if has_other_type else None,
+        },
+    )

@@ -64,7 +64,7 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
     """
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    _check(job_config)  # before the roles part, so that every rank reports the error
+    job_config = _check(job_config)  # before the roles part, so that every rank reports the error
     role = join_role(job_config)
     if role.generates:
         return GeneratorRank(job_config, role.link, role.first_generator, task)
@@ -90,8 +90,8 @@ class Controller:
     ):
         if remote is None:
             check_not_divided(job_config)
-        _check(job_config)
-        self.job_config, self.config = job_config, job_config.rl
+        self.job_config = job_config = _check(job_config)
+        self.config = job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
         self._num_batches: int | None = None
         # With a remote generator the process group holds only the ranks that train.
@@ -421,12 +421,14 @@ class Controller:
             ) from error
 
 
-def _check(job_config: JobConfig) -> None:
-    """Raise ConfigError for a job that cannot run, before anything is built."""
+def _check(job_config: JobConfig) -> JobConfig:
+    """Return the resolved config; raises ConfigError if it cannot run, before anything is built."""
     check_rl_config(job_config)
-    resolve_job(job_config, builds_data=False)
-    if job_config.has_critic:
-        critic_config(job_config)
+    resolved = resolve_job(job_config, builds_data=False).config
+    assert isinstance(resolved, JobConfig)
+    if resolved.has_critic:
+        critic_config(resolved)
+    return resolved
 
 
 def _passes(every: int, before: int, step: int) -> bool:

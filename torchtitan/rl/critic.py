@@ -189,13 +189,14 @@ def critic_config(job_config: JobConfig) -> JobConfig:
             setattr(job.optimizer, name, value)
     job.checkpoint.enable = False  # the policy's checkpoints hold it
     try:
-        resolve_job(job, builds_data=False)
+        resolved = resolve_job(job, builds_data=False).config
     except ConfigError as error:
         raise ConfigError(
             f"rl.advantage.name = 'gae' trains a critic, which is the policy's model with a value "
             f"head, and {error}; or take 'group_mean', which needs no critic"
         ) from None
-    return job
+    assert isinstance(resolved, JobConfig)
+    return resolved
 
 
 def _fit_of_values(values: Sequence[Tensor], returns: Sequence[Tensor]) -> dict[str, float]:

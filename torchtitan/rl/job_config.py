@@ -5,22 +5,31 @@ policy are in the sections that pre-training has, and `training.steps` counts op
 Annotations must stay real types, as in `torchtitan.config.job_config`.
 """
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchtitan.config import JobConfig as BaseJobConfig
-from torchtitan.config.job_config import section
+from torchtitan.config.fields import (
+    Count,
+    NotNegative,
+    Positive,
+    PositiveFloat,
+    Range,
+    Section,
+    section,
+)
 from torchtitan.loss.aggregation import LossAggregation
 from torchtitan.tools.errors import ConfigError
 
 
 @dataclass
-class RLTask:
+class RLTask(Section):
     # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
     # from a file), or one that the module of experimental.custom_import registers
     name: str = "sum_digits"
     # Turns that the policy may take in one episode, if the task replies to it
-    max_turns: int = 1
+    max_turns: Positive = 1
     num_min: int = 2  # For sum_digits: the fewest numbers to add
     num_max: int = 2  # For sum_digits: the most numbers to add
     value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
@@ -38,22 +47,23 @@ class RLTask:
     chat_variables: str = ""
     # For jsonl: functions that the policy may call, each as module:function
     tools: list[str] = field(default_factory=list)
-    tool_processes: int = 1  # Processes of each rank that call these functions
+    # Processes of each rank that call these functions
+    tool_processes: Annotated[int, Range(1, 1024)] = 1
     # Time limit of one call; a call that takes longer returns an error to the policy
-    tool_timeout_seconds: float = 10.0
+    tool_timeout_seconds: PositiveFloat = 10.0
     # For jsonl: the key of the expected answer; lines without it expect an empty one
     answer_key: str = "answer"
     # For jsonl: module:function, called with (completion text, expected answer); it returns the
     # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
     reward_fn: str = ""
     # For jsonl: processes of each rank that call reward_fn; 0 calls it in the rank's own process
-    reward_processes: int = 0
+    reward_processes: Annotated[int, Range(0, 1024)] = 0
     # For jsonl with reward_processes: time limit of one call; then the reward is 0, with a warning
-    reward_timeout_seconds: float = 10.0
+    reward_timeout_seconds: PositiveFloat = 10.0
 
 
 @dataclass
-class RLAdvantage:
+class RLAdvantage(Section):
     # The baseline of a reward: the mean over its prompt's completions, the mean over the other
     # completions (rloo), none, or a critic's value of each token (gae)
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
@@ -67,34 +77,34 @@ class RLAdvantage:
 
 
 @dataclass
-class RLCritic:
+class RLCritic(Section):
     # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face
     # files, which may be of a language model; empty takes the policy's weights
     initial_load_path: str = ""
-    lr: float | None = None  # Peak of the schedule; None takes optimizer.lr
-    weight_decay: float | None = None  # None takes optimizer.weight_decay
+    lr: NotNegative | None = None  # Peak of the schedule; None takes optimizer.lr
+    weight_decay: NotNegative | None = None  # None takes optimizer.weight_decay
     # Values are clipped to this distance from the values before the step's first update; 0 turns it
     # off
-    value_clip: float = 0.2
+    value_clip: NotNegative = 0.2
     # What the value loss is a mean of; None takes rl.loss.agg_mode
     agg_mode: LossAggregation | None = None
-    warmup_steps: int = 0  # The first steps train only the critic
+    warmup_steps: Count = 0  # The first steps train only the critic
 
 
 @dataclass
-class RLLoss:
+class RLLoss(Section):
     # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
     # dro, cross_entropy, or one that the module of experimental.custom_import registers
     name: str = "grpo"
     # For grpo, ppo: ratios are clipped to this distance from 1; None is 0.2
-    clip_eps: float | None = None
+    clip_eps: NotNegative | None = None
     # For dapo, gspo, cispo: ratios are clipped to this distance below 1; None is the loss's default
-    ratio_clip_low: float | None = None
+    ratio_clip_low: NotNegative | None = None
     # For dapo, gspo, cispo: ratios are clipped to this distance above 1; None is the loss's default
-    ratio_clip_high: float | None = None
+    ratio_clip_high: NotNegative | None = None
     # For grpo, ppo, dapo, gspo: a token of negative advantage has no gradient if its ratio is above
     # this; None is 3, 0 turns it off
-    dual_clip: float | None = None
+    dual_clip: NotNegative | None = None
     # Weigh tokens by the probability ratio of the trainer's policy at the start of the step to the
     # generator's: of the token, or of the whole completion
     correction: Literal["none", "token", "sequence"] = "none"
@@ -105,28 +115,29 @@ class RLLoss:
     # Leave out completions whose tokens' mean difference exceeds this many nats
     max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
-    max_log_ratio: float = 10.0
+    max_log_ratio: Annotated[float, Range(0, 10**9, excluded=0)] = 10.0
     # How per-token losses are combined, always over the whole step
     agg_mode: LossAggregation = "token-mean"
     # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
-    norm: float = 0.0
+    norm: NotNegative = 0.0
     # Means over sequences and prompts include those without a token in the loss, as in verl
     count_empty: bool = False
     # Weight of the divergence from the reference policy; if above 0, samples need ref_logprobs
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence
-    entropy_coef: float = 0.0  # Weight of the entropy bonus
+    entropy_coef: NotNegative = 0.0  # Weight of the entropy bonus
     # For a registered loss: its other settings, as a table: [rl.loss.args] with beta = 0.1, ...
     args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class RLBatch:
-    seq_len: int | None = None  # Length limit of a row, in tokens; None takes training.seq_len
+class RLBatch(Section):
+    # Length limit of a row, in tokens; None takes training.seq_len
+    seq_len: Annotated[int, Range(2, 10**9)] | None = None
     # Rows per data-parallel rank in one forward pass; None takes training.local_batch_size
-    local_batch_size: int | None = None
+    local_batch_size: Positive | None = None
     # Tokens per data-parallel rank in one forward pass, padding included, instead of rows
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: Positive | None = None
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
@@ -135,34 +146,34 @@ class RLBatch:
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
     skip_zero_advantage: bool = False
     # Rows are as long as the longest sample of the step, rounded up to a multiple of this
-    pad_multiple: int = 1
+    pad_multiple: Positive = 1
 
 
 @dataclass
-class RLGenerator:
+class RLGenerator(Section):
     # Sample with the trainer's own modules, with vLLM, which has to be installed, or with an HTTP
     # server that has OpenAI's /v1/completions with token ids
     backend: Literal["local", "vllm", "openai"] = "local"
     # The last N ranks of the job only generate and the other ranks only train, in the config's
     # layout; 0 generates on the trainer's ranks
-    ranks: int = 0
+    ranks: Count = 0
     # Type of the generator's weights; None takes the type of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
     # Completions that are drawn at the same time on one data-parallel rank
-    max_batch_size: int = 256
+    max_batch_size: Positive = 256
     # Take over new weights between two tokens of unfinished completions, instead of between two draws;
     # for local generators with rl.async_steps. The draws then depend on timing
     in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): number of weight snapshots
     # kept in host memory, each as large as a rank's part of the weights
-    max_snapshots: int = 4
+    max_snapshots: Count = 4
     # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the
     # rest
-    memory_share: float = 0.4
+    memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
     # For vllm: consecutive ranks that split one copy of the model
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Positive = 1
     # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
-    max_seq_len: int | None = None
+    max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
     url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
     model: str = ""  # For openai: the model's name on the server
     # For openai: address for a POST of {"path": a folder of Hugging Face files, "version": n} after
@@ -176,8 +187,8 @@ class RLGenerator:
     # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own copy
     # of the base: the weights in model.hf_assets_path, or those that the server was started with
     adapters: bool = False
-    max_requests: int = 64  # For openai: requests of one rank at the same time
-    timeout_seconds: float = 600.0  # For openai: time limit of one request
+    max_requests: Positive = 64  # For openai: requests of one rank at the same time
+    timeout_seconds: PositiveFloat = 600.0  # For openai: time limit of one request
     # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
     # decoding, so that they are bitwise equal to those of the first forward-backward pass; only for
     # a generator in the trainer's own precision
@@ -192,12 +203,12 @@ class RLGenerator:
 
 
 @dataclass
-class RLSampling:
+class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
     temperature: float = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
-    max_tokens: int = 16  # Length limit of a completion; with several turns, of each turn
+    max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
     # Texts that end a completion, at the token that completes the text
@@ -205,7 +216,7 @@ class RLSampling:
 
 
 @dataclass
-class RLWeightSync:
+class RLWeightSync(Section):
     # How weights reach the generator: it shares the trainer's tensors (reference), or gets copies
     # (broadcast); auto shares them if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
@@ -216,48 +227,49 @@ class RLWeightSync:
 
 
 @dataclass
-class RLServe:
+class RLServe(Section):
     # Address to listen at; the default cannot be reached from another machine
     host: str = "127.0.0.1"
     # Host names of this server that clients may use, besides localhost and IP addresses
     names: list[str] = field(default_factory=list)
     api_key_file: str = ""  # File with the key that clients have to send, their TINKER_API_KEY
-    port: int = 8000  # Port to listen at; 0 takes a free one and logs it
+    # Port to listen at; 0 takes a free one and logs it
+    port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
-    max_request_mib: int = 64  # Size limit of a request, in MiB
+    max_request_mib: Positive = 64  # Size limit of a request, in MiB
     # Datums of several clients with adapters that share one pass over the base; a client with more in
     # one request has a pass of its own
-    max_datums_per_pass: int = 512
-    max_models: int = 64  # Clients' models with adapters that train at a time
+    max_datums_per_pass: Positive = 512
+    max_models: Positive = 64  # Clients' models with adapters that train at a time
     # Where adapters, gradients and optimizer states of idle models are, on each rank: those used last
     # on an accelerator, the next ones in host memory, the others in files below job.dump_folder
-    max_device_mib: int = 1024
-    max_host_mib: int = 4096
-    max_file_mib: int = 16384
+    max_device_mib: Count = 1024
+    max_host_mib: Count = 4096
+    max_file_mib: Count = 16384
 
 
 @dataclass
-class RL:
-    num_prompts_per_step: int = 16  # Prompts per step
-    num_samples_per_prompt: int = 16  # Completions of each prompt
+class RL(Section):
+    num_prompts_per_step: Positive = 16  # Prompts per step
+    num_samples_per_prompt: Positive = 16  # Completions of each prompt
     # Number of parts of a step's samples, each with whole prompts and an optimizer update of its own
-    minibatches: int = 1
-    epochs: int = 1  # How many times a step goes through its samples
+    minibatches: Positive = 1
+    epochs: Positive = 1  # How many times a step goes through its samples
     # Replace prompts whose completions all have the same reward, which teach nothing, by new prompts
     # up to this many times; every try takes new prompts from the task
-    redraws: int = 0
+    redraws: Count = 0
     # Completions lose reward if they reach the last N tokens before rl.sampling.max_tokens: growing
     # linearly to overlong_penalty at max_tokens; 0 penalizes none
-    overlong_tokens: int = 0
-    overlong_penalty: float = 1.0
-    async_steps: int = 0  # Generation may run ahead of training by this many steps; 0 takes turns
+    overlong_tokens: Count = 0
+    overlong_penalty: NotNegative = 1.0
+    async_steps: Count = 0  # Generation may run ahead of training by this many steps; 0 takes turns
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
-    eval_every: int = 0
-    eval_samples: int = 200  # Prompts per evaluation, the same each time
-    seed: int = 0  # Seed of the prompts and of the sampling
+    eval_every: Count = 0
+    eval_samples: Positive = 200  # Prompts per evaluation, the same each time
+    seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
-    log_samples: int = 16
+    log_samples: Annotated[int, Range(-1, 10**9)] = 16
     task: RLTask = section(RLTask, "Prompts and rewards")
     advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
     critic: RLCritic = section(RLCritic, "The model of values for gae")

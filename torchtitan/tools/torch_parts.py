@@ -76,7 +76,6 @@ job: every job
     onednn_linear torch:ops.mkldnn._linear_pointwise | MKL computes
     onednn_pack torch:ops.mkldnn._reorder_linear_weight | MKL computes
     onednn_has_bf16 torch:ops.mkldnn._is_mkldnn_bf16_supported | bf16 is taken to be slow
-    remove_library torch.library:Library._destroy
     skips_on_device torch.optim:Adam._step_supports_amp_scaling | the host skips bad steps
     last_lr torch.optim.lr_scheduler:LRScheduler._last_lr
 guest: an engine in a program with its own process group; let torchtitan make the group

@@ -39,7 +39,7 @@ BAD_LAYOUTS = {
         2,
         {"context_parallel_degree": 0},
         {},
-        ["parallelism.context_parallel_degree", "at least 1, got 0", "1 turns it off"],
+        ["parallelism.context_parallel_degree", "at least 1, got 0", "default is 1"],
     ),
     "more ranks wanted than there are": (
         4,
@@ -140,7 +140,7 @@ BAD_LAYOUTS = {
         2,
         {"context_parallel_degree": 2, "context_parallel_rotate_method": "ring"},
         {},
-        ["context_parallel_rotate_method must be one of 'allgather', 'alltoall', got 'ring'"],
+        ["context_parallel_rotate_method must be one of allgather, alltoall, got 'ring'"],
     ),
     "cp, heads of a rank": (
         32,
@@ -276,7 +276,11 @@ BAD_LAYOUTS = {
         2,
         {"pipeline_parallel_degree": 2, "optimizer.early_step_in_backward": True},
         {},
-        ["optimizer.early_step_in_backward", "pipeline_parallel_degree", "got 2", "turn one"],
+        [
+            "optimizer.early_step_in_backward",
+            "got parallelism.pipeline_parallel_degree = 2",
+            "change one",
+        ],
     ),
     # --- expert parallelism ---
     "ep, experts": (
@@ -284,7 +288,7 @@ BAD_LAYOUTS = {
         {"expert_parallel_degree": 3},
         {"model": MOE, "changes": {}},
         [
-            "expert_parallel_degree must divide the number of experts",
+            "expert_parallel_degree must divide the experts",
             "got 3 with",
             "choices are 1, 2",
         ],
@@ -299,13 +303,21 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 4},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "got 4 with 2 * 1 * 1 / 1", "the choices are 1, 2"],
+        [
+            "expert_parallel_degree must divide",
+            "= 2 * 1 * 1 / 1, got 4 with 2",
+            "the choices are 1, 2",
+        ],
     ),
     "ep, ranks of other stages": (
         2,
         {"expert_parallel_degree": 2, "pipeline_parallel_degree": 2},
         {"model": MOE},
-        ["expert_parallel_degree must divide", "got 2 with 1 * 1 * 1 / 1", "the choices are 1"],
+        [
+            "expert_parallel_degree must divide",
+            "= 1 * 1 * 1 / 1, got 2 with 1",
+            "the choices are 1",
+        ],
     ),
     "ep, split experts": (
         4,
@@ -327,7 +339,11 @@ BAD_LAYOUTS = {
         2,
         {"expert_parallel_degree": 2, "optimizer.early_step_in_backward": True},
         {"model": MOE},
-        ["optimizer.early_step_in_backward", "expert_parallel_degree", "got 2", "turn one"],
+        [
+            "optimizer.early_step_in_backward",
+            "got parallelism.expert_parallel_degree = 2",
+            "change one",
+        ],
     ),
 }
 

@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "profile": ({"profiling__profile_freq": 0}, ["profiling.profile_freq", "got 0", "10"]),
     "workers": ({"training__dataloader__num_workers": -1}, ["training.dataloader.num_workers"]),
     "validation": ({"validation__freq": 0}, ["validation.freq", "got 0", "10"]),
-    "validation steps": ({"validation__steps": 0}, ["validation.steps", "got 0", "-1 for all"]),
+    "validation steps": ({"validation__steps": 0}, ["validation.steps", "got 0", "or -1"]),
     "warm-up": ({"lr_scheduler__warmup_steps": -1}, ["lr_scheduler.warmup_steps", "-1", "200"]),
     "timeout": ({"comm__train_timeout_seconds": 0}, ["comm.train_timeout_seconds", "100"]),
     "negative lr": ({"optimizer__lr": -1e-3}, ["optimizer.lr", "-0.001", "0.0008"]),
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "huge lr": ({"optimizer__lr": 10**400}, ["optimizer.lr", "at most 1e+38", "0.0008"]),
     "huge norm": (
         {"training__max_norm": 10**400},
-        ["training.max_norm", "at most 1e38", "use inf"],
+        ["training.max_norm", "at most 1e+38, or inf"],
     ),
     "negative seed": ({"debug__seed": -1}, ["debug.seed", "at least 0", "-1", "None"]),
     "home of nobody": (
@@ -128,22 +128,22 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     "start": ({"lr_scheduler__init_lr_factor": 1.1}, ["lr_scheduler.init_lr_factor", "1.1"]),
     "budget": (
         {"activation_checkpoint__memory_budget": 2.0},
-        ["activation_checkpoint.memory_budget", "from 0 to 1", "2.0"],
+        ["activation_checkpoint.memory_budget", "at most 1", "2.0"],
     ),
     "clipping": ({"training__max_norm": 0.0}, ["training.max_norm", "0.0", "inf"]),
     "implementation": (
         {"optimizer__implementation": "forech"},
-        ["optimizer.implementation", "'forech'", "'fused'", "did you mean 'foreach'?"],
+        ["optimizer.implementation", "'forech'", "fused", "did you mean 'foreach'?"],
     ),
     "decay": (
         {"lr_scheduler__decay_type": "log"},
-        ["lr_scheduler.decay_type", "'cosine'", "'log'"],
+        ["lr_scheduler.decay_type", "cosine", "'log'"],
     ),
-    "comm mode": ({"comm__mode": "fake"}, ["comm.mode", "'fake_backend'", "'fake'"]),
-    "attention": ({"model__attn_type": "flash"}, ["model.attn_type", "'varlen'", "'flash'"]),
+    "comm mode": ({"comm__mode": "fake"}, ["comm.mode", "fake_backend", "'fake'"]),
+    "attention": ({"model__attn_type": "flash"}, ["model.attn_type", "varlen", "'flash'"]),
     "nested choice": (
         {"quantize__linear__float8__recipe_name": "x"},
-        ["quantize.linear.float8.recipe_name", "'rowwise'", "'x'"],
+        ["quantize.linear.float8.recipe_name", "rowwise", "'x'"],
     ),
     "keep one": ({"checkpoint__keep_latest_k": 1}, ["checkpoint.keep_latest_k", "got 1", "use 2"]),
     "keep -1": ({"checkpoint__keep_latest_k": -1}, ["checkpoint.keep_latest_k", "got -1", "0"]),
@@ -176,7 +176,10 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
         {"activation_checkpoint__mode": "memory_budget"},
         ["memory_budget", "compile.enable = False", "set compile.enable = true"],
     ),
-    "compile": ({"compile__components": ["modle"]}, ["compile.components", "'modle'", "'model'"]),
+    "compile": (
+        {"compile__components": ["modle"]},
+        ["compile.components", "'modle'", "did you mean 'model'"],
+    ),
     "async tp": (
         {"parallelism__enable_async_tensor_parallel": True, "compile__components": ["loss"]},
         ["enable_async_tensor_parallel", "['loss']", "set compile.enable = true"],
@@ -208,7 +211,7 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     ),
     "early step": (
         {"optimizer__early_step_in_backward": True, "parallelism__expert_parallel_degree": 2},
-        ["optimizer.early_step_in_backward", "expert_parallel_degree", "2", "turn one"],
+        ["optimizer.early_step_in_backward", "expert_parallel_degree", "2", "change one"],
     ),
     "profiling": (
         {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
@@ -220,11 +223,11 @@ MISTAKES: dict[str, tuple[dict, list[str]]] = {
     ),
     "degree": (
         {"parallelism__tensor_parallel_degree": 0},
-        ["parallelism.tensor_parallel_degree", "at least 1", "got 0", "1 turns it off"],
+        ["parallelism.tensor_parallel_degree", "at least 1", "got 0", "default is 1"],
     ),
     "shard degree": (
         {"parallelism__data_parallel_shard_degree": -2},
-        ["parallelism.data_parallel_shard_degree", "got -2", "-1 takes all"],
+        ["parallelism.data_parallel_shard_degree", "got -2", "at least 1, or -1"],
     ),
     "etp": (
         {
@@ -563,8 +566,8 @@ def test_experts_are_dealt_evenly():
         train_spec(model_args={"debugmodel": MoEModelArgs()}),
     )
     message = message_about_experts(4, MoEModelArgs())
-    assert "expert_parallel_degree must divide the number of experts" in message
-    assert "got 4 with 6 experts; the choices are 1, 2, 3, 6" in message
+    assert "expert_parallel_degree must divide the experts" in message
+    assert "got 4 with 6; the choices are 1, 2, 3, 6" in message
 
 
 @pytest.mark.parametrize("model_args", [ModelArgs(), MoEModelArgs(moe_enabled=False)])
@@ -586,7 +589,8 @@ def test_ranks_are_dealt_experts_a_whole_number_of_times(shard, tp, ep, etp, fit
     )
     message = message_of(check_job_config, config, world_size=4)
     assert "parallelism.expert_parallel_degree must divide" in message
-    assert f"got {ep} with {shard} * 1 * {tp} / {etp}; the choices are {fits}" in message
+    assert f"= {shard} * 1 * {tp} / {etp}, got {ep} with" in message
+    assert message.endswith(f"; the choices are {fits}")
 
 
 def test_degree_of_experts_without_effect_has_to_fit_the_ranks():

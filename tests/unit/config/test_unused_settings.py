@@ -12,7 +12,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import check_job_config
 from torchtitan.config.checks.common import problem_in
 from torchtitan.config.checks.unused import tell_settings_without_effect, without_effect
-from torchtitan.config.checks.values import settings_of
+from torchtitan.config.fields import settings_of
 from torchtitan.train import Trainer
 
 PACKAGE = str(Path(torchtitan.__file__).parent)
@@ -91,7 +91,7 @@ def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path,
     monkeypatch.undo()
 
     silent = []
-    for key, value, annotation in settings_of(JobConfig()):
+    for key, value, annotation, _ in settings_of(JobConfig()):
         config = tiny_job(tmp_path)
         section = config
         for name in key.split(".")[:-1]:

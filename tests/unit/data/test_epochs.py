@@ -78,6 +78,8 @@ def test_learning_rate_lasts_for_the_steps_left_after_a_resume_with_more_rows(tm
             ConfigManager().parse_args([*flags, "--lr_scheduler.warmup_steps=1"])
         ) as trainer:
             trainer.train()
+            assert trainer.job_config.training.steps == 10000  # nobody writes to the config
+            assert trainer.num_steps == trainer.metrics_processor.num_steps == trainer.step
             return trainer.step, next(iter(trainer.lr_schedulers)).lr_lambdas[0]
 
     assert run(2)[0] == 16

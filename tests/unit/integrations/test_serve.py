@@ -502,11 +502,11 @@ def test_key_is_read_from_its_file(tmp_path):
     [
         (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
         (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
-        (["--rl.serve.port=70000"], "rl.serve.port must be 0 to 65535"),
+        (["--rl.serve.port=70000"], "rl.serve.port must be at most 65535"),
         (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
         (["--rl.serve.max_models=0"], "rl.serve.max_models must be at least 1"),
         (["--rl.serve.max_host_mib=-1"], "rl.serve.max_host_mib must be at least 0"),
-        (["--rl.async_steps=1"], "clients decide by themselves"),
+        (["--rl.async_steps=1"], "clients of a server choose the order"),
     ],
 )
 def test_config_of_the_server_is_checked(tmp_path, values, message):

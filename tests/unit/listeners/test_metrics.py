@@ -190,7 +190,7 @@ def test_console_line_is_coloured_on_a_terminal_and_keeps_the_format_that_script
 
 def test_first_last_and_every_nth_step_are_logged(tmp_path):
     made = processor(tmp_path, log_freq=4)
-    made.job_config.training.steps = 10
+    made.num_steps = 10
     assert [step for step in range(1, 12) if made.should_log(step)] == [1, 4, 8, 10]
 
 

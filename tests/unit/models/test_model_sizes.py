@@ -27,7 +27,7 @@ num_experts = 4
 
 
 def args_of(config):
-    return resolve_job(config, builds_data=False).model_args[config.model.flavor]
+    return resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
 
 
 def test_table_changes_fields_of_the_flavor_and_leaves_the_flavor_alone(tmp_path):
@@ -50,20 +50,23 @@ def test_table_changes_fields_of_the_flavor_and_leaves_the_flavor_alone(tmp_path
     [
         (
             {"dimm": 64},
-            r"model.args.dimm is not a field of TransformerModelArgs, did you mean 'dim'",
+            r"'dimm' in \[model.args\] is unknown, did you mean 'dim'",
         ),
-        ({"dim": "64"}, r"model.args.dim = '64': expected int, got str; the default is 256"),
+        ({"dim": "64"}, r"\[model.args\] dim = '64': expected int, got str; the default is 256"),
         ({"dim": 0}, r"model.args.dim must be at least 1 and below 2\*\*24, got 0"),
         (
             {"n_kv_heads": 3},
-            r"n_kv_heads must divide n_heads, got 3 and 16; the choices are 1, 2, 4",
+            r"n_kv_heads must divide n_heads, got 3 with 16; the choices are 1, 2, 4",
         ),
-        ({"n_heads": 7}, r"n_heads must divide dim, got 7 and 256"),
+        ({"n_heads": 7}, r"n_heads must divide dim .*, got 7 with 256"),
         (
             {"rope_scaling_args": {"factor": 2.0}},
-            r"rope_scaling_args.factor is not a field of RoPE",
+            r"'factor' in \[model.args.rope_scaling_args\] is unknown",
         ),
-        ({"rope_scaling_args": 3}, r"rope_scaling_args is a table of fields of RoPEScal.*got 3"),
+        (
+            {"rope_scaling_args": 3},
+            r"rope_scaling_args is a table of settings, got the single value 3",
+        ),
     ],
 )
 def test_refused_field_is_named(table, message):

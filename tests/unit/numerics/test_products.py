@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan.numerics import products
+from torchtitan.numerics.linear import Linear
 from torchtitan.tools import host, torch_parts
 
 pytestmark = pytest.mark.skipif(
@@ -44,9 +45,10 @@ def step_of(layer, x):
     return out.detach(), *torch.autograd.grad(out.square().sum(), (x, layer.weight))
 
 
-def test_large_products_of_an_engines_life_are_onednns(fast_onednn, multiplied):
+def test_large_products_of_our_layers_are_onednns_while_an_engine_lives(fast_onednn, multiplied):
     torch.manual_seed(0)
-    layer, x = nn.Linear(256, 512, bias=False), torch.randn(2, 128, 256)
+    layer, x = Linear(256, 512, bias=False), torch.randn(2, 128, 256)
+    of_host = nn.Linear(256, 512, bias=False)
     before = step_of(layer, x)
     assert not multiplied
     tenants = [Tenant(), Tenant()]
@@ -60,6 +62,8 @@ def test_large_products_of_an_engines_life_are_onednns(fast_onednn, multiplied):
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
     for one, other in zip(during, before, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    step_of(of_host, x)
+    assert len(multiplied) == 2  # the host's products are torch's
     host.move_out(tenants[0])
     step_of(layer, x)
     assert len(multiplied) == 4
@@ -114,7 +118,7 @@ def test_a_model_of_small_products_keeps_torchs(fast_onednn):
     host.move_in(tenant)
     try:
         products.use_onednn(nn.Linear(64, 64), torch.device("cpu"))
-        assert products._replacement is None
+        assert not products._is_used
     finally:
         host.move_out(tenant)
 
@@ -147,6 +151,6 @@ def test_a_cpu_of_another_maker_keeps_torchs(monkeypatch):
     host.move_in(tenant)
     try:
         products.use_onednn(nn.Linear(4096, 4096), torch.device("cpu"))
-        assert products._replacement is None and products.compile_options() is None
+        assert not products._is_used and products.compile_options() is None
     finally:
         host.move_out(tenant)

@@ -22,7 +22,7 @@ from scripts import architecture, changelog
 from tests.unit.models.test_hf_config import LLAMA_3_2_3B
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
-from torchtitan.config.toml_values import section_from_table
+from torchtitan.config.toml_values import with_values
 from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
@@ -245,7 +245,7 @@ def readme_trained(names, output):
 
 def weights_were_sent(names, output):
     (table,) = re.findall(r"^```toml\n(.*?)^```$", PAGES["docs/checkpoint.md"], re.M | re.S)
-    args = find_train_spec(section_from_table(JobConfig, tomli.loads(table))).model_args
+    args = find_train_spec(with_values(JobConfig(), tomli.loads(table))).model_args
     assert args["debugmodel"].dim == LLAMA_3_2_3B["hidden_size"]
     assert args["debugmodel"].n_layers == 4
     (file,) = Path("hf_folder").glob("*.safetensors")

@@ -311,15 +311,21 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rl.advantage.std"], "rl.advantage.std divides by the standard deviation of a prompt"),
+        (
+            ["--rl.advantage.std"],
+            "without comparing the rewards of a prompt, got rl.advantage.std = True",
+        ),
         (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be 0 to 1, got 1.5"),
-        (["--rl.batch.skip_zero_advantage"], "the critic of rl.advantage.name = 'gae' learns from"),
+        (
+            ["--rl.batch.skip_zero_advantage"],
+            "learns from all samples, .*got rl.batch.skip_zero_advantage = True",
+        ),
         (["--rl.critic.warmup_steps=8"], "got 8 with training.steps = 8"),
         (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
-        (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be a finite number"),
+        (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be at least 0"),
         (
             ["--rl.advantage.name=none", "--rl.critic.lr=1"],
-            "rl.critic.lr = 1.0 is read by rl.advantage.name = 'gae' only, got 'none'",
+            "rl.critic.lr = 1.0 has no effect with rl.advantage.name = 'none'; set that to 'gae'",
         ),
     ],
 )
@@ -331,7 +337,7 @@ def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
 def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.rl.policy.TrainingEngine", None)
     monkeypatch.setattr(
-        "torchtitan.config.checks.model.value_head",
+        "torchtitan.config.checks.model.heads",
         lambda job, *_: ["it has no place for one"] if job.model.value_head else [],
     )
     with pytest.raises(ConfigError, match="the policy's model with a value head, and it has no pl"):

@@ -187,10 +187,10 @@ def test_tiles_are_attention_whatever_follows_in_the_cache():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rl.generator.backend=vllm"], "rl.generator.backend = 'vllm'; set that to local"),
-        (["--rl.generator.rescore"], "not possible with rl.generator.rescore"),
-        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2; set that to 1"),
-        (["--compile.enable"], "compile.enable; set that to false, or turn exact off"),
+        (["--rl.generator.backend=vllm"], "got rl.generator.backend = 'vllm'; change one"),
+        (["--rl.generator.rescore"], "got rl.generator.rescore = True"),
+        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2; change one"),
+        (["--compile.enable"], "got compile.enable = True; change one of the two"),
     ],
 )
 def test_settings_that_have_no_order_of_sums_are_refused(tmp_path, flags, message):

@@ -415,16 +415,19 @@ GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "mod
         ({"model": ""}, "rl.generator.model must be the model's name"),
         (
             {"weight_transfer": "gloo"},
-            "weight_transfer = 'gloo' sends .* got rl.generator.reload_url",
+            "weight_transfer sends .* got rl.generator.reload_url",
         ),
         (
             {"weight_transfer": "rdma"},
-            "rl.generator.weight_transfer must be one of .*'nccl', 'gloo'",
+            "rl.generator.weight_transfer must be one of .*nccl, gloo",
         ),
         ({"timeout_seconds": 0.0}, "rl.generator.timeout_seconds must be above 0"),
         ({"max_requests": 0}, "rl.generator.max_requests must be at least 1"),
         ({"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
-        ({"backend": "local"}, "rl.generator.url = http://a is read by .*'openai' only"),
+        (
+            {"backend": "local"},
+            "rl.generator.url = 'http://a' has no effect .*; set that to 'openai'",
+        ),
         ({"rescore": True}, "rescore would hide how far"),
     ],
 )
@@ -449,10 +452,16 @@ def test_settings_are_checked(values, message):
             {"model__converters": []},
             "sends the adapters of the converter 'lora', got .* = \\[\\]; add",
         ),
-        ({"rl__generator__reload_url": "http://a/r"}, "got rl.generator.reload_url = http://a/r;"),
+        (
+            {"rl__generator__reload_url": "http://a/r"},
+            "got rl.generator.reload_url = 'http://a/r';",
+        ),
         ({"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* got lora.rank_pattern = "),
-        ({"lora__also_train": ["norms"]}, "got lora.also_train = .*; take one of the keys out"),
-        ({"rl__generator__backend": "local"}, "'vllm' or 'openai', got 'local', which"),
+        ({"lora__also_train": ["norms"]}, "got lora.also_train = .*; change one of the two"),
+        (
+            {"rl__generator__backend": "local"},
+            "files of adapters, .* got rl.generator.backend = 'local'",
+        ),
         ({"rl__generator__backend": "vllm"}, "vLLM read the base from .*; train from that folder"),
     ],
 )

@@ -174,7 +174,8 @@ def test_denominator_on_the_device_divides_and_is_refused_late(tmp_path):
         assert norms == [norms[0], norms[0], pytest.approx(norms[0] / 4, rel=1e-6)]
         assert engine.weights_version == 3
         # A valid denominator does not make a non-finite gradient finite.
-        engine.job_config.training.nonfinite_grad_norm = "skip"
+        training = engine.update.training
+        engine.update.training = dataclasses.replace(training, nonfinite_grad_norm="skip")
         backward(engine)
         poison(engine)
         assert engine.optim_step(denominator=torch.tensor(4.0)).skipped

@@ -27,10 +27,7 @@ def check_job_config(
     builds_data: False for a bare engine, which reads no data and writes less.
     """
     refuse(
-        values.choices(job_config),
-        values.numbers(job_config),
-        values.texts(job_config),
-        values.home_folders(job_config),
+        values.single_values(job_config),
         values.checkpoint_settings(job_config.checkpoint),
         values.features(job_config),
         values.unavailable(job_config),
@@ -43,6 +40,7 @@ def check_job_config(
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),
+        model.output_in_high_precision(job_config),
         files.checkpoint_folders(job_config),
         files.output_paths(job_config),
         files.writable_folders(job_config, builds_data),
@@ -64,13 +62,12 @@ def check_job_config(
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:
     """Raise ConfigError at the first rule the config breaks for its model's `TrainSpec`."""
-    check_flavor(job_config, train_spec)
+    refuse(model.flavor(job_config, train_spec))
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
         model.attention(job_config, model_args),
-        model.value_head(job_config, train_spec, model_args, builds_data),
+        model.heads(job_config, train_spec, model_args, builds_data),
         model.gradient_reduction(job_config, train_spec, builds_data),
-        model.fp32_head(job_config, model_args),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),
         model.converters_of_experts(job_config, model_args),

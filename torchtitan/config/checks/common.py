@@ -4,12 +4,14 @@ import difflib
 import importlib
 import math
 import operator
+import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.errors import ConfigError
 
@@ -57,8 +59,53 @@ def guess(name: Any, known: Iterable[Any]) -> str:
     return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-def divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def one_of(key: str, value: Any, known: Collection[Any]) -> Iterator[str]:
+    """The rule that `value` is one of the names in `known`."""
+    if value not in known:
+        names = ", ".join(map(str, known))
+        yield f"{key} must be one of {names}, got {value!r}{guess(value, known)}"
+
+
+def divides(key: str, value: int, what: str, *numbers: int) -> Iterator[str]:
+    """The rule that a setting divides the first number, called `what`.
+
+    The choices that the message names divide all numbers.
+    """
+    if numbers[0] % value:
+        common = math.gcd(*numbers)
+        choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        yield f"{key} must divide {what}, got {value} with {numbers[0]}; the choices are {choices}"
+
+
+def is_file(
+    key: str, path: str | None, what: str, remedy: str = "correct the path"
+) -> Iterator[str]:
+    """The rule that `path` is a file. what: its content."""
+    if path is None or not os.path.isfile(path):
+        yield f"{key} must be a file{what}, got {path!r} (looked in {os.getcwd()}); {remedy}"
+
+
+def needs(config: JobConfig, key: str, needed: str) -> Iterator[str]:
+    """The rule that the setting `needed` is on if `key` is."""
+    if value_of(config, key) and not value_of(config, needed):
+        yield (
+            f"{key} = {value_of(config, key)} needs {needed} = True, got {value_of(config, needed)}; "
+            f"set it, or turn {key} off"
+        )
+
+
+def clash(key: str, reason: str, others: dict[str, Any]) -> Iterator[str]:
+    """The rule that `key`, which is on, goes with none of the settings `others`, key -> value."""
+    for other, value in others.items():
+        if value:
+            yield f"{key} {reason}, got {other} = {value!r}; change one of the two"
+
+
+def no_effect(config: JobConfig, keys: tuple[str, ...], why: str) -> Iterator[str]:
+    """The rule that the settings whose keys begin with `keys` have their defaults. why: no reader."""
+    for setting in settings_of(config):
+        if setting.key.startswith(keys) and setting.value != setting.default:
+            yield f"{setting.key} = {setting.value!r} has no effect {why}, or remove it"
 
 
 def data_sections(job_config: JobConfig) -> dict[str, Any]:
@@ -87,6 +134,15 @@ def attn_type_of(job_config: JobConfig, model_args: Any) -> str:
 def compile_settings(job_config: JobConfig) -> str:
     settings = job_config.compile
     return f"compile.enable = {settings.enable} with components {settings.components}"
+
+
+def compiled_model(job_config: JobConfig, key: str) -> Iterator[str]:
+    """The rule that the model is compiled, because `key` is on."""
+    if not job_config.compile.applies_to("model"):
+        yield (
+            f"{key} is carried out by the compiler, got {compile_settings(job_config)}; set "
+            "compile.enable = true with 'model' among its components, or turn it off"
+        )
 
 
 def shard_degree(job_config: JobConfig, world_size: int) -> int:

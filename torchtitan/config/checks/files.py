@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torchtitan.config.checks.common import data_sections, guess, value_of
+from torchtitan.config.checks.common import data_sections, guess, is_file, needs, value_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.files import find_shipped
 
@@ -36,8 +36,7 @@ def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
 def seed_checkpoint(job_config: JobConfig, world_size: int) -> Iterator[str]:
     if not job_config.checkpoint.create_seed_checkpoint:
         return
-    if not job_config.checkpoint.enable:
-        yield "checkpoint.create_seed_checkpoint needs checkpoint.enable = True, got False; set it"
+    yield from needs(job_config, "checkpoint.create_seed_checkpoint", "checkpoint.enable")
     if world_size != 1:
         yield (
             f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; "
@@ -147,13 +146,9 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 def chat_template(job_config: JobConfig) -> Iterator[str]:
     path = job_config.training.chat_template
-    reads_chats = any(d.dataset.lower() == "chat" for d in _datasets(job_config).values())
-    if path and reads_chats and not os.path.isfile(path):
-        yield (
-            f"training.chat_template must be a file with a Jinja template, got {path!r} (looked in "
-            f"{os.getcwd()}); correct the path, or leave it out for the template in "
-            "model.hf_assets_path"
-        )
+    if path and any(d.dataset.lower() == "chat" for d in _datasets(job_config).values()):
+        remedy = "correct the path, or leave it out for the template in model.hf_assets_path"
+        yield from is_file("training.chat_template", path, " with a Jinja template", remedy)
 
 
 def _is_there(path: str | None) -> bool:

@@ -2,7 +2,6 @@
 
 import csv
 import math
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +9,15 @@ from typing import Any
 from torchtitan.config.checks.common import (
     DEGREES,
     attn_type_of,
+    clash,
     compile_settings,
+    compiled_model,
     data_sections,
-    divisors,
+    divides,
     guess,
     has_experts,
+    is_file,
+    one_of,
     problem_in,
     shard_degree,
 )
@@ -32,11 +35,6 @@ from torchtitan.tools.files import open_file
 
 def degrees(job_config: JobConfig) -> Iterator[str]:
     parallelism = job_config.parallelism
-    for name in (*DEGREES, "expert_parallel_degree", "expert_tensor_parallel_degree"):
-        degree = getattr(parallelism, name)
-        if degree < 1 and not (name == "data_parallel_shard_degree" and degree == -1):
-            remedy = "-1 takes all ranks that are left" if "shard" in name else "1 turns it off"
-            yield f"parallelism.{name} must be at least 1, got {degree}; {remedy}"
     policy, policies = parallelism.fsdp_reshard_after_forward, ("default", "always", "never")
     if policy not in policies and not str(policy).isdecimal():
         yield (
@@ -113,15 +111,13 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     dp_shard = shard_degree(job_config, world_size)
     ranks = dp_shard * cp * tp
-    if ep > 1 and ranks % (ep * etp):
-        yield (
-            f"parallelism.expert_parallel_degree must divide data_parallel_shard_degree * "
-            f"context_parallel_degree * tensor_parallel_degree / expert_tensor_parallel_degree, "
-            f"got {ep} with {dp_shard} * {cp} * {tp} / {etp}; the choices are "
-            f"{divisors(ranks // etp)}"
-        )
     if ranks % etp:  # without expert parallelism it only shapes a mesh
         yield _other_tensor_degree(etp, tp)
+    what = (
+        f"data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree / "
+        f"expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
+    )
+    yield from divides("parallelism.expert_parallel_degree", ep, what, ranks // etp)
 
 
 # --- Tensor and expert parallelism ------------------------------------------------------------
@@ -130,33 +126,19 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
 def tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     yield from async_tensor_parallel(job_config)
     degree = job_config.parallelism.tensor_parallel_degree
-    converters = job_config.model.converters
-    for name in converters:
+    for name in job_config.model.converters:
         if name.startswith("quantize.grouped_mm.") and degree > 1:
             yield (
                 f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
                 f"above 1, got {degree}; take it out, or set the degree to 1"
             )
-    filters = job_config.quantize.linear.float8.filter_fqns
-    splits_output = degree > 1 and not any(name in "output" for name in filters)
-    if "quantize.linear.float8" in converters and splits_output:
-        yield (
-            f"quantize.linear.float8 with parallelism.tensor_parallel_degree above 1 leaves the "
-            f"output projection in high precision, got filter_fqns = {filters}; add 'output' to "
-            f"quantize.linear.float8.filter_fqns"
-        )
 
 
 def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     parallelism = job_config.parallelism
     if not parallelism.enable_async_tensor_parallel:
         return
-    if not job_config.compile.applies_to("model"):
-        yield (
-            f"parallelism.enable_async_tensor_parallel needs the compiler, got "
-            f"{compile_settings(job_config)}; set compile.enable = true with 'model' among its "
-            f"components, or turn it off"
-        )
+    yield from compiled_model(job_config, "parallelism.enable_async_tensor_parallel")
     degree = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     if job_config.training.seq_len % degree:
         yield (
@@ -175,12 +157,10 @@ def tensor_parallel_sizes(job_config: JobConfig, model_args: Any) -> Iterator[st
         names += ["expert_hidden_dim", "moe_inter_dim"]
     sizes = {name: size for name in names if (size := getattr(model_args, name, None))}
     for name, size in sizes.items():
-        if size % parallelism.tensor_parallel_degree:
-            yield (
-                f"parallelism.tensor_parallel_degree must divide {name} of flavor "
-                f"{job_config.model.flavor!r}, got {parallelism.tensor_parallel_degree} with "
-                f"{size}; the choices are {divisors(math.gcd(*sizes.values()))}"
-            )
+        what = f"{name} of flavor {job_config.model.flavor!r}"
+        degree = parallelism.tensor_parallel_degree
+        choices = sizes.values()
+        yield from divides("parallelism.tensor_parallel_degree", degree, what, size, *choices)
 
 
 def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
@@ -192,13 +172,8 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
             f"parallelism.expert_parallel_degree above 1 needs a flavor with experts, got {ep} "
             f"with {job_config.model.name!r} flavor {flavor!r}, which has none; set it to 1"
         )
-    num_experts = model_args.moe_args.num_experts
-    if num_experts % ep:
-        yield (
-            f"parallelism.expert_parallel_degree must divide the number of experts of flavor "
-            f"{flavor!r}, got {ep} with {num_experts} experts; the choices are "
-            f"{divisors(num_experts)}"
-        )
+    what, num_experts = f"the experts of flavor {flavor!r}", model_args.moe_args.num_experts
+    yield from divides("parallelism.expert_parallel_degree", ep, what, num_experts)
 
 
 # --- Context parallelism ----------------------------------------------------------------------
@@ -245,21 +220,16 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     name = parallelism.pipeline_parallel_schedule
     csv_path = parallelism.pipeline_parallel_schedule_csv
     if not is_one_of(name, SCHEDULES):
-        yield (
-            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
-            f"{name!r}{guess(name, SCHEDULES)}"
-        )
+        yield from one_of("parallelism.pipeline_parallel_schedule", name, SCHEDULES)
     if is_one_of(name, CSV_SCHEDULES) and not csv_path:
         yield (
             f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; set "
             f"pipeline_parallel_schedule_csv to a file with one, or choose another schedule"
         )
-    if csv_path and not os.path.isfile(csv_path):
-        yield (
-            f"parallelism.pipeline_parallel_schedule_csv must be a file, got {csv_path!r} (looked "
-            f"in {os.getcwd()}); correct the path"
-        )
-    problems = [*_csv_file(csv_path, parallelism.pipeline_parallel_degree)] if csv_path else []
+    problems: list[str] = []
+    if csv_path:
+        problems += is_file("parallelism.pipeline_parallel_schedule_csv", csv_path, "")
+        problems += _csv_file(csv_path, parallelism.pipeline_parallel_degree)
     yield from problems
     if job_config.compile.applies_to("model") and not problems and splits_backward(parallelism):
         key, value = ("schedule_csv", csv_path) if csv_path else ("schedule", name)
@@ -268,13 +238,9 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
             f"weights separately, which compiled blocks cannot do, got {compile_settings(job_config)}; "
             f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
         )
-    rows = job_config.training.local_batch_size
+    rows, what = job_config.training.local_batch_size, "training.local_batch_size"
     microbatch = parallelism.pipeline_parallel_microbatch_size
-    if rows % microbatch:
-        yield (
-            f"parallelism.pipeline_parallel_microbatch_size must divide training.local_batch_size, "
-            f"got {microbatch} with {rows}; the choices are {divisors(rows)}"
-        )
+    yield from divides("parallelism.pipeline_parallel_microbatch_size", microbatch, what, rows)
 
 
 # <stage><action><microbatch>, two of these in parentheses if they overlap, or nothing
@@ -317,30 +283,24 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
 
 
 def early_step(job_config: JobConfig) -> Iterator[str]:
-    parallelism = job_config.parallelism
-    pp, ep = parallelism.pipeline_parallel_degree, parallelism.expert_parallel_degree
+    degrees = job_config.parallelism
+    pp, ep = degrees.pipeline_parallel_degree, degrees.expert_parallel_degree
     yield from early_step_with(job_config.optimizer, pp, ep)
 
 
 def early_step_with(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
     if not optimizer.early_step_in_backward:
         return
-    if optimizer.name == "Muon":
-        yield (
-            "optimizer.early_step_in_backward updates one parameter at a time, and Muon shares out "
-            "matrices among ranks, got optimizer.name = 'Muon'; turn one of the two off"
-        )
-    if getattr(optimizer, "groups", None):
-        yield (
-            f"optimizer.early_step_in_backward gives all parameters one learning rate, got "
-            f"{len(optimizer.groups)} tables in optimizer.groups; turn one of the two off"
-        )
-    for name, degree in (("pipeline_parallel_degree", pp), ("expert_parallel_degree", ep)):
-        if degree > 1:
-            yield (
-                f"optimizer.early_step_in_backward does not work with parallelism.{name} above 1, "
-                f"got {degree}; turn one of the two off"
-            )
+    yield from clash(
+        "optimizer.early_step_in_backward",
+        "updates each parameter by itself, with one learning rate, as soon as its gradient is there",
+        {
+            "optimizer.name": optimizer.name if optimizer.name == "Muon" else None,
+            "the number of optimizer.groups": len(getattr(optimizer, "groups", ())),
+            "parallelism.pipeline_parallel_degree": pp if pp > 1 else None,
+            "parallelism.expert_parallel_degree": ep if ep > 1 else None,
+        },
+    )
 
 
 def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]:

@@ -5,10 +5,10 @@ from typing import Any
 
 from torchtitan.config.checks.common import (
     attn_type_of,
-    divisors,
-    guess,
+    divides,
     has_experts,
     has_value_head,
+    one_of,
     problem_in,
 )
 from torchtitan.config.checks.values import hf_conversion
@@ -23,26 +23,16 @@ def model_sizes(model_args: Any) -> Iterator[str]:
         if not 1 <= value < 2**24:
             yield f"model.args.{name} must be at least 1 and below 2**24, got {value}; correct it"
     n_heads, n_kv_heads = (getattr(model_args, name, 0) for name in ("n_heads", "n_kv_heads"))
-    if n_kv_heads and n_heads % n_kv_heads:
-        yield (
-            f"model.args.n_kv_heads must divide n_heads, got {n_kv_heads} and {n_heads}; the choices "
-            f"are {divisors(n_heads)}"
-        )
-    dim = getattr(model_args, "dim", 0)
-    if getattr(model_args, "head_dim", 0) is None and dim % n_heads:
-        yield (
-            f"model.args.n_heads must divide dim, got {n_heads} and {dim}; the choices are "
-            f"{divisors(dim)}, or give head_dim"
-        )
+    if n_kv_heads:
+        yield from divides("model.args.n_kv_heads", n_kv_heads, "n_heads", n_heads)
+    if getattr(model_args, "head_dim", 0) is None:
+        dim = getattr(model_args, "dim", 0)
+        yield from divides("model.args.n_heads", n_heads, "dim (or give head_dim)", dim)
 
 
 def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
-    name, known = job_config.model.flavor, list(train_spec.model_args)
-    if name not in known:
-        yield (
-            f"model.flavor must be a flavor of {job_config.model.name!r} ({', '.join(known)}), "
-            f"got {name!r}{guess(name, known)}"
-        )
+    key, known = f"model.flavor of {job_config.model.name!r}", list(train_spec.model_args)
+    yield from one_of(key, job_config.model.flavor, known)
 
 
 def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
@@ -50,20 +40,20 @@ def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     yield from problem_in(check_kernel, attn_type_of(job_config, model_args), mask_type)
 
 
-def value_head(
+def heads(
     job_config: JobConfig, train_spec: Any, model_args: Any, builds_data: bool
 ) -> Iterator[str]:
+    """Rules for outputs that only our decoder has."""
     name = job_config.model.name
-    if not has_value_head(job_config, model_args):
-        return
-    if not hasattr(model_args, "value_head"):
-        yield (
-            f"model.value_head = True needs a model on torchtitan.models.decoder.Decoder, got "
-            f"{name!r}, whose args have no value_head; set it to false"
-        )
+    for key in ("value_head", "fp32_head"):
+        if getattr(job_config.model, key) and not hasattr(model_args, key):
+            yield (
+                f"model.{key} = True needs a model on torchtitan.models.decoder.Decoder, got "
+                f"{name!r}, whose args have no {key}; set it to false"
+            )
     # A program that feeds a trainer itself has a loss of its own.
     reads_data = builds_data and train_spec.build_dataloader_fn is not None
-    if reads_data and train_spec.fact("has_token_loss"):
+    if has_value_head(job_config, model_args) and reads_data and train_spec.fact("has_token_loss"):
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
             "logits of next tokens; train with an engine and a loss_fn (docs/embedding.md, Values), "
@@ -81,24 +71,20 @@ def gradient_reduction(job_config: JobConfig, train_spec: Any, builds_data: bool
         )
 
 
-def fp32_head(job_config: JobConfig, model_args: Any) -> Iterator[str]:
-    if not job_config.model.fp32_head:
-        return
-    if not hasattr(model_args, "fp32_head"):
-        yield (
-            f"model.fp32_head = True needs a model on torchtitan.models.decoder.Decoder, got "
-            f"{job_config.model.name!r}, whose args have no fp32_head; set it to false"
-        )
+def output_in_high_precision(job_config: JobConfig) -> Iterator[str]:
+    tp = job_config.parallelism.tensor_parallel_degree
     for kind in ("float8", "mx"):
-        name, filters = (
-            f"quantize.linear.{kind}",
-            getattr(job_config.quantize.linear, kind).filter_fqns,
-        )
-        if name in job_config.model.converters and not any(part in "output" for part in filters):
+        name = f"quantize.linear.{kind}"
+        filters = getattr(job_config.quantize.linear, kind).filter_fqns
+        if name not in job_config.model.converters or any(part in "output" for part in filters):
+            continue
+        reason = "parallelism.tensor_parallel_degree above 1"
+        if job_config.model.fp32_head:
+            reason = "model.fp32_head = True"
+        if job_config.model.fp32_head or (kind == "float8" and tp > 1):
             yield (
-                f"model.fp32_head = True computes the output projection in fp32, got {name} in "
-                f"model.converters with filter_fqns = {filters}; add 'output' to "
-                f"{name}.filter_fqns"
+                f"{reason} leaves the output projection in high precision, got {name} in "
+                f"model.converters with filter_fqns = {filters}; add 'output' to {name}.filter_fqns"
             )
 
 
@@ -106,12 +92,8 @@ def converters(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
     # Most models are dense: guess converters of dense models first.
     known = sorted(known, key=lambda name: ".grouped_mm." in name)
     for name in job_config.model.converters:
-        if name not in known:
-            yield (
-                f"model.converters holds names of registered converters ({', '.join(known)}), got "
-                f"{name!r}{guess(name, known)}; correct it, or register it in the module that "
-                f"experimental.custom_import names"
-            )
+        for problem in one_of("each name in model.converters", name, known):
+            yield f"{problem}; experimental.custom_import can name a module that registers more"
 
 
 def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
@@ -128,8 +110,8 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
     if train_spec.state_dict_adapter is None:
         yield from hf_conversion(job_config.checkpoint, repr(job_config.model.name))
     name, known = job_config.optimizer.name, train_spec.fact("optimizer_names")
-    if known is not None and name not in known:
-        yield f"optimizer.name must be one of {', '.join(known)}, got {name!r}{guess(name, known)}"
+    if known is not None:
+        yield from one_of("optimizer.name", name, known)
 
 
 def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:

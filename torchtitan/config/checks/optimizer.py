@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from torchtitan.config.checks import values
-from torchtitan.config.job_config import JobConfig, Muon, Optimizer, ParameterGroup
+from torchtitan.config.checks.common import no_effect
+from torchtitan.config.job_config import JobConfig, Muon, ParameterGroup
 
 
 def groups(job_config: JobConfig) -> Iterator[str]:
@@ -27,20 +27,13 @@ def groups(job_config: JobConfig) -> Iterator[str]:
                 f"{key}.muon = False has no effect with optimizer.name = "
                 f"{job_config.optimizer.name!r}; remove it, or set the name to 'Muon'"
             )
-        own = {name: x for name, x in vars(table).items() if x is not None}
-        del own["pattern"], own["muon"]
-        for problem in values.numbers(JobConfig(optimizer=Optimizer(**own))):
-            yield problem.replace("optimizer", key, 1)
 
 
 def muon(job_config: JobConfig) -> Iterator[str]:
     options, name = job_config.optimizer.muon, job_config.optimizer.name
-    changed = {key: x for key, x in vars(options).items() if x != getattr(Muon(), key)}
-    for key, value in changed.items() if name != "Muon" else ():
-        yield (
-            f"optimizer.muon.{key} = {value!r} has no effect with optimizer.name = {name!r}; remove it, "
-            "or set the name to 'Muon'"
-        )
+    if name != "Muon":
+        why = f"with optimizer.name = {name!r}; set the name to 'Muon'"
+        yield from no_effect(job_config, ("optimizer.muon.",), why)
     coefficients = options.ns_coefficients
     if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
         yield (
