@@ -312,7 +312,7 @@ class EngineState:
         See `WeightStream`. Raises ValueError for a model without a state_dict_adapter.
         """
         adapter = self.checkpointer.require_adapter()
-        return WeightStream.of_engine(self, adapter, dtype=dtype, sharded=sharded)
+        return WeightStream.from_engine(self, adapter, dtype=dtype, sharded=sharded)
 
     # ---- around a call ----
 

@@ -8,6 +8,7 @@ answered before anything heavy is imported.
 """
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -125,6 +126,10 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
                 from torchtitan.trainer import Trainer  # here, because it loads everything heavy
 
                 trainer_class = Trainer
+            else:
+                config = copy.deepcopy(
+                    config
+                )  # a client may change it before it builds its trainer
             trainer = trainer_class(config)
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan.batch.batch import Batch
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits

@@ -23,6 +23,7 @@ from torchtitan.checkpoint.folder import (
 )
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.distributed.processes import ranks
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -171,6 +172,29 @@ def test_async_save_right_after_an_evaluation_is_whole(tmp_path):
         assert name in hashes
     for loaded, _ in run_ranks(load, 2, str(tmp_path)):
         assert_same(saved, loaded)
+
+
+def questions_of_a_load(folder: str) -> tuple[int, int]:
+    """How often a load asked rank 0, and how often it gathered values of all ranks."""
+    Run(folder).manager.save(1)
+    with (
+        mock.patch.object(
+            ranks.dist, "broadcast_object_list", wraps=dist.broadcast_object_list
+        ) as ask,
+        mock.patch.object(ranks.dist, "all_gather_object", wraps=dist.all_gather_object) as gather,
+    ):
+        run = Run(folder, seed=1)
+        with mock.patch.object(run.manager, "dcp_load"):  # DCP has collectives of its own
+            assert run.manager.newest_step() == 1 and not run.manager.holds_weights_only(1)
+            asked_before = ask.call_count
+            assert run.manager.load()
+    return ask.call_count - asked_before, gather.call_count
+
+
+def test_a_load_asks_rank_zero_once(tmp_path):
+    for asked, gathered in run_ranks(questions_of_a_load, 2, str(tmp_path)):
+        # Gathered: the damage that each rank found, and the entries that each rank wants.
+        assert (asked, gathered) == (1, 2)
 
 
 def fall_back_twice(folder: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Saving and loading a run. The entry point is `manager.CheckpointManager`.
 
-`selection` chooses the checkpoint to load, `saver` writes one (from copies that `staging` makes,
-while training goes on), `retention` removes old ones. `states` holds the contents of a checkpoint,
-`folder` describes a step folder on disk, `dcp` and `hf` read and write the two formats. `stream`
-sends the weights to a server.
+`selection` chooses the checkpoint to load, `saver` writes one, `retention` removes old ones. `states`
+and `weights` are the contents of a checkpoint, and `run_record` the settings of the run that wrote it.
+`folder` describes a step folder on disk. `dcp` and `hf` (with `hf_assets`) read and write the two
+formats, and `conversion` serves the scripts that convert. `stream` sends the weights to a server.
 """

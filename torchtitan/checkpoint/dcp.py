@@ -9,12 +9,12 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import operator
 import os
 import pickle
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -74,7 +74,7 @@ def load(
     if storage_reader is None:
         storage_reader, planner = SafeReader(checkpoint_id), _SafePlanner()
         # Read it first, because torch's own attempt would log a stack and look for another file.
-        on_all_ranks(storage_reader.check_metadata)
+        on_all_ranks(lambda: storage_reader.read_metadata() and None)
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
 
@@ -151,21 +151,16 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     _metadata: Metadata | None = None
 
-    def check_metadata(self) -> None:
-        """Raise ValueError if `.metadata` is missing or is not DCP's."""
-        try:
-            self.read_metadata()
-        except OSError as error:
-            raise ValueError(str(error)) from error
-
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
         path = os.path.join(self.path, DCP_METADATA)
-        with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
-            metadata = read_pickle(file, METADATA_NAMES, path)
         try:
+            with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
+                metadata = read_pickle(file, METADATA_NAMES, path)
             _check_metadata(metadata)
+        except OSError as error:
+            raise ValueError(str(error)) from error
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
         check_chunks(metadata, path)
@@ -314,36 +309,32 @@ def check_chunks(metadata: Metadata, path: str) -> None:
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-_MAX_CUT_AXES = 8  # a mesh shards a tensor along fewer axes; each doubles the work below
+_MAX_CELLS = 2**20  # chunks of a mesh make as many cells as chunks
 
 
 @functools.lru_cache(256)  # all layers, and an optimizer's moments, have the same boxes
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
     """True if the boxes lie inside a tensor of this size and cover each number of it once.
 
-    The number of boxes over a place is the sum of the signed corners before it: a corner counts +1
-    if it is the end of its box along an even number of axes, otherwise -1. So the boxes tile the
-    tensor exactly if their signed corners sum to the signed corners of the tensor.
-    Example, along one axis: boxes [0, 2) and [2, 5) have +0 -2 +2 -5, which is the tensor's +0 -5.
+    Counts the boxes over each cell of a grid, whose lines are the edges of all boxes.
     """
+    lines = [{0, n} for n in size]
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
             return False
-        axes = zip(offsets, sizes, size, strict=True)
-        if any(not 0 <= offset <= offset + n <= most for offset, n, most in axes):
-            return False
-    if 0 in size:
-        return True
-    cut = [a for a, n in enumerate(size) if any((box[0][a], box[1][a]) != (0, n) for box in boxes)]
-    if len(cut) > _MAX_CUT_AXES:
+        for axis, (offset, n) in enumerate(zip(offsets, sizes, strict=True)):
+            if not 0 <= offset <= offset + n <= size[axis]:
+                return False
+            lines[axis] |= {offset, offset + n}
+    shape = [len(edges) - 1 for edges in lines]
+    if math.prod(shape) > _MAX_CELLS:
         return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    whole = (0,) * len(size), size
-    for weight, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(offsets[a] + end * sizes[a] for a, end in zip(cut, ends, strict=True))
-            corners[corner] += weight * (-1) ** sum(ends)
-    return not any(corners.values())
+    cell_of = [{edge: i for i, edge in enumerate(sorted(edges))} for edges in lines]
+    counts = torch.zeros(shape, dtype=torch.int32)
+    for offsets, sizes in boxes:
+        box = zip(cell_of, offsets, sizes, strict=True)
+        counts[tuple(slice(cell[start], cell[start + n]) for cell, start, n in box)] += 1
+    return bool((counts == 1).all())
 
 
 # Saving

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.staging import HostCopies
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
@@ -70,9 +69,12 @@ class Contents(Enum):
 
 
 class StepFolder(NamedTuple):
+    """is_base: the base model of adapters; see `mark_base`."""
+
     step: int
     path: str
     contents: Contents
+    is_base: bool
 
     @property
     def is_finished(self) -> bool:
@@ -122,9 +124,11 @@ def list_steps(folder: str) -> list[StepFolder]:
                 # A process may be killed between making a folder and marking it.
                 is_empty = not os.listdir(entry.path)
                 contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
+                kept = os.path.join(entry.path, KEPT_MARKER)
+                is_base = os.path.isfile(kept) and os.path.getsize(kept) > 0
             except FileNotFoundError:  # another rank has just removed it
                 continue
-            found.append(StepFolder(int(match.group(1)), entry.path, contents))
+            found.append(StepFolder(int(match.group(1)), entry.path, contents, is_base))
     return sorted(found, key=lambda folder: folder.step)
 
 
@@ -161,11 +165,6 @@ def mark_base(folder: str) -> None:
             f"{folder}, the base model of the adapters, cannot be marked ({error}): see that its own "
             "run does not remove it"
         )
-
-
-def is_base(folder: str) -> bool:
-    marker = os.path.join(folder, KEPT_MARKER)
-    return os.path.isfile(marker) and os.path.getsize(marker) > 0
 
 
 def start_writing(folder: str) -> None:
@@ -245,19 +244,17 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
     return {name: digest for part in parts for name, digest in part.items()}
 
 
-def find_damage(folder: str) -> str | None:
+def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
     """The first damage in the files of `folder`; None if they are whole.
 
     Collective: each rank hashes its share. A folder without recorded hashes passes, unless parts of
     a checkpoint lack their `.metadata`.
+    hashes: the recorded ones; None reads them.
     """
     try:
-        expected, contents = from_rank_zero(lambda: (_read_hashes(folder), contents_of(folder)))
+        expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
     except (ValueError, OSError) as error:
         return str(error)
-    if contents == Contents.DAMAGED and not expected:
-        return f"{DCP_METADATA} is missing"
-
     problem = None
     for name in _own_share(list(expected)):
         path = os.path.join(folder, name)
@@ -279,15 +276,20 @@ def _own_share(names: list[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def _read_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file. Raises ValueError if it is damaged."""
-    path = os.path.join(folder, HASHES_FILE)
-    if not os.path.isfile(path):
-        return {}
-    header, *lines = Path(path).read_text(errors="replace").splitlines() or [""]
-    entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
-    if header != f"# {len(entries)} files" or not all(entries):
-        raise ValueError(f"{HASHES_FILE} is damaged")
+def recorded_hashes(folder: str) -> dict[str, str]:
+    """File name -> SHA-256; empty without a hash file.
+
+    Raises ValueError if the hash file is damaged, or parts of a checkpoint have neither it nor
+    `.metadata`.
+    """
+    path, entries = Path(folder, HASHES_FILE), []
+    if path.is_file():
+        header, *lines = path.read_text(errors="replace").splitlines() or [""]
+        entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
+        if header != f"# {len(entries)} files" or not all(entries):
+            raise ValueError(f"{HASHES_FILE} is damaged")
+    if not entries and contents_of(folder) == Contents.DAMAGED:
+        raise ValueError(f"{DCP_METADATA} is missing")
     return {entry.group(2): entry.group(1) for entry in entries}
 
 
@@ -346,22 +348,22 @@ class HashingWriter(FileSystemWriter):
     show what was meant to be written.
 
     record: settings of the run, written to `run.json`.
-    copies: copies the states for an asynchronous save in this process.
+    copy_states: copies the states for an asynchronous save in this process.
     """
 
     def __init__(
         self,
         path: str,
         record: dict[str, Any] | None = None,
-        copies: HostCopies | None = None,
+        copy_states: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(path)
         self.fs = _HashingFileSystem()
         self.record = record
-        self._copies = copies
+        self._copy_states = copy_states
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return super().stage(state_dict) if self._copies is None else self._copies.stage(state_dict)
+        return (self._copy_states or super().stage)(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # The other ranks write only after they get a plan from the coordinator, which marks first.

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
+    HF_SINGLE_FILE,
     HashedFile,
     finish_writing,
     hash_over_ranks,
@@ -30,6 +31,7 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.hf_assets import differences_from_config, write_model_files
 from torchtitan.checkpoint.states import (
     Shapes,
+    cast_weights,
     check_same_model,
     saved_shapes,
     shapes_of,
@@ -51,7 +53,6 @@ _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
 _SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SINGLE_FILE = "model.safetensors"
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
 # Reading
@@ -72,43 +73,38 @@ def load_from_hf(
         if all are.
     Raises ValueError if files, their config.json and the model do not match.
     """
-    names, missing_files = from_rank_zero(lambda: check_files(path))
-    reader = adapter.get_hf_storage_reader(path, from_quantized)
-    if file_system := getattr(reader, "fs", None):
-        file_system.ls = lambda folder: [os.path.join(folder, name) for name in names]
-    try:
-        metadata = reader.read_metadata()
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The safetensors files in {path} cannot be read: their metadata, which describes "
-            f"shards or scales of the tensors, is damaged ({type(error).__name__}: {error})"
-        ) from error
-    if not from_quantized:  # a quantized tensor's size is not that of the stored bytes
-        dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for every part
-    saved = from_rank_zero(lambda: saved_shapes(reader))
+    (names, missing_files), difference = from_rank_zero(
+        lambda: (check_files(path), differences_from_config(adapter, path))
+    )
+    reader = _open_reader(adapter, path, names, from_quantized)
+    metadata, saved = reader.read_metadata(), saved_shapes(reader)
     if problem := adapter.problem_with(saved):
         raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
-    parts += [{}] * (max(all_ranks(len(parts))) - len(parts))
-    wanted: Shapes = {}
-    for part in parts:
-        hf_part = adapter.to_hf(part)
-        if not from_quantized:
-            dcp.check_same_kinds(hf_part, metadata)
-        wanted |= shapes_of(hf_part)
-    wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
+
+    def shapes_here() -> tuple[int, Shapes]:
+        shapes: Shapes = {}
+        for part in parts:
+            hf_part = adapter.to_hf(part)
+            if not from_quantized:
+                dcp.check_same_kinds(hf_part, metadata)
+            shapes |= shapes_of(hf_part)
+        return len(parts), shapes
+
+    of_ranks = on_all_ranks(shapes_here)
+    wanted = {name: shape for _, shapes in of_ranks for name, shape in shapes.items()}
+    parts += [{}] * (max(n_parts for n_parts, _ in of_ranks) - len(parts))
+
     ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
-    from_rank_zero(lambda: _check_copies(adapter, ignored, metadata, path))
-    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
-    if untrained:
-        logger.warning(
-            f"{path} has parts that are not trained, so not read and not exported: "
-            f"{_counted(untrained)}"
-        )
-    if ignored - untrained:
-        logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
+    copies = {
+        name: copy
+        for name, copy in adapter.hf_aliases().items()
+        if name in saved and copy in ignored
+    }
+    if copies:
+        from_rank_zero(lambda: _check_copies(copies, metadata, path))
+    _tell_ignored(ignored, adapter, path)
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
@@ -119,7 +115,6 @@ def load_from_hf(
             for name, shape in relevant.items()
             if name in wanted or name.removesuffix(_SCALE) not in wanted
         }
-    difference = from_rank_zero(lambda: differences_from_config(adapter, path))
     try:
         check_same_model(wanted, relevant, path, model_description, _remedy(relevant, difference))
     except ValueError as error:
@@ -144,6 +139,37 @@ def load_from_hf(
     if kept := sorted(state_dict.keys() - loaded.keys()):
         logger.warning(f"Not in {path}, so left unchanged: {shorten(kept)}")
     return loaded
+
+
+def _open_reader(
+    adapter: BaseStateDictAdapter, path: str, names: list[str], from_quantized: bool
+) -> Any:
+    """Return a DCP reader of the files `names`. Raises ValueError if their headers are damaged."""
+    reader = adapter.get_hf_storage_reader(path, from_quantized)
+    if file_system := getattr(reader, "fs", None):
+        file_system.ls = lambda folder: [os.path.join(folder, name) for name in names]
+    try:
+        metadata = reader.read_metadata()
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The safetensors files in {path} cannot be read: their metadata, which describes "
+            f"shards or scales of the tensors, is damaged ({type(error).__name__}: {error})"
+        ) from error
+    if not from_quantized:  # a quantized tensor's size is not that of the stored bytes
+        dcp.check_chunks(metadata, path)
+    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for every part
+    return reader
+
+
+def _tell_ignored(ignored: set[str], adapter: BaseStateDictAdapter, path: str) -> None:
+    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
+    if untrained:
+        logger.warning(
+            f"{path} has parts that are not trained, so not read and not exported: "
+            f"{_counted(untrained)}"
+        )
+    if ignored - untrained:
+        logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
 
 
 def _check_config(
@@ -187,14 +213,10 @@ def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
     return "Set model.name and model.flavor to the saved model, or load another checkpoint"
 
 
-def _check_copies(
-    adapter: BaseStateDictAdapter, ignored: Collection[str], metadata: Any, path: str
-) -> None:
+def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
     """Raise ValueError if a tensor that the model shares differs from its copy in the files."""
     file_of = {index.fqn: entry.relative_path for index, entry in metadata.storage_data.items()}
-    for name, copy in adapter.hf_aliases().items():
-        if copy not in ignored or name not in file_of:
-            continue
+    for name, copy in copies.items():
         with (
             safe_open(file_of[name], framework="pt") as file,
             safe_open(file_of[copy], framework="pt") as other_file,
@@ -226,12 +248,12 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
             f"There are no safetensors files in {folder}, from which Hugging Face weights should be "
             "read; correct the path, or set checkpoint.initial_load_in_hf = false"
         )
-    listed = {_SINGLE_FILE} if _SINGLE_FILE in names else set(names)
+    listed = {HF_SINGLE_FILE} if HF_SINGLE_FILE in names else set(names)
     if os.path.lexists(os.path.join(folder, HF_INDEX)):
         in_index = set(read_weight_map(path_inside(folder, HF_INDEX)).values())
-        if _SINGLE_FILE in names and _SINGLE_FILE not in in_index:
+        if HF_SINGLE_FILE in names and HF_SINGLE_FILE not in in_index:
             raise ValueError(
-                f"{folder} holds two models, in {_SINGLE_FILE} and in the files of {HF_INDEX}; "
+                f"{folder} holds two models, in {HF_SINGLE_FILE} and in the files of {HF_INDEX}; "
                 "remove one of them"
             )
         listed = in_index
@@ -320,9 +342,7 @@ def save_to_hf(
         )
     from_rank_zero(lambda: start_writing(folder))
     if dist.is_initialized():
-        _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
-        names = from_rank_zero(lambda: os.listdir(folder))
-        names = [name for name in names if name.endswith(".safetensors") or name == HF_INDEX]
+        names = _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
         hashes = hash_over_ranks(folder, names)
     else:
         hashes = _write_alone(state_dict, adapter, folder, dtype)
@@ -343,10 +363,7 @@ def _to_hf(
     part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     tensors = adapter.to_hf(part)
-    for name, tensor in tensors.items():
-        if dtype is not None and tensor.is_floating_point():
-            tensors[name] = tensor.to(dtype)
-    return tensors
+    return tensors if dtype is None else cast_weights(tensors, dtype)
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
@@ -373,7 +390,10 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
     return index
 
 
-def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str) -> None:
+def _write_over_ranks(
+    tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str
+) -> list[str]:
+    """Write this rank's parts of the tensors, then join some of the files; return all names."""
     # An adapter may return transposed views, but the format stores contiguous tensors only.
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -389,7 +409,7 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
-        """Join some of the files. torch's own function for all ranks hangs if one rank fails."""
+        # torch's own function for all ranks hangs if one rank fails.
         own = {
             name: _file_name(number, n_files)
             for name, number in file_index.items()
@@ -400,8 +420,13 @@ def _write_over_ranks(tensors: dict[str, Any], adapter: BaseStateDictAdapter, fo
         return torch_parts.join_files(sharded, folder, own, num_threads=_CONSOLIDATION_THREADS)
 
     written = {path: data for part in on_all_ranks(join_own_files) for path, data in part.items()}
-    from_rank_zero(lambda: torch_parts.write_index(folder, written))
-    from_rank_zero(lambda: shutil.rmtree(sharded))
+
+    def finish() -> None:
+        torch_parts.write_index(folder, written)
+        shutil.rmtree(sharded)
+
+    from_rank_zero(finish)
+    return [*sorted({_file_name(number, n_files) for number in file_index.values()}), HF_INDEX]
 
 
 def _file_name(number: int, n_files: int) -> str:

@@ -4,6 +4,7 @@ All of it is written and read by torch's distributed checkpoint (DCP), so that a
 on another number of ranks.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -16,31 +17,25 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.base import AdapterFiles
+from torchtitan.checkpoint.folder import mark_kept
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
-from torchtitan.checkpoint.saver import Saver, is_rank_zero
-from torchtitan.checkpoint.selection import (
-    Selection,
-    Source,
-    at_path,
-    holds_weights_only,
-    initial_source,
-)
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
+from torchtitan.checkpoint.selection import Facts, Selection, at_path
 from torchtitan.checkpoint.states import (
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
-    ModelWrapper,
+    WEIGHTS_ONLY,
     cast_weights,
     fit_to_checkpoint,
     live_states,
     with_model_on_top,
     without_excluded,
 )
+from torchtitan.checkpoint.weights import AdapterFiles, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
@@ -66,8 +61,8 @@ class CheckpointManager:
     """Saves and loads the states of a run, following the `[checkpoint]` section.
 
     `states` is updated in place with the model, optimizer, schedulers and dataloader. Its values
-    need not be `Stateful`. Attributes with the name of a setting, `folder` and `sd_adapter` may be
-    set at run time.
+    need not be `Stateful`. Every setting is an attribute, which may be set at run time, as may
+    `sd_adapter`.
     model_description: the name of the model in error messages.
     run_record: the settings that a resume compares (see `run_record.py`).
     tokenizer, chat_template: written beside exported weights.
@@ -80,7 +75,7 @@ class CheckpointManager:
     `path` are read and written.
     """
 
-    # The reference's names of attributes of the saver and the retention.
+    # Names that attributes of the saver and the retention have in 0.2.x.
     save_future = property(lambda self: self._saver.future)
     staging = property(lambda self: self._saver.staging)
     staging_future = property(lambda self: self._saver.staging_future)
@@ -104,6 +99,8 @@ class CheckpointManager:
         lora: LoRA | None = None,
     ) -> None:
         config = checkpoint_config
+        for field in dataclasses.fields(Checkpoint):
+            setattr(self, field.name, getattr(config, field.name))
         self.sd_adapter = sd_adapter
         self.model_description = " + ".join(type(part).__name__ for part in model_parts)
         refuse(checkpoint_settings(config))
@@ -124,21 +121,7 @@ class CheckpointManager:
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
         self.folder = os.path.join(base_folder, config.folder)
-        self.enable = config.enable
-        self.load_only = config.load_only
-        self.interval = config.interval
-        self.enable_first_step_checkpoint = config.enable_first_step_checkpoint
-        self.keep_latest_k = config.keep_latest_k
-        self.last_save_model_only = config.last_save_model_only
-        self.last_save_in_hf = config.last_save_in_hf
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
-        self.exclude_from_loading = config.exclude_from_loading
-        self.allow_changed = config.allow_changed
-        self.verify_on_load = config.verify_on_load
-        self.initial_load_path = config.initial_load_path
-        self.initial_load_model_only = config.initial_load_model_only
-        self.initial_load_in_hf = config.initial_load_in_hf
-        self.initial_load_in_hf_quantized = config.initial_load_in_hf_quantized
         self.run_record: dict[str, Any] = {}
         self.tokenizer: Any = None
         self.chat_template: str | None = None
@@ -194,20 +177,23 @@ class CheckpointManager:
         untouched.
         """
         if path is not None or force:
-            _refuse_forbidden_save(self.load_only, has_folder=self.enable or path is not None)
+            self._refuse_forbidden_save(has_folder=self.enable or path is not None)
         elif not self._should_save(curr_step, last_step):
             if self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC:
                 self._saver.prepare_copies(lambda: live_states(self.states))
             return
         self._saver.wait(self.folder)
         start = time.monotonic()
+        self._selection = Selection(self._retention.damaged)  # the step may replace the newest one
         if path is None:
             folder = self._create_checkpoint_id(curr_step)
             self._retention.will_write(folder, warns=is_rank_zero())
         else:
             folder = os.fspath(path)
             self._retention.leave_alone(folder)
-            self._saver.mark_kept(folder, self.folder)
+            what = f"The checkpoint {folder} could not be written"
+            with self._saver.one_error(what, folder, self.folder):
+                from_rank_zero(lambda: mark_kept(folder))  # first, in case the save is killed
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -293,6 +279,19 @@ class CheckpointManager:
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
 
+    def _refuse_forbidden_save(self, has_folder: bool) -> None:
+        """Raise ValueError if the config forbids a save that the caller demands."""
+        if self.load_only:
+            raise ValueError(
+                "checkpoint.load_only = true forbids saving; set it to false, or set "
+                "checkpointer.load_only = False during this save"
+            )
+        if not has_folder:
+            raise ValueError(
+                "checkpoint.enable = false leaves no folder to save in; give the step folder as path, "
+                "or set checkpoint.enable = true"
+            )
+
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():
             self._retention.purge(self.folder, self.keep_latest_k, self._saver.folder)
@@ -316,56 +315,84 @@ class CheckpointManager:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")
         wanted = without_excluded(self.states, self.exclude_from_loading)
         self._saver.wait(self.folder)
-        verify, quantized = self.verify_on_load, self.initial_load_in_hf_quantized
-        model_only_at_first, from_hf = self.initial_load_model_only, self.initial_load_in_hf
-        initial = Source(self.initial_load_path or "", model_only_at_first, from_hf, quantized)
-        if path is None and not self.enable:
-            source = initial_source(initial, self.require_adapter, verify)
-        elif path is None:
-            source = self._selection.for_run(
-                self.folder, step, verify, initial, self.require_adapter, self.has_adapters
-            )
-        else:
-            self._retention.leave_alone(path)
-            source = at_path(os.fspath(path), verify, model_only, quantized)
-        if source is None:
+        facts = self._choose(step, path)
+        if facts is None:
             if self.enable:
                 logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             self.adapters.load_first(self.require_adapter)
             return False
-        weights_only = source.model_only or model_only
-        wanted = {MODEL: self.states[MODEL]} if weights_only else wanted
-        if source.from_hf or not self.adapters.are_in(source.path):
-            self._read(source, wanted, self.states[MODEL].base())
-            self.adapters.load_first(self.require_adapter, base=source.path)
+        is_initial = path is None and facts.step < 0
+        if facts.is_hf and not model_only and not is_initial:
+            logger.warning(
+                f"{facts.path} holds weights only, in Hugging Face format: {WEIGHTS_ONLY}"
+            )
+        if is_initial:
+            model_only = model_only or self.initial_load_model_only
+        if model_only or facts.is_hf or facts.step == 0:
+            wanted = {MODEL: self.states[MODEL]}
+        if not (self.has_adapters and facts.has_adapters):
+            self._read(facts, wanted, self.states[MODEL].base())
+            self.adapters.set_base(facts.path)
+            self.adapters.load_first(self.require_adapter)
             return True
-        if path is None:
-            base = initial_source(initial, self.require_adapter, verify)
-            if base is not None:
-                self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
-                self.adapters.set_base(base.path)
-        self.adapters.check_same_base(source.path, self.model_description)
-        self._read(source, wanted, self.states[MODEL].state_dict())
+        if path is None and (base := self._initial_checkpoint()) is not None:
+            self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
+            self.adapters.set_base(base.path)
+        self.adapters.check_same_base(facts.record, facts.path, self.model_description)
+        self._read(facts, wanted, self.states[MODEL].state_dict())
         return True
 
-    def _read(self, source: Source, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
+    def _choose(self, step: int, path: str | None) -> Facts | None:
+        """Return the facts of the checkpoint to load; None if there is none. Collective."""
+        if path is not None:
+            self._retention.leave_alone(path)
+            return at_path(os.fspath(path), "load(path=...)", self.verify_on_load)
+        if not self.enable:
+            return self._initial_checkpoint()
+        facts = self._selection.step(self.folder, step, self.verify_on_load)
+        if facts is None:
+            return self._initial_checkpoint()
+        has_initial = self.initial_load_path or self.initial_load_in_hf
+        if has_initial and not self.has_adapters:  # with adapters, it is their base
+            logger.warning(
+                f"This run continues from {facts.path}; checkpoint.initial_load_path and "
+                "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
+            )
+        return facts
+
+    def _initial_checkpoint(self) -> Facts | None:
+        """Return the facts of the checkpoint that a run without steps starts from. Collective."""
+        in_hf, path = self.initial_load_in_hf, self.initial_load_path
+        key = "checkpoint.initial_load_path"
+        if not path and in_hf:
+            path, key = self.require_adapter().hf_assets_path, "model.hf_assets_path"
+            if not path:
+                raise ValueError(
+                    "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
+                    "model.hf_assets_path, a folder with safetensors files; neither is set"
+                )
+        return at_path(path, key, self.verify_on_load, in_hf) if path else None
+
+    def _read(self, facts: Facts, wanted: dict[str, Any], entries: dict[str, Any]) -> None:
         """Read `wanted`, by component, from a checkpoint. Collective.
 
         entries: the model's, which stand at the top level.
         """
-        logger.info(f"Loading the checkpoint {source.path}")
+        path = facts.path
+        logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
         states = {name: state for name, state in wanted.items() if name != MODEL}
         states |= entries if MODEL in wanted else {}
-        if not source.from_hf:
+        if facts.shapes is not None:
             states = fit_to_checkpoint(
-                states, self.states, entries.keys(), source.path, self.model_description
+                states, self.states, entries.keys(), facts.shapes, path, self.model_description
             )
         if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
-            compare_with_saved(source.path, self.run_record, states, self.allow_changed)
-        self.dcp_load(states, source.path, source.from_hf, source.from_quantized)
+            compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
+        is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
+        self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
         GarbageCollection.collect("after loading a checkpoint")
-        logger.info(f"Loaded {source.path} in {time.monotonic() - start:.2f} s")
+        logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")
 
     @torch.no_grad()
     def dcp_load(
@@ -394,14 +421,13 @@ class CheckpointManager:
 
         Raises ValueError if no step is whole and at least one is damaged.
         """
-        verify = self.verify_on_load
-        newest = self.enable and self._selection.newest_whole_step(self.folder, verify)
+        newest = self.enable and self._selection.newest(self.folder, self.verify_on_load)
         return newest.step if newest else -1
 
     def holds_weights_only(self, step: int) -> bool:
         """True if training cannot continue from this step of the run's folder. Collective."""
-        folder = self._create_checkpoint_id(step)
-        return from_rank_zero(lambda: holds_weights_only(folder, self.states))
+        facts = self._selection.facts_of(self._create_checkpoint_id(step))
+        return facts.holds_weights_only(self.states)
 
     def _create_checkpoint_id(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step}")
@@ -423,17 +449,3 @@ class CheckpointManager:
         """See `Retention.claim`; does nothing if this manager never saves on its own."""
         if self.enable and not self.load_only:
             self._retention.claim(self.folder, self.keep_latest_k, self.states[MODEL].model)
-
-
-def _refuse_forbidden_save(load_only: bool, has_folder: bool) -> None:
-    """Raise ValueError if the config forbids a save that the caller demands."""
-    if load_only:
-        raise ValueError(
-            "checkpoint.load_only = true forbids saving; set it to false, or set "
-            "checkpointer.load_only = False during this save"
-        )
-    if not has_folder:
-        raise ValueError(
-            "checkpoint.enable = false leaves no folder to save in; give the step folder as path, "
-            "or set checkpoint.enable = true"
-        )

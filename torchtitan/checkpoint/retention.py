@@ -30,7 +30,7 @@ class Terminate:
 
 
 class SaveDone:
-    """The reference's marker for the end of a save in another process. Unused here."""
+    """In 0.2.x the end of a save in another process. Unused here."""
 
 
 def purge_thread(purge_queue: queue.Queue) -> None:

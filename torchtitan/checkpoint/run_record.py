@@ -17,7 +17,6 @@ from torchtitan.config.checks.unused import without_effect
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of as record_of_files
 from torchtitan.data.tokenizer import BaseTokenizer
-from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import facts_of
 from torchtitan.tools.errors import ConfigError
@@ -161,16 +160,20 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
 
 
 def compare_with_saved(
-    path: str, own: dict[str, Any], loaded: Collection[str], allowed: Collection[str] = ()
+    saved: dict[str, Any],
+    own: dict[str, Any],
+    path: str,
+    loaded: Collection[str],
+    allowed: Collection[str] = (),
 ) -> None:
-    """Warn of each setting that differs from the run that wrote `path`. Collective.
+    """Warn of each setting that differs from the run that wrote `path`.
 
-    own: this run's record. loaded: the components whose state comes from the checkpoint. allowed: the
-    settings whose difference changes what the model computes or reads, and is only warned of.
+    saved, own: the record in `path`, and this run's. loaded: the components whose state comes from the
+    checkpoint. allowed: the settings whose difference changes what the model computes or reads, and
+    is only warned of.
     Raises ValueError for other such differences, and if the saved optimizer is of another kind, or
     groups parameters differently.
     """
-    saved = from_rank_zero(lambda: read_record(path))
     if "optimizer" in loaded:
         check_same_optimizer(saved, own, path)
     check_same_meaning(saved, own, path, loaded, allowed)

@@ -1,35 +1,82 @@
-"""Chooses the checkpoint to load. Collective: rank 0 lists folders, all ranks share the hashing."""
+"""Chooses the checkpoint to load.
+
+Rank 0 reads the folders once, and every rank gets the same `Facts`. Then the ranks share the hashing
+of the files.
+"""
 
 import os
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.folder import (
     Contents,
     StepFolder,
     contents_of,
     find_damage,
-    is_base,
     list_steps,
+    recorded_hashes,
 )
 from torchtitan.checkpoint.hf import check_files
-from torchtitan.checkpoint.states import WEIGHTS_ONLY, keys_outside_model, saved_shapes_in
+from torchtitan.checkpoint.run_record import read_record
+from torchtitan.checkpoint.states import Shapes, keys_outside_model, saved_shapes_in
 from torchtitan.distributed.processes.ranks import from_rank_zero
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 
-class Source(NamedTuple):
-    """The checkpoint to load, and which part of it."""
+class Facts(NamedTuple):
+    """What rank 0 has read of a checkpoint folder.
+
+    step: -1 if the folder is not one of the run's own steps.
+    hashes: the recorded ones, with which the files are to be compared.
+    shapes: of the entries of a DCP checkpoint; None if its metadata is empty, and for HF files.
+    record: the settings of the run that wrote it.
+    damage: found without hashing. index_error: of reading the index of the tensors.
+    """
 
     path: str
-    model_only: bool
-    from_hf: bool = False
-    from_quantized: bool = False
+    contents: Contents
+    step: int = -1
+    hashes: dict[str, str] = {}
+    shapes: Shapes | None = None
+    record: dict[str, Any] = {}
+    damage: str | None = None
+    index_error: Exception | None = None
+
+    @property
+    def is_hf(self) -> bool:
+        return self.contents == Contents.HF
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if a DCP checkpoint holds adapters, and so not their base."""
+        return any(name.endswith(("lora_a", "lora_b")) for name in self.shapes or ())
+
+    def holds_weights_only(self, states: Collection[str]) -> bool:
+        """True if the checkpoint has nothing of `states`, a run's components, but the model."""
+        if self.shapes is None:
+            return self.is_hf
+        return not keys_outside_model(self.shapes, states)
+
+    def find_damage(self) -> str | None:
+        """Return the first damage; None if there is none. Collective: the ranks share the hashing."""
+        return self.damage or (find_damage(self.path, self.hashes) if self.hashes else None)
+
+    def require_whole(self) -> "Facts":
+        """Return self, a checkpoint that the user named; ValueError if it is damaged. Collective."""
+        if self.contents == Contents.UNFINISHED:
+            raise ValueError(f"The checkpoint {self.path} is incomplete: its save was interrupted")
+        if damage := self.find_damage():
+            raise ValueError(
+                f"The checkpoint {self.path} is damaged: {damage}. Load another checkpoint, or set "
+                "checkpoint.verify_on_load = false to read this one anyway"
+            )
+        if self.index_error is not None:
+            raise self.index_error
+        return self
 
 
 class Selection:
-    """Chooses among the steps of a run, the initial checkpoint, and a folder given by path.
+    """Chooses among the steps of a run. The methods are collective.
 
     damaged: the resolved paths of damaged steps are added to this set.
     verify, in the methods: compare the files with their recorded hashes.
@@ -37,196 +84,155 @@ class Selection:
 
     def __init__(self, damaged: set[str]) -> None:
         self._damaged = damaged
-        self._newest: tuple[list[StepFolder], StepFolder | None] | None = None
+        self._folders: list[StepFolder] = []
+        self._newest: Facts | None = None
 
-    def for_run(
-        self,
-        folder: str,
-        step: int,
-        verify: bool,
-        initial: Source,
-        require_adapter: Callable[[], BaseStateDictAdapter],
-        reads_initial_too: bool = False,
-    ) -> Source | None:
-        """The checkpoint that a run with its own steps in `folder` loads; None if there is none.
+    def step(self, folder: str, step: int, verify: bool) -> Facts | None:
+        """Return the facts of a step in `folder`; -1 is the newest whole one, None if there is none.
 
-        step: -1 loads the newest whole step, or the initial checkpoint if the run has none.
-        initial: the `initial_load_*` settings. If it has no path, Hugging Face files come from the
-        adapter's folder. reads_initial_too: the caller reads them before a step of the run.
-        Raises FileNotFoundError if there is no such step, ValueError if it is not whole.
+        Raises FileNotFoundError if there is no such step, ValueError if it is not whole or the run
+        would replace a base of adapters.
         """
-        folders = from_rank_zero(lambda: list_steps(folder))
         if step == -1:
-            chosen = self.newest_whole_step(folder, verify)
-            if chosen is None:
-                return initial_source(initial, require_adapter, verify)
+            chosen, folders = self.newest(folder, verify), self._folders
         else:
-            chosen = next((f for f in folders if f.step == step), None)
-            if chosen is None:
-                steps = ", ".join(str(f.step) for f in folders) or "none"
-                raise FileNotFoundError(
-                    f"There is no checkpoint of step {step} in {folder} (steps there: {steps}). "
-                    "Set checkpoint.load_step to one of them, or to -1 for the newest"
-                )
-            _check_whole(chosen.path, chosen.contents, verify)
-        bases = from_rank_zero(
-            lambda: [f.path for f in folders if f.step > chosen.step and is_base(f.path)]
-        )
-        if bases:
+            folders, facts = from_rank_zero(lambda: _named_step(folder, step, verify))
+            chosen = facts.require_whole()
+        if chosen is None:
+            return None
+        newer = [f for f in folders if f.step > chosen.step]
+        if bases := [f.path for f in newer if f.is_base]:
             raise ValueError(
                 f"A run that continues from {chosen.path} would replace {bases[0]}, the base model of "
                 "adapters, when it reaches that step; set checkpoint.folder to another folder and "
                 f"checkpoint.initial_load_path to {chosen.path}"
             )
-        if newer := [str(f.step) for f in folders if f.step > chosen.step]:
+        if newer:
             logger.warning(
-                f"{folder} holds steps after {chosen.step} ({', '.join(newer)}), which this "
-                "run replaces when it reaches them"
+                f"{folder} holds steps after {chosen.step} ({', '.join(str(f.step) for f in newer)}), "
+                "which this run replaces when it reaches them"
             )
-        if (initial.path or initial.from_hf) and not reads_initial_too:
-            logger.warning(
-                f"This run continues from {chosen.path}; checkpoint.initial_load_path and "
-                "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
-            )
-        from_hf = _warns_of_hf(chosen.path, chosen.contents)
-        return Source(chosen.path, model_only=from_hf or chosen.step == 0, from_hf=from_hf)
+        return chosen
 
-    def newest_whole_step(self, folder: str, verify: bool) -> StepFolder | None:
-        """The newest whole step; None if there is none.
+    def newest(self, folder: str, verify: bool) -> Facts | None:
+        """Return the facts of the newest whole step; None if there is none.
 
-        The result is cached while the folders stay the same, because hashing takes long.
+        The result is kept while the folders stay the same, because hashing takes long.
         Raises ValueError if no step is whole and at least one is damaged.
         """
-        folders = from_rank_zero(lambda: list_steps(folder))
-        if self._newest is not None and self._newest[0] == folders:
-            return self._newest[1]
-        chosen: StepFolder | None = None
         damaged: dict[str, str] = {}
+        while True:
+            folders, facts = from_rank_zero(
+                lambda: _newest_step(folder, verify, damaged, known=self._folders)
+            )
+            if not damaged and folders == self._folders:
+                return self._newest
+            damage = facts and (facts.find_damage() or facts.index_error)
+            if facts is None or damage is None:
+                break
+            damaged[facts.path] = str(damage)
         for step in reversed(folders):
-            if step.contents == Contents.UNFINISHED:
-                reason = "its save was interrupted"
+            if facts is not None and step.path == facts.path:
+                break
+            reason = "its save was interrupted"
+            if step.path in damaged:
+                reason = f"it is damaged, {damaged[step.path]}"
             elif step.contents == Contents.UNKNOWN:
                 reason = "it holds no checkpoint (there is no file .metadata)"
-            elif damage := _damage_of(step.path, step.contents, verify) or _unreadable(step):
-                reason = f"it is damaged, {damage}"
-                damaged[step.path] = damage
-            else:
-                chosen = step
-                break
             logger.warning(f"Passing over {step.path}: {reason}")
-        if damaged and chosen is None:
+        if damaged and facts is None:
             raise ValueError(
                 f"Every checkpoint in {folder} is damaged ({', '.join(damaged)}). Move the folder away "
                 "to start again, or set checkpoint.verify_on_load = false to read files whose hashes "
                 f"differ. In the newest, {next(iter(damaged.values()))}"
             )
         self._damaged.update(map(os.path.realpath, damaged))
-        self._newest = folders, chosen
-        return chosen
+        self._folders, self._newest = folders, facts
+        return facts
+
+    def facts_of(self, path: str) -> Facts:
+        """Return the facts of a step folder, without reading the newest one again."""
+        if self._newest is not None and self._newest.path == path:
+            return self._newest
+        return from_rank_zero(lambda: _read(path))
 
 
-def at_path(path: str, verify: bool, model_only: bool, from_quantized: bool) -> Source:
-    """The checkpoint in the folder `path`, in either format.
+def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
+    """Return the facts of the folder `path`, which the setting `key` names. Collective.
 
-    model_only: the caller loads the weights only, so weights-only files need no warning.
-    from_quantized: Hugging Face files are quantized.
+    in_hf: whether the settings name Hugging Face's format; None accepts either.
     Raises FileNotFoundError or ValueError if there is no whole checkpoint.
     """
 
-    def check() -> Contents:
+    def read() -> Facts:
         if not os.path.isdir(path):
-            raise FileNotFoundError(
-                f"load(path=...) must be the folder of one checkpoint, got {path!r}, which is "
-                "not a folder; correct the path"
+            error = FileNotFoundError if in_hf is None else ValueError
+            raise error(
+                f"{key} must be a folder with a checkpoint, got {path!r}, which is not a folder; "
+                "correct the path"
             )
-        return _check_known(path, "load(path=...)")
-
-    contents = from_rank_zero(check)
-    _check_whole(path, contents, verify)
-    from_hf = contents == Contents.HF if model_only else _warns_of_hf(path, contents)
-    return Source(path, from_hf, from_hf, from_hf and from_quantized)
-
-
-def holds_weights_only(path: str, states: Iterable[str]) -> bool:
-    """True if the step folder `path` has nothing of `states`, a run's components, but the model."""
-    if (saved := saved_shapes_in(path)) is None:
-        return contents_of(path) == Contents.HF
-    return not keys_outside_model(saved, states)
-
-
-def initial_source(
-    initial: Source, require_adapter: Callable[[], BaseStateDictAdapter], verify: bool
-) -> Source | None:
-    """The checkpoint that a run without steps of its own starts from; None if not configured."""
-    path, key = initial.path, "checkpoint.initial_load_path"
-    if not path and initial.from_hf:
-        path, key = require_adapter().hf_assets_path, "model.hf_assets_path"
-        if not path:
+        facts = _read(path, verify, in_hf=bool(in_hf))
+        if facts.contents == Contents.UNKNOWN:
+            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path))
+            advice = f"name one of the checkpoints in it: {steps}" if steps else "correct it"
             raise ValueError(
-                "checkpoint.initial_load_in_hf needs checkpoint.initial_load_path or "
-                "model.hf_assets_path, a folder with safetensors files; neither is set"
+                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; "
+                f"{advice}"
             )
-    if not path:
-        return None
-
-    def check() -> Contents:
-        if not os.path.isdir(path):
-            raise ValueError(f"{key} must be a folder with a checkpoint, got {path!r}")
-        if initial.from_hf:
-            return contents_of(path)
-        if (contents := _check_known(path, key)) == Contents.HF:
+        if facts.is_hf and in_hf is False:
             raise ValueError(
                 f"{key} {path!r} holds Hugging Face weights; set "
                 "checkpoint.initial_load_in_hf = true to read them"
             )
-        return contents
+        return facts
 
-    _check_whole(path, from_rank_zero(check), verify)
-    return initial._replace(path=path)
-
-
-def _check_whole(path: str, contents: Contents, verify: bool) -> None:
-    """Raise ValueError if a checkpoint that the user named is interrupted or damaged."""
-    if contents == Contents.UNFINISHED:
-        raise ValueError(f"The checkpoint {path} is incomplete: its save was interrupted")
-    if damage := _damage_of(path, contents, verify):
-        raise ValueError(
-            f"The checkpoint {path} is damaged: {damage}. Load another checkpoint, or set "
-            "checkpoint.verify_on_load = false to read this one anyway"
-        )
+    return from_rank_zero(read).require_whole()
 
 
-def _damage_of(path: str, contents: Contents, verify: bool) -> str | None:
-    return find_damage(path) if verify or contents == Contents.DAMAGED else None
+# ---- on rank 0 ----
 
 
-def _unreadable(step: StepFolder) -> str | None:
-    """The error of reading the index of the step's tensors; None if it is readable. Collective."""
-    check = check_files if step.contents == Contents.HF else saved_shapes_in
+def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) -> Facts:
+    """Return the facts of a folder. in_hf: read its Hugging Face files, whatever else it holds."""
+    facts = Facts(path, contents_of(path), step)
+    if facts.contents == Contents.UNFINISHED:
+        return facts
+    if verify or facts.contents == Contents.DAMAGED:
+        try:
+            facts = facts._replace(hashes=recorded_hashes(path))
+        except (ValueError, OSError) as error:
+            facts = facts._replace(damage=str(error))
+    if in_hf:
+        return facts._replace(contents=Contents.HF)
     try:
-        from_rank_zero(lambda: check(step.path))
+        if facts.is_hf and step >= 0:
+            check_files(path)
+        return facts._replace(shapes=saved_shapes_in(path), record=read_record(path))
     except (ValueError, OSError) as error:
-        return str(error)
-    return None
+        return facts._replace(index_error=error)
 
 
-def _check_known(path: str, key: str) -> Contents:
-    """The contents of the folder `path`, the value of the setting `key`.
-
-    Raises ValueError if the folder is not a checkpoint.
-    """
-    contents = contents_of(path)
-    if contents == Contents.UNKNOWN:
-        steps = ", ".join(os.path.basename(folder.path) for folder in list_steps(path))
-        raise ValueError(
-            f"{key} must be the folder of a checkpoint (with a file .metadata), got "
-            f"{path!r}; {f'name one of the checkpoints in it: {steps}' if steps else 'correct it'}"
+def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder], Facts]:
+    folders = list_steps(folder)
+    chosen = next((f for f in folders if f.step == step), None)
+    if chosen is None:
+        steps = ", ".join(str(f.step) for f in folders) or "none"
+        raise FileNotFoundError(
+            f"There is no checkpoint of step {step} in {folder} (steps there: {steps}). "
+            "Set checkpoint.load_step to one of them, or to -1 for the newest"
         )
-    return contents
+    return folders, _read(chosen.path, verify, step)
 
 
-def _warns_of_hf(path: str, contents: Contents) -> bool:
-    """Return True, and warn, if the checkpoint is in Hugging Face format."""
-    if contents == Contents.HF:
-        logger.warning(f"{path} holds weights only, in Hugging Face format: {WEIGHTS_ONLY}")
-    return contents == Contents.HF
+def _newest_step(
+    folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
+) -> tuple[list[StepFolder], Facts | None]:
+    """Return the newest step that may be whole, but none of `passed_over`; none of `known` folders."""
+    folders = list_steps(folder)
+    if not passed_over and folders == known:
+        return folders, None
+    for step in reversed(folders):
+        may_be_whole = step.is_finished or step.contents == Contents.DAMAGED
+        if may_be_whole and step.path not in passed_over:
+            return folders, _read(step.path, verify, step.step)
+    return folders, None

@@ -8,26 +8,16 @@ components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, RL's 
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Set
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchtitan.adapters.lora import adapted_weights, adapter_names
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
-from torchtitan.distributed.fsdp import reshard_model
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.distributed.seeded_init import name_without_wrappers
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -48,67 +38,11 @@ WEIGHTS_ONLY = (
 )
 
 _KEYS_SHOWN = 5
-# Entries of the train state that older checkpoints and the reference's checkpoints lack.
+# Entries of the train state that older checkpoints, and those of torchtitan, lack.
 _KEYS_SINCE_FIRST_VERSION = {"weights_version"}
 
 # Name of an entry -> its shape; None if the entry is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
-
-
-class ModelWrapper(Stateful):
-    """The parameters and persistent buffers of all model parts, as one state dict.
-
-    `state_dict()` returns the live parameters, not copies. They are collected at each call, because
-    a client may have moved parameters, or exchanged their memory, since the last one.
-
-    has_adapters: the parts have adapters beside frozen weights. `state_dict()` then returns only
-        what trains.
-    """
-
-    def __init__(self, model: nn.Module | list[nn.Module], has_adapters: bool = False) -> None:
-        self.model = [model] if isinstance(model, nn.Module) else model
-        self.has_adapters = has_adapters
-        self.adapted = list(adapted_weights(self.model))
-        self.trained = [
-            name_without_wrappers(name)
-            for part in self.model
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad
-        ]
-
-    def _get_state_dict(self) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
-        for part in self.model:
-            reshard_model(part)  # FSDP holds gathered parameters after an evaluation
-            entries |= get_model_state_dict(part)
-        return entries
-
-    @property
-    def cache_state_dict(self) -> dict[str, Any]:
-        """The reference's name of `whole`."""
-        return self.whole()
-
-    def state_dict(self) -> dict[str, Any]:
-        whole = self.whole()
-        return {name: whole[name] for name in self.trained} if self.has_adapters else whole
-
-    def whole(self) -> dict[str, Any]:
-        """Return all entries: the base model's and the adapters'."""
-        return self._get_state_dict()
-
-    def base(self) -> dict[str, Any]:
-        """Return the entries of the model without its adapters."""
-        of_adapters = adapter_names(self.adapted)
-        return {name: entry for name, entry in self.whole().items() if name not in of_adapters}
-
-    def frozen(self) -> dict[str, Any]:
-        """Return the entries that do not train."""
-        return {name: entry for name, entry in self.whole().items() if name not in self.trained}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each part's entries. A part skips the entries of other parts."""
-        for part in self.model:
-            set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
 
 
 def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
@@ -192,10 +126,24 @@ def _pickled(name: str, state: Any) -> bytes:
     return data
 
 
+class _FittedState(Stateful):
+    """A state that DCP loads from other entries than those that the state itself would save."""
+
+    def __init__(self, state: Any, entries: dict[str, Any]) -> None:
+        self._state, self._entries = state, entries
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._entries
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state.load_state_dict(state_dict)
+
+
 def fit_to_checkpoint(
     states: dict[str, Any],
     all_states: Mapping[str, Any],
     model_names: Set[str],
+    saved: Shapes,
     path: str,
     model_description: str,
 ) -> dict[str, Any]:
@@ -203,52 +151,52 @@ def fit_to_checkpoint(
 
     states: the states to load, with the model's entries at the top level.
     all_states: all states of the run, by component. model_names: the entries of a whole load that
-        are the model's.
+        are the model's. saved: the entries of the checkpoint.
     Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
     another model.
     """
-    saved = from_rank_zero(lambda: saved_shapes_in(path))
-    if saved is None:
-        return states
     others = {name: state for name, state in states.items() if name not in model_names}
+    weights = {name: state for name, state in states.items() if name in model_names}
     saved_others = keys_outside_model(saved, all_states)
     left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
     if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
         logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
-
-    if model_names <= states.keys():
-        weights = {name: states[name] for name in model_names}
-        saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
-        check_same_model(shapes_of(weights), saved_weights, path, model_description)
     if others and not saved_others:
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
-        return {name: states[name] for name in model_names if name in states}
+        others = {}
 
-    states = dict(states)
+    contents = {
+        name: state.state_dict() if isinstance(state, Stateful) else state
+        for name, state in others.items()
+    }
+    # The keys under which DCP stores the components.
+    keys = {name: set(torch_parts.flatten_states({name: x})[0]) for name, x in contents.items()}
+    of_ranks = all_ranks((shapes_of(weights), keys))
+    if wanted := {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}:
+        saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
+        check_same_model(wanted, saved_weights, path, model_description)
+
+    fitted = dict(weights)
     for name, state in others.items():
-        content = state.state_dict() if isinstance(state, Stateful) else state
-        # The keys under which DCP stores the component.
-        keys = set(torch_parts.flatten_states({name: content})[0])
-        fitted = content
+        entries = contents[name]
+        wanted_keys: set[str] = set().union(*(by_name[name] for _, by_name in of_ranks))
         if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
             needs_all = getattr(state, "needs_all_positions", False)
-            if needs_all or positions != set().union(*all_ranks(_keys_of(DATALOADER, keys))):
+            if needs_all or positions != _keys_of(DATALOADER, wanted_keys):
                 # The dataloader gets the positions of all saving ranks and divides them again.
-                fitted, keys = dict.fromkeys(positions), set()
+                entries, wanted_keys = dict.fromkeys(positions), set()
         if name == TRAIN_STATE:
             newer = _KEYS_SINCE_FIRST_VERSION - _keys_of(TRAIN_STATE, saved)
-            if newer & _keys_of(TRAIN_STATE, keys):
-                fitted = {key: value for key, value in content.items() if key not in newer}
-                keys -= {f"{TRAIN_STATE}.{key}" for key in newer}
-        if fitted is not content:  # DCP reads the keys that it is shown
-            load = state.load_state_dict
-            states[name] = SimpleNamespace(state_dict=lambda f=fitted: f, load_state_dict=load)
-        if missing := set().union(*all_ranks(keys - saved.keys())):
+            if newer & _keys_of(TRAIN_STATE, wanted_keys):
+                entries = {key: value for key, value in entries.items() if key not in newer}
+                wanted_keys -= {f"{TRAIN_STATE}.{key}" for key in newer}
+        if missing := sorted(wanted_keys - saved.keys()):
             raise ValueError(
-                f"The checkpoint {path} lacks entries of {name}: {shorten(sorted(missing))}. "
+                f"The checkpoint {path} lacks entries of {name}: {shorten(missing)}. "
                 f"Add {name} to checkpoint.exclude_from_loading to load without it"
             )
-    return states
+        fitted[name] = state if entries is contents[name] else _FittedState(state, entries)
+    return fitted
 
 
 def check_same_model(
@@ -258,20 +206,18 @@ def check_same_model(
     model_description: str,
     remedy: str = "Set model.name and model.flavor to the saved model, or load another checkpoint",
 ) -> None:
-    """Compare the model's weights, of all ranks together, with the saved ones. Collective.
+    """Compare the model's weights with the saved ones. wanted: of all ranks together.
 
     Raises ValueError with the first names that are missing, superfluous or of another shape.
     """
-    wanted = {name: shape for part in all_ranks(wanted) for name, shape in part.items()}
-    other_shape = [
-        f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
-        for name in sorted(wanted.keys() & saved.keys())
-        if wanted[name] != saved[name]
-    ]
     differences = {
         "not in the checkpoint": sorted(wanted.keys() - saved.keys()),
         "not in the model": sorted(saved.keys() - wanted.keys()),
-        "of another shape": other_shape,
+        "of another shape": [
+            f"{name}: saved {list(saved[name] or ())}, model {list(wanted[name] or ())}"
+            for name in sorted(wanted.keys() & saved.keys())
+            if wanted[name] != saved[name]
+        ],
     }
     found = [f"{what}: {shorten(keys)}" for what, keys in differences.items() if keys]
     if found:
@@ -299,7 +245,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 def saved_shapes_in(path: str) -> Shapes | None:
     """The shapes in a DCP checkpoint; None if its metadata is missing or empty.
 
-    The reference's tests use an empty file.
+    Tests of 0.2.x use an empty file.
     """
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:

@@ -85,7 +85,9 @@ class WeightStream:
         self.version, self.digest = current_version(), None
 
     @classmethod
-    def of_engine(cls, engine: WeightSource, adapter: BaseStateDictAdapter, **options: Any) -> Self:
+    def from_engine(
+        cls, engine: WeightSource, adapter: BaseStateDictAdapter, **options: Any
+    ) -> Self:
         """The stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
         schedule = engine.pp_schedule
         return cls(

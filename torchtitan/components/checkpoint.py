@@ -1,4 +1,4 @@
-"""The reference's import path of `torchtitan.checkpoint`."""
+"""The import path of `torchtitan.checkpoint` in 0.2.x."""
 # ruff: noqa: F401
 
 import torch.distributed as dist
@@ -6,15 +6,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from torchtitan.checkpoint import dcp
+from torchtitan.checkpoint import dcp, saver
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.retention import SaveDone, Terminate, purge_thread
-from torchtitan.checkpoint.staging import AsyncMode
-from torchtitan.checkpoint.states import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    ModelWrapper,
-)
+from torchtitan.checkpoint.saver import AsyncMode
+from torchtitan.checkpoint.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.checkpoint.weights import ModelWrapper
+
+# Programs for 0.2.x replace `DefaultStager` here, so it is looked up at each call.
+saver.make_stager = lambda options: DefaultStager(options)

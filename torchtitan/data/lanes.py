@@ -219,12 +219,11 @@ class Lane:
 
     def _first(self) -> int:
         """Return the index of the open document that begins a row."""
-        oldest: dict[int, int] = {}
+        oldest: dict[int, int] = {}  # source -> index
         for index, document in enumerate(self.open):
             oldest.setdefault(document.source, index)
-        return oldest[
-            self._furthest_behind({source: self.open[index] for source, index in oldest.items()}, 0)
-        ]
+        candidates = {source: self.open[index] for source, index in oldest.items()}
+        return oldest[self._furthest_behind(candidates, share_of_open=0)]
 
     def _next_document(self) -> OpenDocument | None:
         """Open the next document that has tokens; None if the documents have ended."""
@@ -234,7 +233,7 @@ class Lane:
             }
             if not documents:
                 return None
-            number = self._furthest_behind(documents, 0.5)
+            number = self._furthest_behind(documents, share_of_open=0.5)
             self.feeds[number].advance()
             if documents[number].num_ahead(1):
                 if len(self.feeds) > 1:
@@ -247,28 +246,30 @@ class Lane:
             "or training.too_long leaves them out; give it other documents, or raise training.seq_len"
         )
 
-    def _furthest_behind(self, documents: dict[int, OpenDocument], share_of_open: float) -> int:
-        """Return the number of the source whose tokens are furthest below its part of all tokens.
+    def _furthest_behind(self, candidates: dict[int, OpenDocument], share_of_open: float) -> int:
+        """Return the source whose tokens are furthest below its share of all tokens.
 
-        documents: the next of each source that has a document left.
-        share_of_open: is counted of the documents that wait for a row. To count them whole would leave a
-            source of long documents, which wait longer, behind for as long.
+        candidates: source -> its next document, of each source that has one left.
+        share_of_open: the part of a document waiting for a row that counts. Counted whole, it would
+            hold back a source of long documents, which wait longer.
 
-        The parts are those after another row, and each source has a part of its next document already.
-        Both go from 0 to 2 rows, and from 0 to 1 documents, over the lanes, so that errors of lanes
-        cancel and the shares are right after few rows.
+        Compared are the tokens after another row, where each source has a part of its next document.
+        These two look-aheads go from 0 to 2 rows, and from 0 to 1 documents, over the lanes, so that
+        errors of lanes cancel and the shares are right after few rows.
         """
         if len(self.feeds) == 1:
             return 0
-        counted = list(self.num_tokens)
+        num_tokens = list(self.num_tokens)
         for document in self.open:
-            counted[document.source] -= round((1 - share_of_open) * document.estimated_length())
+            num_tokens[document.source] -= round((1 - share_of_open) * document.estimated_length())
         is_fit, row = self._packing.method == "fit", self._packing.seq_len
-        weight = sum(self._sources[i].weight for i in documents)
-        after = sum(counted[i] for i in documents) + 2 * self._phase * row
-        excess = []
-        for i, document in documents.items():
-            length = document.estimated_length()
+        weights = {source: self._sources[source].weight for source in candidates}
+        all_weights = sum(weights.values())
+        all_tokens = sum(num_tokens[source] for source in candidates) + 2 * self._phase * row
+
+        def excess(source: int) -> float:
+            length = candidates[source].estimated_length()
             ahead = self._phase * (min(length, row) if is_fit else length)  # a row takes no more
-            excess.append((counted[i] + ahead - self._sources[i].weight / weight * after, i))
-        return min(excess)[1]
+            return num_tokens[source] + ahead - weights[source] / all_weights * all_tokens
+
+        return min(sorted(candidates), key=excess)

@@ -104,7 +104,7 @@ class LiveWeights:
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
-        self._stream = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+        self._stream = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
         self.version = self._stream.version
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ class WeightSync:
         elif names == "ours" and takes_shards:
             weights = LiveWeights(engine, dtype)
         elif names == "ours":
-            weights = WeightStream.of_engine(engine, OurNames(), dtype=dtype)
+            weights = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
         elif names == "adapters":
             weights = AdapterWeights(engine)
         failure = None

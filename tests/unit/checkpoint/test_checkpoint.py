@@ -35,8 +35,7 @@ from torchtitan.checkpoint.folder import (
     remove_folder,
 )
 from torchtitan.checkpoint.retention import Retention, Terminate, estimated_bytes, purge_thread
-from torchtitan.checkpoint.saver import Saver
-from torchtitan.checkpoint.staging import AsyncMode
+from torchtitan.checkpoint.saver import AsyncMode, Saver
 from torchtitan.components import checkpoint as reference
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
 from torchtitan.components.ft import FTManager, maybe_semi_sync_training
@@ -927,6 +926,15 @@ def test_saving_a_step_again_replaces_what_was_there(tmp_path):
     assert other.manager.load() and other.counter.step == 2
 
 
+def test_step_that_is_saved_again_is_read_again(tmp_path):
+    run = Run(tmp_path)
+    run.train_and_save(1)
+    assert run.manager.load() and run.counter.step == 1
+    run.manager.save(1, last_step=True)  # weights only
+    run.counter.step = 7
+    assert run.manager.load() and run.counter.step == 7
+
+
 def test_steps_that_will_be_replaced_are_told(tmp_path, caplog):
     Run(tmp_path).train_and_save(1, 2)
     for step, is_told in ((2, False), (1, True)):
@@ -1125,7 +1133,7 @@ def test_parameters_moved_by_a_client_are_still_the_ones_saved(tmp_path):
 def test_model_parts_share_one_state_dict():
     wrapper = ModelWrapper([nn.ModuleDict({"a": nn.Linear(1, 1)}), nn.ModuleDict({"b": Net()})])
     assert wrapper.state_dict().keys() == wrapper.cache_state_dict.keys()
-    wrapper.load_state_dict({k: torch.ones_like(v) for k, v in wrapper._get_state_dict().items()})
+    wrapper.load_state_dict({k: torch.ones_like(v) for k, v in wrapper.whole().items()})
     assert all((t == 1).all() for t in wrapper.state_dict().values())
     assert {"a.weight", "b.layers.1.bias"} <= wrapper.state_dict().keys()
 

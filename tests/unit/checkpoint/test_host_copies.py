@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan.checkpoint.staging import HostCopies
+from torchtitan.checkpoint.saver import HostCopies
 
 
 def state(value: float, size: int = 3, **more) -> dict:

@@ -58,7 +58,8 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
         ("initial_load_in_hf_quantized", "initial_load_in_hf"),
         ("last_save_in_hf", "last_save_model_only"),
     ):
-        yield from needs(config, f"checkpoint.{key}", f"checkpoint.{needed}")
+        if checkpoint.enable or key.startswith("initial"):
+            yield from needs(config, f"checkpoint.{key}", f"checkpoint.{needed}")
 
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:

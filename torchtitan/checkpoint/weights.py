@@ -1,6 +1,7 @@
-"""A model's adapters in files, and their base model, which checkpoints name but do not hold.
+"""The model's weights in a checkpoint: all of them, or the adapters beside a base model.
 
-The digest covers every frozen parameter, bit for bit, and is the same on every layout of ranks.
+Checkpoints of adapters name their base model and do not hold it. Its digest covers every frozen
+parameter, bit for bit, and is the same on every layout of ranks.
 """
 
 import hashlib
@@ -10,34 +11,72 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.adapters.lora import adapter_names, adapters_off, merged
+from torchtitan.adapters.lora import adapted_weights, adapter_names, adapters_off, merged
 from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
 from torchtitan.checkpoint.folder import mark_base
-from torchtitan.checkpoint.run_record import read_record
-from torchtitan.checkpoint.states import ModelWrapper, saved_shapes_in
 from torchtitan.checkpoint.stream import fingerprint
 from torchtitan.config.job_config import LoRA
+from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 NAME, DIGEST = "base model", "base model's digest"  # entries of the run's record
 
 
-def holds_adapters(path: str) -> bool:
-    """True if a DCP checkpoint holds adapters, and so not their base."""
-    return any(name.endswith(("lora_a", "lora_b")) for name in saved_shapes_in(path) or ())
+class ModelWrapper(Stateful):
+    """The parameters and persistent buffers of all model parts, as one state dict.
 
+    `state_dict()` returns the live parameters, not copies. They are collected at each call, because
+    a client may have moved parameters, or exchanged their memory, since the last one.
 
-def base_record(entries: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the name and the digest of the base. Collective; gathers one weight at a time.
-
-    entries: the frozen parameters of this rank's model parts.
+    has_adapters: the parts have adapters beside frozen weights. `state_dict()` then returns only
+        what trains.
     """
-    own = {key: f"{t.dtype} {tuple(t.shape)} {fingerprint(t).item()}" for key, t in entries.items()}
-    lines = sorted({f"{key} {value}" for part in all_ranks(own) for key, value in part.items()})
-    return {NAME: name, DIGEST: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]}
+
+    def __init__(self, model: nn.Module | list[nn.Module], has_adapters: bool = False) -> None:
+        self.model = [model] if isinstance(model, nn.Module) else model
+        self.has_adapters = has_adapters
+        self.adapted = list(adapted_weights(self.model))
+        self.trained = [
+            name_without_wrappers(name)
+            for part in self.model
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def whole(self) -> dict[str, Any]:
+        """Return all entries: the base model's and the adapters'."""
+        entries: dict[str, Any] = {}
+        for part in self.model:
+            reshard_model(part)  # FSDP holds gathered parameters after an evaluation
+            entries |= get_model_state_dict(part)
+        return entries
+
+    cache_state_dict = property(whole)  # its name in 0.2.x
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = self.whole()
+        return {name: whole[name] for name in self.trained} if self.has_adapters else whole
+
+    def base(self) -> dict[str, Any]:
+        """Return the entries of the model without its adapters."""
+        of_adapters = adapter_names(self.adapted)
+        return {name: entry for name, entry in self.whole().items() if name not in of_adapters}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load each part's entries. A part skips the entries of other parts."""
+        for part in self.model:
+            set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
 
 
 class AdapterFiles:
@@ -78,15 +117,8 @@ class AdapterFiles:
         model, _ = self._model, self._require_options("load_peft")
         load_peft(path, model.model, model.whole(), model.trained, adapter)
 
-    def load_first(
-        self, require_adapter: Callable[[], BaseStateDictAdapter], base: str | None = None
-    ) -> None:
-        """Read the adapters that training starts from, if the job names some.
-
-        base: what the weights were read from, if they were read.
-        """
-        if base is not None:
-            self.set_base(base)
+    def load_first(self, require_adapter: Callable[[], BaseStateDictAdapter]) -> None:
+        """Read the adapters that training starts from, if the job names some."""
         if self._options is not None and self._options.adapter_path:
             self.load(self._options.adapter_path, require_adapter())
 
@@ -117,34 +149,37 @@ class AdapterFiles:
 
     # ---- the base ----
 
-    def are_in(self, path: str) -> bool:
-        """True if a DCP checkpoint holds adapters of this model, and so not their base. Collective."""
-        return self._options is not None and from_rank_zero(lambda: holds_adapters(path))
-
-    def set_base(self, name: str | None) -> None:
-        """name: what the base was read from; None: initial weights. Collective."""
+    def set_base(self, name: str) -> None:
+        """name: what the base was read from. Collective."""
         self._base_name, self._base_record = name, None
-        if name is not None and self._options is not None:
+        if self._options is not None:
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the record of the base that the adapters stand beside, {} without adapters. Collective.
+        """Return the name and the digest of the base; {} without adapters. Collective.
 
         model: the base's name if it has its initial weights.
         """
         if self._options is None:
             return {}
         if self._base_record is None:
+            frozen = {
+                name: f"{t.dtype} {tuple(t.shape)} {fingerprint(t).item()}"  # gathers one at a time
+                for name, t in self._model.whole().items()
+                if name not in self._model.trained
+            }
+            lines = {f"{key} {value}" for part in all_ranks(frozen) for key, value in part.items()}
+            digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
             name = self._base_name or f"{model} with initial weights"
-            self._base_record = base_record(self._model.frozen(), name)
+            self._base_record = {NAME: name, DIGEST: digest}
         return self._base_record
 
-    def check_same_base(self, path: str, model: str) -> None:
+    def check_same_base(self, saved: Mapping[str, Any], path: str, model: str) -> None:
         """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
 
-        model: see `own_base`.
+        saved: the record in that checkpoint. model: see `own_base`.
         """
-        saved, own = from_rank_zero(lambda: read_record(path)), self.own_base(model)
+        own = self.own_base(model)
         if DIGEST not in saved:
             logger.warning(
                 f"{path} does not name the base model of its adapters: it is not compared"
