@@ -11,7 +11,6 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Callable
 
 from tests.cuda_rehearsal.device import load_device, patch_cuda
 
@@ -29,15 +28,13 @@ TARGET = patch_compiler()
 
 
 def main() -> None:
-    from tests.cuda_lowering.faults import FAULTS
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="default: all cases")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     args = parser.parse_args()
     failed = 0
     for name in args.names or CASES:
-        record = run(name, FAULTS.get(name, lower))
+        record = run(name)
         failed += record["error"] is not None
         print(json.dumps(record) if args.json else in_words(record), flush=True)
         if not args.json:
@@ -45,16 +42,12 @@ def main() -> None:
     raise SystemExit(failed)
 
 
-def run(name: str, function: Callable) -> dict:
-    """Return name, cpu_seconds, error (a text, or None) and the fields of `step.Lowered`.
-
-    Of a fault in place of these fields: caught, how it was noticed.
-    """
+def run(name: str) -> dict:
+    """Return name, cpu_seconds, error (a text, or None) and the fields of `step.Lowered`."""
     started = time.process_time()
     record, error = {}, None
     try:
-        result = function(name, TARGET)
-        record = result if isinstance(result, dict) else dataclasses.asdict(result)
+        record = dataclasses.asdict(lower(name, TARGET))
     except Exception:
         error = traceback.format_exc(limit=-8, chain=False)
     seconds = round(time.process_time() - started, 1)

@@ -131,25 +131,6 @@ SLOW = {
     "qwen3 muon moe ep offload",
 }
 
-SLOW_FAULTS = {
-    "staging does not wait for the update",
-    "documents are counted on the host",
-    "batch is copied from pageable memory",
-    "documents are read back from the device",
-    "gradient norm is read in each step",
-    "states go to pageable memory",
-    "batches are not pinned",
-    "loss is read in each step",
-    "norm is checked on the host",
-    "device is synchronized in each step",
-    "forward looks for places by value",
-    "constant is made on the host in each step",
-    "loss goes to the host in each step",
-    "every step logs",
-    "recomputation waits for the counts again",
-    "experts are counted one by one",
-}
-
 # ---- where the host may wait, and how often; nothing that is not here may ----
 
 Waits = dict[str, int]

@@ -17,7 +17,6 @@ from tests.cuda_rehearsal.device import load_device, patch_cuda
 load_device()
 
 from tests.cuda_rehearsal.cases import CASES
-from tests.cuda_rehearsal.faults import FAULTS
 from tests.cuda_rehearsal.jobs import make_models_shallow, rehearse
 from tests.cuda_rehearsal.rehearsal import patch_kernels
 from tests.cuda_rehearsal.scenarios import SCENARIOS
@@ -29,16 +28,13 @@ make_models_shallow()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="default: all, unless there are faults")
-    parser.add_argument("--faults", nargs="*", help="seed these; without a name all")
+    parser.add_argument("names", nargs="*", help="default: all")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     args = parser.parse_args()
     table = {**dict.fromkeys(CASES, rehearse), **SCENARIOS}
-    names = args.names or (table if args.faults is None else [])
-    faults = FAULTS if args.faults == [] and not args.names else args.faults or []
     failed = 0
-    for name in [*names, *faults]:
-        record = run(name, FAULTS[name] if name in FAULTS else table[name])
+    for name in args.names or table:
+        record = run(name, table[name])
         failed += record["error"] is not None
         print(json.dumps(record) if args.json else in_words(record), flush=True)
     raise SystemExit(failed)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_rehearsal.cases import ALLOWED, CASES, SLOW, SLOW_FAULTS
+from tests.cuda_rehearsal.cases import ALLOWED, CASES, SLOW
 from tests.cuda_rehearsal.device import why_not
-from tests.cuda_rehearsal.faults import FAULTS
 from tests.cuda_rehearsal.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,20 +35,14 @@ def run(*arguments):
     )
 
 
-def wanted(request, test):
-    """Names of the selected items of a test."""
-    items = request.session.items
-    return [item.callspec.params["name"] for item in items if item.function is test]
-
-
 @pytest.fixture(scope="module")
 def recorded(request):
-    """Name -> record, of all selected cases and faults, in one process: to start costs 10 seconds."""
-    cases = wanted(request, test_host_waits_for_the_device_only_where_the_table_says)
-    faults = wanted(request, test_seeded_fault_is_caught)
-    done = run("tests.cuda_rehearsal.run", "--json", *cases, "--faults", *faults)
+    """Name -> record, of all selected cases, in one process: to start costs 10 seconds."""
+    test = test_host_waits_for_the_device_only_where_the_table_says
+    cases = [i.callspec.params["name"] for i in request.session.items if i.function is test]
+    done = run("tests.cuda_rehearsal.run", "--json", *cases)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    assert len(lines) == len(cases) + len(faults), done.stderr[-4000:]
+    assert len(lines) == len(cases), done.stderr[-4000:]
     return {record["name"]: record for record in map(json.loads, lines)}
 
 
@@ -59,18 +52,3 @@ def test_host_waits_for_the_device_only_where_the_table_says(recorded, name):
     assert record["error"] is None, record["error"]
     noted = {part: waits for part, waits in record["notes"].items() if waits}
     assert noted == ALLOWED.get(name, {})
-
-
-@pytest.mark.parametrize("name", marked(FAULTS, SLOW_FAULTS))
-def test_seeded_fault_is_caught(recorded, name):
-    assert recorded[name]["error"] is None, recorded[name]["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("files", ["test_engine.py", "test_document*.py"])
-def test_unit_tests_pass_on_the_device(files):
-    """On the device that has numbers; some are skipped, with their reason (see `values.py`)."""
-    paths = sorted(str(file) for file in (ROOT / "tests/unit").glob(files))
-    plugins = "-p", "tests.cuda_rehearsal.values", "-p", "no:cacheprovider"
-    done = run("pytest", "-q", *plugins, "--tb=short", *paths)
-    assert done.returncode == 0, done.stdout[-6000:]

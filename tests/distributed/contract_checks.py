@@ -7,9 +7,7 @@ B rows, T tokens per row, V vocabulary entries.
 """
 
 import contextlib
-import dataclasses
 import gc
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,35 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import and_masks
 from torch.testing import assert_close
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.checkpoint.stream import digest_of
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.context_parallel import prepare_context_parallel_input
-from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
-from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.models.attention import VarlenMetadata, create_attention_mask, get_causal_mask_mod
-from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.contract import (
     Check,
     Kit,
     assert_same_weights,
-    assert_steps_of_plain_loop,
     global_state,
-    scores,
 )
 from torchtitan.testing.tiny_jobs import (
-    FAMILY,
     SEQ_LEN,
-    VOCAB,
     Batch,
     PlainLoop,
     logprobs_of,
@@ -179,95 +166,7 @@ def assert_step_of_plain_loop(
     assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-# ---- the train spec ----
-
-
-def train_spec_replaced(kit: ClientKit) -> None:
-    """A get_train_spec put into its module is the one that Trainer calls; wrappers may nest."""
-    with client_train_spec(), kit.client_trainer() as trainer:
-        assert trainer.dataloader is None and trainer.train_spec.build_dataloader_fn is None
-
-
-def train_spec_flavors(kit: ClientKit) -> None:
-    """model_args of each family is a mapping; the first flavor of its sizes is the dense one."""
-    flavors = train_spec_module.get_train_spec(FAMILY).model_args
-    sizes = (32, 2, VOCAB)
-    found = [n for n, a in flavors.items() if (a.dim, a.n_layers, a.vocab_size) == sizes]
-    assert found[0] == "tiny" and set(found) <= set(flavors.keys())
-    assert flavors.get("tiny") is flavors["tiny"] and flavors.get("no such flavor") is None
-
-    def has_experts(args: Any) -> bool:
-        return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
-
-    for family in FAMILIES:
-        flavors = train_spec_module.get_train_spec(family).model_args
-        assert flavors, family
-        first_of_sizes: dict[tuple[int, ...], Any] = {}
-        for name, args in flavors.items():
-            first = first_of_sizes.setdefault((args.dim, args.n_layers, args.vocab_size), args)
-            assert has_experts(args) or not has_experts(first), f"{family} {name}"
-            if family == "qwen3" and not name.startswith(("debugmodel", "tiny")):
-                assert first is args, f"{name} is not the first of its sizes"
-
-
-def train_spec_attn_type_in_place(kit: ClientKit) -> None:
-    """A trainer runs the attn_type that was set on the registry's own args before Trainer()."""
-    args = train_spec_module.get_train_spec(FAMILY).model_args["tiny"]
-    before = args.attn_type
-    try:
-        for attn_type in ("flex", "varlen"):
-            args.attn_type = attn_type
-            with kit.client_trainer(attn_type=None, attn_mask_type=None) as trainer:
-                assert trainer.model_args.attn_type == attn_type
-    finally:
-        args.attn_type = before
-
-
-def attn_type_of_one_job(kit: ClientKit) -> None:
-    """model.attn_type of a job changes its own copy of the args, not the registry's."""
-    flavor = train_spec_module.get_train_spec(FAMILY).model_args["tiny"]
-    before = dataclasses.replace(flavor)
-    assert kit.engine(attn_type="flex").model_args.attn_type == "flex"
-    assert kit.engine(attn_type="varlen").model_args.attn_type == "varlen"
-    assert flavor == before
-
-
-def flavor_from_hf_config(kit: ClientKit) -> None:
-    """from_hf_config compares all of a config.json, and makes args for sizes without a flavor."""
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    }
-    assert from_hf_config(config).flavor == "tiny"
-    assert from_hf_config(config | {"tie_word_embeddings": True}).flavor == "tiny_tied"
-    other = from_hf_config(config | {"rope_theta": 5e5})
-    assert other.flavor is None and other.model_args.rope_theta == 5e5
-
-
 # ---- the parts of an engine or trainer ----
-
-
-def bad_config_is_refused_early(kit: ClientKit) -> None:
-    """A config that cannot run is a ValueError that names the key, before any group is made."""
-    with pytest.raises(ValueError, match="tensor_parallel_degree"):
-        TrainingEngine(kit.job(parallelism={"tensor_parallel_degree": 3 * kit.world_size}))
-
-
-def engine_builds_no_data(kit: ClientKit) -> None:
-    """TrainingEngine(config) has no tokenizer, dataloader or validator and needs no files for them."""
-    engine = kit.engine()
-    assert engine.tokenizer is None and engine.dataloader is None
-    assert not hasattr(engine, "validator")
 
 
 def trainer_model_parts(kit: ClientKit) -> None:
@@ -277,68 +176,6 @@ def trainer_model_parts(kit: ClientKit) -> None:
     assert not any(module.training for module in model.modules())
     model.train()
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def training_and_evaluation_mode(kit: ClientKit) -> None:
-    """train_mode() and eval_mode() switch at once, and back at the end of a with block."""
-    engine = kit.engine()
-    (model,) = engine.model_parts
-    engine.train_mode()
-    assert model.training
-    with engine.eval_mode():
-        assert not model.training
-    assert model.training
-
-
-def trainer_fsdp_modules(kit: ClientKit) -> None:
-    """Without a dataloader the model is an FSDPModule on any number of ranks, even on one."""
-    for layout in {1: ("fsdp",), 2: ("fsdp", "ddp", "tp"), 4: ("ddp", "tp")}[kit.world_size]:
-        with kit.client_trainer(layout) as trainer:
-            (model,) = trainer.model_parts
-            assert isinstance(model, FSDPModule), layout
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-            client_loss(trainer).backward()
-            model.reshard()
-
-
-def model_args_are_read_back(kit: ClientKit) -> None:
-    """trainer.model_args.attn_type, device and the load balancer can be read."""
-    engine = kit.engine(attn_type="flex")
-    assert engine.model_args.attn_type == "flex"
-    assert engine.device.type == "cpu"
-    assert engine.job_config.parallelism.context_parallel_load_balancer == "headtail"
-
-
-def accessors_of_ranks(kit: ClientKit) -> None:
-    """parallel_dims, dp_rank, dp_size and dp_group describe a rank's place."""
-    engine = kit.engine()
-    assert (engine.dp_rank, engine.dp_size) == (kit.rank, kit.world_size)
-    assert engine.parallel_dims.dp_shard == kit.world_size
-    if kit.world_size == 1:
-        assert engine.dp_group is None
-    else:
-        assert dist.get_world_size(engine.dp_group) == kit.world_size
-        assert kit.engine("tp").dp_size == kit.world_size // 2
-
-
-def second_parallel_dims(kit: ClientKit) -> None:
-    """A client may build its own ParallelDims beside the engine's, and use its meshes."""
-    kit.engine()
-    ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
-    dims = ParallelDims(dp_shard=kit.world_size, world_size=kit.world_size, **ones)
-    dims.build_mesh()
-    for names in ("tp", "pp", "cp", "dp_replicate", ["dp_replicate", "fsdp"]):
-        assert dims.get_optional_mesh(names) is None, names
-    assert (dims.tp, dims.pp, dims.cp) == (1, 1, 1)
-    assert not (dims.pp_enabled or dims.cp_enabled or dims.ep_enabled)
-    mesh = dims.get_optional_mesh("fsdp")
-    if kit.world_size == 1:
-        assert mesh is None
-    else:
-        assert mesh.get_local_rank() == kit.rank
-        assert dist.get_world_size(mesh.get_group()) == kit.world_size
 
 
 def guest_leaves_global_state(kit: ClientKit) -> None:
@@ -353,26 +190,6 @@ def guest_leaves_global_state(kit: ClientKit) -> None:
     after = global_state()
     for name, was in before.items():
         assert was == after[name], f"{name} changed: {was} -> {after[name]}"
-
-
-def two_engines_share_nothing(kit: ClientKit) -> None:
-    """A second engine (a reference model) keeps its weights and length while another trains.
-
-    It keeps its checkpoints too, if it has a folder of its own.
-    """
-    options = {"checkpoint": {"enable": True}}
-    with (
-        kit.build(folder="actor", training={"seq_len": 48}, **options) as actor,
-        kit.build(folder="reference", training={"seq_len": 40}, seed=3, **options) as reference,
-    ):
-        before = whole_weights(reference)
-        reference.checkpointer.save(curr_step=1)
-        run_step(actor, make_documents(26))
-        actor.checkpointer.save(curr_step=1)
-        reference.checkpointer.load()
-        scores(reference, [[document] for document in make_documents(26)])
-        assert_same_weights(reference, before)
-        assert (actor.model_args.max_seq_len, reference.model_args.max_seq_len) == (48, 40)
 
 
 def offload_and_reload(kit: ClientKit) -> None:
@@ -403,12 +220,6 @@ def offload_and_reload(kit: ClientKit) -> None:
             engine.to("meta")
 
 
-def cpu_offload_on_a_cpu(kit: ClientKit) -> None:
-    """training.enable_cpu_offload does no harm without an accelerator."""
-    with kit.client_trainer(training={"enable_cpu_offload": True}) as trainer:
-        assert scores(trainer, [[document] for document in make_documents(29)])
-
-
 # ---- a client's own forward, with its own masks ----
 
 
@@ -433,34 +244,6 @@ def forward_padded(kit: ClientKit, attn_type: str) -> None:
     for row, document in enumerate(documents):
         ours = logprobs_of(logits[row : row + 1, : len(document) - 1], document[None, 1:])[0]
         assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
-
-
-def forward_logits_of_tensor_parallel(kit: ClientKit) -> None:
-    """pred.full_tensor() is the whole vocabulary on every TP rank, for odd lengths, with gradient."""
-    with kit.build("tp") as engine:
-        (model,) = engine.model_parts
-        documents = make_documents(3, (5, 8))
-        batch, labels = pack(documents)
-        masks = client_masks(engine.model_args.attn_type, batch["positions"])
-        with engine.train_context(), engine.maybe_enable_amp:
-            pred = model(batch["input"], positions=batch["positions"], attention_masks=masks)
-        assert isinstance(pred, DTensor)
-        logits = pred.full_tensor()
-        assert logits.shape == pred.shape == (1, 13, VOCAB)
-        loss = -logprobs_of(logits, labels).sum()
-        assert_close(loss, -plain_logprobs(engine, documents).sum(), **SAME_STEP)
-        loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def rope_grows(kit: ClientKit) -> None:
-    """A document longer than training.seq_len goes through the model, with the right positions."""
-    with kit.build(training={"seq_len": 16}) as engine:
-        documents = make_documents(4, (41,))
-        batch, labels = pack(documents)
-        with torch.no_grad():
-            ours = logprobs_of(client_logits(engine, batch), labels)[labels != IGNORE_INDEX]
-        assert_close(ours, plain_logprobs(engine, documents), **SAME_LOGPROBS)
 
 
 def forward_under_autocast(kit: ClientKit) -> None:
@@ -496,114 +279,7 @@ def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
         assert torch.equal(logits[0], logits[1])
 
 
-def train_context_around_forward_only(kit: ClientKit) -> None:
-    """Backward may run outside train_context, each call of which returns a new context."""
-    with kit.build("tp" if kit.world_size > 1 else "fsdp") as engine:
-        for seed in (1, 2):
-            client_loss(engine, seed).backward()
-        assert all(p.grad.isfinite().all() for p in engine.model_parts[0].parameters())
-
-
-def context_parallel_input(kit: ClientKit, attn_type: str) -> None:
-    """prepare_context_parallel_input takes a client's {} mask; positions are passed separately."""
-    engine = kit.engine("cp", attn_type=attn_type)
-    mesh = engine.parallel_dims.get_mesh("cp")
-    documents = make_documents(9, (5, 3, 20, 4))
-    batch, labels = pack(documents)
-    inputs, labels, extra_kwargs = prepare_context_parallel_input(
-        batch["input"],
-        labels,
-        {"attention_masks": client_masks(attn_type, batch["positions"])},
-        mesh,
-        engine.device,
-        engine.job_config.parallelism.context_parallel_load_balancer,
-    )
-    with torch.no_grad(), engine.train_context(), engine.maybe_enable_amp:
-        logits = engine.model_parts[0](inputs, positions=batch["positions"], **extra_kwargs)
-        total = logprobs_of(logits, labels).sum()
-    dist.all_reduce(total, group=mesh.get_group())
-    assert_close(total, plain_logprobs(engine, documents).sum(), **SAME_STEP)
-
-
-def masks_from_model(kit: ClientKit) -> None:
-    """model.get_attention_masks(tokens, None, {"positions": ...}) is the mask for a client's call."""
-    engine = kit.engine(attn_type="flex")
-    (model,) = engine.model_parts
-    batch, _ = pack(make_documents(12))
-    masks = model.get_attention_masks(batch["input"], None, {"positions": batch["positions"]})
-    with torch.no_grad():
-        ours = model(batch["input"], attention_masks=masks, positions=batch["positions"])
-    assert_close(ours, engine.forward_step([batch])[0])
-
-
-def misfit_of_mask_and_kernel(kit: ClientKit) -> None:
-    """The wrong kind of mask is a TypeError that names both, before anything is computed."""
-    engine = kit.engine(attn_type="flex")
-    batch, _ = pack(make_documents(30))
-    metadata = client_masks("varlen", batch["positions"])
-    with pytest.raises(TypeError) as error, torch.no_grad():
-        engine.model_parts[0](
-            batch["input"], positions=batch["positions"], attention_masks=metadata
-        )
-    assert "flex" in str(error.value) and "VarlenMetadata" in str(error.value)
-
-
 # ---- a client's own step: optimizers, schedules, replicas ----
-
-
-def optimizers_step_and_zero_grad(kit: ClientKit) -> None:
-    """A client's own step: backward outside the contexts, clip, step, schedule, zero_grad."""
-    with kit.client_trainer() as trainer:
-        (model,) = trainer.model_parts
-        before = whole_weights(trainer)
-        client_loss(trainer).backward()
-        norm = dist_utils.clip_grad_norm_(
-            list(model.parameters()),
-            trainer.job_config.training.max_norm,
-            foreach=True,
-            pp_mesh=trainer.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=trainer.parallel_dims.ep_enabled,
-        )
-        assert type(norm) is Tensor and torch.isfinite(norm) and norm.item() > 0
-        trainer.optimizers.step()
-        trainer.lr_schedulers.step()
-        trainer.optimizers.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        after = whole_weights(trainer)
-        assert any(not torch.equal(after[name], before[name]) for name in before)
-
-
-def optimizers_state_is_live(kit: ClientKit) -> None:
-    """optimizers.state and param_groups are those of the inner optimizers, so offloaders see them."""
-    with kit.build() as engine:
-        assert len(engine.optimizers.state) == 0
-        run_step(engine, make_documents(7))
-        params = [p for group in engine.optimizers.param_groups for p in group["params"]]
-        assert params and all("exp_avg" in engine.optimizers.state[p] for p in params)
-        for state in engine.optimizers.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to("cpu", non_blocking=True)
-        run_step(engine, make_documents(8))
-
-
-def lr_schedulers_tell_the_rate(kit: ClientKit) -> None:
-    """lr_schedulers.schedulers[0].get_last_lr()[0] is the rate of the next step."""
-    with kit.build(lr_scheduler={"warmup_steps": 4}, optimizer={"lr": 0.4}) as engine:
-        rates = []
-        for _ in range(3):
-            rates.append(engine.lr_schedulers.schedulers[0].get_last_lr()[0])
-            engine.lr_schedulers.step()
-        assert_close(rates, [0.1, 0.2, 0.3])
-
-
-def schedule_offset(kit: ClientKit) -> None:
-    """lr_scheduler.step_offset = -1 starts the warm-up at 0, as other frameworks do."""
-    scheduler = {"warmup_steps": 4, "step_offset": -1}
-    with kit.build(lr_scheduler=scheduler, optimizer={"lr": 0.4}) as engine:
-        assert engine.lr == 0.0
-        engine.lr_schedulers.step()
-        assert_close(engine.lr, 0.1)
 
 
 def replicas_of_a_client(kit: ClientKit) -> None:
@@ -632,116 +308,7 @@ def gradient_reduction_mean(kit: ClientKit) -> None:
 # ---- checkpoints and weights ----
 
 
-def checkpointer_loads_what_it_saved(kit: ClientKit) -> None:
-    """save(curr_step=N) and load(step=N), load(step=-1), load(); weights and optimizer come back."""
-    folder = "checkpointer_loads"
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder=folder) as engine:
-        run_step(engine, make_documents(5))
-        saved = whole_weights(engine)
-        engine.checkpointer.save(curr_step=3)
-        first = run_step(engine, make_documents(6))
-        for arguments in ({"step": 3}, {"step": -1}, {}):
-            assert engine.checkpointer.load(**arguments) is True
-            assert_same_weights(engine, saved)
-        assert run_step(engine, make_documents(6)) == first
-
-
-def load_says_whether_it_did(kit: ClientKit) -> None:
-    """load() is False if there is nothing to load; an empty folder allows initial weights."""
-    os.makedirs(str(kit.folder / "empty/checkpoint"), exist_ok=True)
-    with kit.build(checkpoint={"enable": True}, folder="empty") as engine:
-        assert engine.checkpointer.load() is False
-        run_step(engine, make_documents(23))
-        weights = whole_weights(engine)
-        engine.save(str(kit.folder / "initial/step-1"))
-    checkpoint = {"enable": True, "initial_load_path": str(kit.folder / "initial/step-1")}
-    with kit.build(checkpoint=checkpoint, folder="empty", seed=9) as engine:
-        assert engine.checkpointer.load() is True
-        assert_same_weights(engine, weights)
-
-
-def checkpointer_folder_is_writable(kit: ClientKit) -> None:
-    """checkpointer.folder and keep_latest_k may be set at run time."""
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="one") as engine:
-        engine.checkpointer.folder = str(kit.folder / "another")
-        engine.checkpointer.keep_latest_k = 2
-        engine.checkpointer.save(curr_step=1)
-        assert os.path.exists(str(kit.folder / "another/step-1/.metadata"))
-
-
-def save_regardless_of_interval(kit: ClientKit) -> None:
-    """Without a dataloader checkpointer.save(curr_step=3) writes, though interval is 500."""
-    with kit.client_trainer(checkpoint={"enable": True}, folder="regardless") as trainer:
-        trainer.checkpointer.save(curr_step=3)
-    assert os.path.exists(str(kit.folder / "regardless/checkpoint/step-3/.metadata"))
-
-
-def retention_set_at_run_time(kit: ClientKit) -> None:
-    """keep_latest_k = 0 in the config and 1 at run time keeps one checkpoint and raises nothing."""
-    checkpoint = {"enable": True, "keep_latest_k": 0}
-    with kit.client_trainer(checkpoint=checkpoint, folder="retention") as trainer:
-        trainer.checkpointer.keep_latest_k = 1
-        for step in (1, 2):
-            trainer.checkpointer.save(curr_step=step)
-    dist.barrier()
-    folder = kit.folder / "retention/checkpoint"
-    assert [path.name for path in folder.iterdir()] == ["step-2"]
-
-
-def save_after_evaluation(kit: ClientKit) -> None:
-    """After a client's own forward without gradient, saving works, and training goes on."""
-    with kit.build(checkpoint={"enable": True, "interval": 1}, folder="eval") as engine:
-        run_step(engine, make_documents(27))
-        (model,) = engine.model_parts
-        model.eval()
-        with torch.no_grad():
-            client_loss(engine)
-        if hasattr(model, "reshard"):
-            model.reshard()
-        engine.checkpointer.save(curr_step=1)
-        model.train()
-        run_step(engine, make_documents(28))
-
-
-def export_of_weights(kit: ClientKit) -> None:
-    """iter_hf_weights streams every HF name, whole, with a version and a digest to compare."""
-    with kit.build() as engine:
-        first = engine.iter_hf_weights()
-        received = dict(first)
-        expected = engine.checkpointer.sd_adapter.to_hf(whole_weights(engine))
-        assert set(received) == set(expected)
-        for name, tensor in received.items():
-            assert torch.equal(tensor, expected[name]), name
-        assert first.digest == digest_of(received.items())
-        run_step(engine, make_documents(21))
-        second = engine.iter_hf_weights()
-        assert second.version == first.version + 1
-        assert digest_of(second) != first.digest
-
-
-def export_of_tied_weights(kit: ClientKit) -> None:
-    """A tied head is in the export under its own name."""
-    received = dict(kit.engine(flavor="tiny_tied").iter_hf_weights())
-    assert torch.equal(received["lm_head.weight"], received["model.embed_tokens.weight"])
-
-
 # ---- the engine's own forward ----
-
-
-def masks_from_positions(kit: ClientKit) -> None:
-    """The engine derives masks from positions; packing and order of documents change nothing.
-
-    The kernels take fewer key heads than query heads.
-    """
-    documents = make_documents(12)
-    batch, labels = pack(documents)
-    for attn_type in ("flex", "varlen"):
-        engine = kit.engine(attn_type=attn_type)
-        assert engine.model_args.n_kv_heads < engine.model_args.n_heads
-        (logits,) = engine.forward_step([batch])
-        packed = logprobs_of(logits, labels)[labels != IGNORE_INDEX]
-        alone = torch.cat(scores(engine, [[document] for document in documents]))
-        assert_close(packed, alone, **SAME_LOGPROBS)
 
 
 def padding_between_documents(kit: ClientKit) -> None:
@@ -794,155 +361,7 @@ def padded_batches_by_the_engine(kit: ClientKit) -> None:
             assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
-def unequal_microbatches_forward_only(kit: ClientKit) -> None:
-    """forward_step returns an output per microbatch of this rank, however many other ranks have."""
-    documents = make_documents(35, (9, 5, 12))[: kit.rank]
-    assert len(scores(kit.engine(), [[document] for document in documents])) == len(documents)
-
-
-def head_of_logprobs(kit: ClientKit) -> None:
-    """forward_step(head=TokenLogProbs()) is the log-softmax of the logits, without logits."""
-    batch, labels = pack(make_documents(39))
-    for layout in ("fsdp", "tp", "cp") if kit.world_size > 1 else ("fsdp",):
-        engine = kit.engine(layout)
-        (outputs,) = engine.forward_step(
-            [batch | {"labels": labels}], head=TokenLogProbs(entropy=True, chunk_tokens=16)
-        )
-        (logits,) = engine.forward_step([batch])
-        logprobs = logits.log_softmax(-1)
-        assert_close(outputs.logprobs, logprobs_of(logits, labels), **SAME_LOGPROBS)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        assert_close(outputs.entropy, entropy, **SAME_LOGPROBS)
-
-
 # ---- the engine's own step ----
-
-
-def tied_embeddings(kit: ClientKit) -> None:
-    """A tied model trains under FSDP, its table in one unit, and equals the plain loop."""
-    with kit.build(flavor="tiny_tied") as engine:
-        assert_steps_of_plain_loop(engine, make_documents(24))
-
-
-def pipelines_take_lists(kit: ClientKit) -> None:
-    """Pipelines take lists of microbatches with unequal, odd lengths, forward-only too."""
-    documents = make_documents(15, (5, 21, 9, 2, 13))
-    with kit.build("pp") as engine:
-        expected = plain_logprobs(engine, documents)
-        outputs = scores(engine, [[document] for document in documents])
-        assert (outputs is not None) is engine.has_outputs
-        if outputs is not None:
-            assert_close(torch.cat(outputs), expected, **SAME_LOGPROBS)
-        assert_step_of_plain_loop(engine, documents, num_microbatches=3)
-
-
-def loss_function_gets_whole_logits(kit: ClientKit) -> None:
-    """A loss_fn of the caller's gets logits [B, T, V] as plain tensors under tensor parallelism."""
-    seen = []
-
-    def loss_fn(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-        seen.append((type(logits), logits.shape))
-        return -logprobs_of(logits, labels).sum()
-
-    with kit.build("tp") as engine:
-        assert_step_of_plain_loop(engine, make_documents(16), loss_fn=loss_fn)
-    assert all(kind is Tensor and shape[2] == VOCAB for kind, shape in seen)
-
-
-def loss_function_of_the_caller(kit: ClientKit) -> None:
-    """loss_fn(logits, labels, batch) returns a sum, which is divided by the denominator once."""
-
-    def half(logits: Tensor, labels: Tensor, batch: Batch) -> Tensor:
-        return -(logprobs_of(logits, labels) * batch["loss_weights"]).sum()
-
-    documents = make_documents(36)
-    batch, labels = pack(documents)
-    with kit.build() as engine:
-        step = dict(labels=labels, global_valid_tokens=num_valid(documents))
-        whole = engine.forward_backward_step(input_dict=batch, **step)
-        weights = torch.full(labels.shape, 0.5)
-        halved = engine.forward_backward_step(
-            input_dict=batch | {"loss_weights": weights}, loss_fn=half, **step
-        )
-        assert_close(halved, whole / 2, **SAME_STEP)
-
-
-def head_in_training(kit: ClientKit) -> None:
-    """forward_backward_step(head=...) without loss_fn is minus the sum of log-probabilities."""
-    for layout in ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",):
-        with kit.build(layout) as engine:
-            head = TokenLogProbs(chunk_tokens=16)
-            assert_step_of_plain_loop(engine, make_documents(40), head=head)
-
-
-def unequal_microbatches(kit: ClientKit) -> None:
-    """Ranks may have unequal numbers of microbatches, even none; experts ignore empty ones."""
-    documents = make_documents(34, (9, 5, 12))
-    for flavor in ("tiny", "tiny_moe"):
-        results = []
-        for skewed in (False, True):
-            with kit.build(flavor=flavor) as engine:
-                own = documents[engine.dp_rank :: engine.dp_size]
-                if skewed:  # all of them on the first rank
-                    own = documents if engine.dp_rank == 0 else []
-                packed = [pack([document]) for document in own]
-                loss = engine.forward_backward_step(
-                    input_dict=[batch for batch, _ in packed],
-                    labels=[labels for _, labels in packed],
-                    global_valid_tokens=num_valid(documents),
-                )
-                dist.all_reduce(loss)
-                results.append((loss.item(), float(engine.optim_step().grad_norm)))
-        assert_close(results[1], results[0], **SAME_STEP)
-
-
-def gradients_accumulate(kit: ClientKit) -> None:
-    """Gradients add up over calls of forward_backward_step and are gone after optim_step."""
-    batch, labels = pack(make_documents(37))
-    norms = []
-    for num_calls in (1, 2):
-        with kit.build() as engine:
-            for _ in range(num_calls):
-                engine.forward_backward_step(
-                    input_dict=batch, labels=labels, global_valid_tokens=100.0
-                )
-            norms.append(float(engine.optim_step().grad_norm))
-            assert all(p.grad is None for p in engine.model_parts[0].parameters())
-    assert_close(norms[1], 2 * norms[0], **SAME_STEP)
-
-
-def deferred_denominator(kit: ClientKit) -> None:
-    """optim_step(denominator=...) divides by the sum over ranks, as a known denominator would."""
-    documents = make_documents(38)
-    norms = []
-    for deferred in (False, True):
-        with kit.build() as engine:
-            own = documents[engine.dp_rank :: engine.dp_size]
-            batch, labels = pack(own)
-            engine.forward_backward_step(
-                input_dict=batch,
-                labels=labels,
-                global_valid_tokens=1.0 if deferred else num_valid(documents),
-            )
-            share = num_valid(own) if deferred else None
-            norms.append(float(engine.optim_step(denominator=share).grad_norm))
-    assert_close(norms[1], norms[0], **SAME_STEP)
-
-
-def aggregation_of_losses(kit: ClientKit) -> None:
-    """Weights of every aggregation, split over ranks, are those of the whole step."""
-    masks = [torch.arange(9) < n for n in (3, 0, 7, 9, 1, 2)]
-    prompts = [0, 0, 1, 1, 2, 2]
-    group = dist.group.WORLD if kit.world_size > 1 else None
-    mine = slice(kit.rank, None, kit.world_size)
-    for mode in LOSS_AGGREGATIONS:
-        norm = 9.0 if mode == "seq-mean-token-sum-norm" else None
-        whole = aggregation_weights(masks, mode, norm=norm, prompt_ids=prompts)
-        own = aggregation_weights(
-            masks[mine], mode, norm=norm, prompt_ids=prompts[mine], group=group
-        )
-        for ours, expected in zip(own, whole[mine], strict=True):
-            assert torch.equal(ours, expected), mode
 
 
 def long_rows_of_odd_length(kit: ClientKit) -> None:
@@ -1014,17 +433,9 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
 _CASES = {
     forward_packed: ("flex", "varlen"),
     forward_padded: ("sdpa", "flex", "varlen"),
-    context_parallel_input: ("flex", "varlen"),
     numbers_of_the_global_batch: ("fsdp", "ddp", "tp", "cp", "pp"),
 }
-_ON_SEVERAL_RANKS = {
-    replicas_of_a_client,
-    forward_logits_of_tensor_parallel,
-    context_parallel_input,
-    pipelines_take_lists,
-    loss_function_gets_whole_logits,
-    numbers_of_the_global_batch,
-}
+_ON_SEVERAL_RANKS = {replicas_of_a_client, numbers_of_the_global_batch}
 _FUNCTIONS = [f for f in globals().values() if "kit" in getattr(f, "__annotations__", ())]
 _ALL = [
     Check(function, 2 if function in _ON_SEVERAL_RANKS else 1, case)

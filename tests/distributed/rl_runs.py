@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import torchtitan.rl
@@ -14,6 +16,7 @@ from tests.unit.rl.toy import toy_config
 from torchtitan.config import ConfigManager
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.testing.gloo import RankFailure
 
 # Layouts of two ranks.
 LAYOUTS = {
@@ -72,6 +75,23 @@ def run_on_this_rank(
     digest = weights_hash(controller)
     controller.close()
     return {"steps": steps, "digest": digest}
+
+
+def check_that_killed_run_goes_on(run: Callable[..., list[Any]], folder: Path, steps: list[int]):
+    """A run that was killed and continued, in `steps`, has the bits of one that was not.
+
+    run: called with a folder and, for a run that is killed, kill=True; returns the ranks' records.
+    """
+    unbroken = run(folder / "unbroken")[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run(folder / "killed", kill=True)
+    resumed = run(folder / "killed")[0]
+    assert [step["step"] for step in resumed["steps"]] == steps
+    assert numbers(resumed) == numbers(unbroken)[-len(steps) :]
+    for step, expected in zip(resumed["steps"], unbroken["steps"][-len(steps) :], strict=True):
+        critics = [name for name in step if name.startswith("critic/")]
+        assert [step[name] for name in critics] == [expected[name] for name in critics]
+    assert resumed["digest"] == unbroken["digest"]
 
 
 def numbers(run: dict[str, Any]) -> list[tuple[float, float, float]]:

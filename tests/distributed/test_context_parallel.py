@@ -8,13 +8,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.training_runs import make_trainer
 from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.context_parallel import TokenShards, deal_chunks
-from torchtitan.distributed.utils import dist_sum
-from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.gloo import run_ranks
 
@@ -107,123 +104,6 @@ def test_attention_and_gradients_equal_one_process(world_size):
         assert len(differences) == 39
         for case, difference in differences.items():
             assert difference < 1e-12, case
-
-
-# ---- whole runs ----
-
-PACKED = ["--model.attn_type=varlen", "--model.attn_mask_type=position_block_causal"]
-
-
-def fed_by_its_owner(dump_folder, flags):
-    """Return (losses, gradient norms, outputs) for microbatches of odd lengths and a custom loss."""
-    engine = make_trainer(dump_folder, [*PACKED, *flags, "--training.local_batch_size=4"])
-    generator = torch.Generator().manual_seed(0)
-    batches, labels = [], []
-    for length in (5, 32, 13):
-        tokens = torch.randint(0, 2048, (2, length + 1), generator=generator)
-        positions = torch.cat((torch.arange(3), torch.arange(length - 3))).expand(2, -1)
-        batches.append({"input": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]})
-        labels.append(tokens[:, 1:])
-
-    def weighted(logits, labels, batch):
-        logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-        return -(logprobs * (labels >= 0) * (batch["positions"] + 1)).sum()
-
-    loss = engine.forward_backward_step(
-        input_dict=batches, labels=labels, global_valid_tokens=100, loss_fn=weighted
-    )
-    loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-    norm = engine.optim_step().grad_norm.item()
-    best = engine.forward_step(
-        batches, output_fn=lambda logits, batch: {"max": logits.amax(-1), "batch": batch["input"]}
-    )
-    whole = engine.forward_step(batches)
-    for one, logits, batch in zip(best, whole, batches, strict=True):
-        assert torch.equal(one["batch"], batch["input"])
-        assert torch.equal(one["max"], logits.amax(-1))
-    mesh = engine.parallel_dims.get_optional_mesh("loss")
-    sums = [
-        dist_sum(one, mesh) for row in engine.forward_step(batches, output_fn=summed) for one in row
-    ]
-    engine.close()
-    return loss, norm, [logits.mean().item() for logits in whole], sums
-
-
-def summed(logits, batch):
-    """Return (cross entropy, number of labels) of this rank's tokens."""
-    loss = cross_entropy_loss(logits, batch["labels"])
-    return loss, (batch["labels"] != IGNORE_INDEX).sum()
-
-
-def leak(dump_folder, flags):
-    """Return the isolation probe's verdict on a model whose layer 1 lets tokens see the whole row."""
-    trainer = make_trainer(
-        dump_folder, [*PACKED, *flags, "--debug.check_document_isolation_freq=1"]
-    )
-    trainer.model_parts[0].layers["1"].register_forward_hook(
-        lambda module, args, x: x + x.mean(1, keepdim=True)
-    )
-    with pytest.raises(RuntimeError, match="documents are not isolated at step 1") as error:
-        trainer.train()
-    trainer.close()
-    return str(error.value)
-
-
-def validated(dump_folder, flags):
-    """Return training and validation losses on packed text, checked by the isolation probe."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--experimental.custom_import=tests.reliability.tiny_flavor",
-            "--model.attn_type=flex",
-            "--model.attn_mask_type=block_causal",
-            "--training.seq_len=64",
-            "--training.steps=2",
-            "--training.local_batch_size=2",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            "--debug.check_document_isolation_freq=1",
-            "--validation.enable",
-            "--validation.dataset=c4_test",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.seq_len=64",
-            "--validation.local_batch_size=3",
-            *flags,
-        ]
-    )
-    trainer = Trainer(config)
-    losses = []
-    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
-    trainer.metrics_processor.log = lambda step, mean, largest, *_, **__: losses.extend(
-        (mean, largest)
-    )
-    trainer.train()
-    trainer.close()
-    return losses
-
-
-def whole_runs(dump_folder, flags):
-    runs = fed_by_its_owner, validated
-    results = [run(f"{dump_folder}/{run.__name__}", flags) for run in runs]
-    return [*results, leak(f"{dump_folder}/leak", flags)]
-
-
-def test_runs_on_shared_rows_equal_those_of_one_process(tmp_path):
-    (expected,) = run_ranks(whole_runs, 1, str(tmp_path / "one"), [], init_process_group=False)
-    flags = ["--parallelism.context_parallel_degree=2"]
-    for rank in run_ranks(whole_runs, 2, str(tmp_path / "two"), flags, init_process_group=False):
-        (loss, norm, means, sums), losses, message = rank
-        assert loss == pytest.approx(expected[0][0], rel=1e-5)
-        assert norm == pytest.approx(expected[0][1], rel=1e-5)
-        assert means == pytest.approx(expected[0][2], rel=1e-2, abs=1e-6)
-        assert sums == pytest.approx(expected[0][3], rel=1e-5)
-        # Mean and largest of both steps, and the validations after them.
-        assert len(losses) == 6 and losses == pytest.approx(expected[1], rel=1e-5)
-        assert "layers.1 is the first layer" in message
 
 
 class Operators(TorchDispatchMode):

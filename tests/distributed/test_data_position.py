@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from tests.unit.test_datasets import build, documents_of, tokens_left_in_buffers
+from tests.unit.data.test_datasets import build, documents_of, tokens_left_in_buffers
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.testing.gloo import run_ranks

@@ -99,10 +99,3 @@ def test_examples_on_two_ranks_that_share_a_batch_say_what_one_process_says(axis
     shares = [numbers_in(output["sft"], "loss") for output in outputs]
     loss = [sum(both) for both in zip(*shares, strict=True)] if axis == "context" else shares[1]
     assert loss == pytest.approx(numbers_in(alone["sft"], "loss"), abs=0.0021)
-
-
-@pytest.mark.parametrize(
-    "path", sorted(EXAMPLES.glob("embedding/*.py")), ids=lambda path: path.stem
-)
-def test_examples_are_short(path):
-    assert len(path.read_text().splitlines()) <= 40

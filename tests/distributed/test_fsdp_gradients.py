@@ -168,20 +168,6 @@ def test_gradients_and_norm_equal_one_process(layout, microbatches):
     assert_equal_to_reference(results)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2)], ids=lambda d: f"{d[0]}x{d[1]}")
-def test_tied_embeddings_get_gradients_of_one_process(layout):
-    results = run_ranks(gradients, layout[0] * layout[1], layout, 2, True)
-    assert_equal_to_reference(results, tied=True)
-
-
-@pytest.mark.parametrize(
-    "layout", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["fsdp", "ddp"]
-)
-def test_compiled_and_checkpointed_blocks_get_gradients_of_one_process(layout):
-    results = run_ranks(gradients, 2, layout, 2, False, "default", True)
-    assert_equal_to_reference(results)
-
-
 @pytest.mark.parametrize("policy", ["always", "never"])
 def test_reshard_policy_does_not_change_gradients(policy):
     assert_equal_to_reference(run_ranks(gradients, 2, (1, 2), 1, False, policy))

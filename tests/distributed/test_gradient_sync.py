@@ -139,7 +139,7 @@ def gathers_of_backward(folder):
 
 def late_steps(folder, flags, family="llama3"):
     """Return hashes of local states after the same steps, with immediate and with late host reads."""
-    from tests.unit.test_late_norm import differing, states
+    from tests.unit.step.test_late_norm import differing, states
 
     results = []
     for is_late in (False, True):

@@ -456,20 +456,6 @@ def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplo
     assert 'training.mixed_precision_param = "float32"' in record.getMessage()
 
 
-def test_this_cpu_is_asked_what_it_can():
-    assert dist_utils.cpu_multiplies_bf16() in (True, False)
-
-
-def test_train_context_is_a_factory():
-    context = dist_utils.get_train_context(enable_loss_parallel=False)
-    for _ in range(2):
-        with context():
-            pass
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    assert dist_utils.get_train_context(enable_loss_parallel=True) is loss_parallel
-
-
 # ---- the helper that all of the above stands on ----
 
 

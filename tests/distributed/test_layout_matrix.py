@@ -34,8 +34,8 @@ CHUNKS_AND_WINDOWS = [("llama4", "documents, flex"), ("gpt_oss", "documents, var
 TIED = [("qwen3, tied", "whole rows")]
 # layout -> (family, rows)
 QUICK = {
-    "DDP 2": DENSE_AND_EXPERTS,
-    "FSDP 2, accumulation 2, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS[:1],
+    "DDP 2": DENSE_AND_EXPERTS + TIED,
+    "FSDP 2, accumulation 2, full AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS[:1] + TIED,
     "TP 2, whole logits, op AC": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2": DENSE_AND_EXPERTS + CHUNKS_AND_WINDOWS,
     "CP 2, alltoall, full AC": CHUNKS_AND_WINDOWS[:1],

@@ -128,7 +128,7 @@ LAYOUTS: dict[str, tuple] = {
     "PP 2": ({"pipeline_parallel": 2}, 8, 0, *PP),
     "CP 2, accumulation 2": ({"context_parallel": 2}, 4, 0),
 }
-QUICK = ["FSDP 2, 1 worker"]
+QUICK = ["FSDP 2, 1 worker", "TP 2, 2 workers", "PP 2", "CP 2, accumulation 2"]
 
 
 @pytest.fixture(scope="module")

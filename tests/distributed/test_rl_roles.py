@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import numbers, weights_hash
+from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, weights_hash
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed import ParallelDims
@@ -99,33 +99,6 @@ def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
     assert numbers_of[0] == numbers_of[1]
 
 
-BATCHES = ["--training.steps=7", "--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]
-BATCHES += ["--rl.overlong_tokens=2", "--rl.loss.correction=token", "--rl.batch.bucketing"]
-BATCHES += ["--rl.sampling.stop_strings=ab"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_redraws_and_several_updates_are_the_same_with_ranks_that_generate(ahead, tmp_path):
-    flags = [*BATCHES, *FSDP, f"--rl.async_steps={ahead}", "--rl.weight_sync.mode=broadcast"]
-    both = run_roles(tmp_path / "both", 2, *flags)
-    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
-    assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
-    assert apart[0]["digest"] == both[0]["digest"]
-    texts = [
-        (folder / "episodes.jsonl").read_text()
-        for folder in (tmp_path / "both", tmp_path / "apart")
-    ]
-    assert texts[0] == texts[1] and texts[0]
-    episodes = [json.loads(line) for line in texts[0].splitlines()]
-    assert {episode["finish_reason"] for episode in episodes} == {"stop", "length"}
-    assert not any("ab" in episode["text"] for episode in episodes)
-    # Two batches, of four updates and of three; some places were drawn again, with one version.
-    first, second = apart[0]["steps"]
-    assert max(step["rl/redraws"] for step in (first, second)) > 0
-    assert second["rl/lag"] == 4 * ahead and second[f"rl/episodes_by_lag/{4 * ahead}"] == 16
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -191,13 +164,10 @@ SAVED += ["--checkpoint.no_last_save_model_only", "--rl.async_steps=2", "--rl.ge
     ids=["one update", "redraws and two updates"],
 )
 def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left, tmp_path):
-    unbroken = run_roles(tmp_path / "unbroken", 2, *SAVED, *extra)[0]
-    with pytest.raises(RankFailure, match="ended without a word"):
-        run_roles(tmp_path / "killed", 2, *SAVED, *extra, kill_after=8)
-    resumed = run_roles(tmp_path / "killed", 2, *SAVED, *extra)[0]
-    assert [step["step"] for step in resumed["steps"]] == steps_left
-    assert numbers(resumed) == numbers(unbroken)[-len(steps_left) :]
-    assert resumed["digest"] == unbroken["digest"]
+    def run(folder, kill=False):
+        return run_roles(folder, 2, *SAVED, *extra, kill_after=8 if kill else None)
+
+    check_that_killed_run_goes_on(run, tmp_path, steps_left)
 
 
 def die_after_draws(dump_folder, flags, n_draws):

@@ -254,35 +254,3 @@ def test_sum_over_ranks_is_torchs_and_checkpointing_keeps_no_summands():
     for expected, out, compiled, sizes in run_ranks(sum_summands, 2):
         assert torch.equal(out, expected) and torch.equal(compiled, expected)
         assert sizes == [expected.nbytes]
-
-
-VARIANTS = [
-    Run("llama3", seq_len=16),
-    Run("llama3", loss_parallel=False),
-    Run("qwen3 tied", loss_parallel=False),
-    Run("qwen3 tied", attention="varlen"),
-    Run("qwen3 moe", ac="full"),
-    Run("llama3", ac="selective", compiled="aot_eager"),
-]
-
-
-@pytest.mark.slow
-def test_lengths_losses_kernels_and_checkpointing_change_nothing():
-    for run, found in zip(VARIANTS, run_ranks(train_all, 2, VARIANTS, [(1, 1, 2)])[1], strict=True):
-        assert_same(found, train(run))
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run("qwen3 tied"),
-        Run("qwen3 moe", attention="flex"),
-    ],
-    ids=["tied", "experts"],
-)
-@pytest.mark.slow  # FSDP 2, TP 2 is in test_layout_matrix
-def test_tensor_and_data_parallel_ranks_train_like_one_process(run):
-    layouts = [(1, 2, 2), (2, 1, 2)]  # FSDP, and replicas, of split models
-    alone = train(run)
-    for found in run_ranks(train_all, 4, [run], layouts)[3]:
-        assert_same(found, alone)

@@ -45,20 +45,9 @@ class Layout:
 
 
 ONE_PROCESS = Layout("1 process")
-DATA_PARALLEL_LAYOUTS = [
-    Layout("FSDP 2", 2, dp_shard=2),
-    Layout("DDP 2", 2, dp_replicate=2),
-    Layout("FSDP 4", 4, dp_shard=4),
-    Layout("HSDP 2x2", 4, dp_replicate=2, dp_shard=2),
-]
 TENSOR_PARALLEL_LAYOUTS = [
     Layout("TP 2", 2, tp=2),
     Layout("FSDP 2, TP 2", 4, dp_shard=2, tp=2),
-]
-ACCUMULATION_LAYOUTS = [
-    Layout("accumulation 2", accumulation_steps=2),
-    Layout("accumulation 4", accumulation_steps=4),
-    Layout("FSDP 2, accumulation 2", 2, dp_shard=2, accumulation_steps=2),
 ]
 
 
@@ -203,36 +192,6 @@ def train_on_this_rank(dump_folder: str, overrides: list[str]) -> dict[str, Any]
     trainer.close()
     record["ntokens_seen"] = trainer.ntokens_seen
     return record
-
-
-def validation_losses(dump_folder: str, overrides: list[str]) -> list[float]:
-    """Validation losses, after 1 and 2 steps, of a small model on real text."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--experimental.custom_import=tests.reliability.tiny_flavor",
-            "--training.seq_len=64",
-            "--training.steps=2",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            "--validation.enable",
-            "--validation.dataset=c4_test",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.seq_len=64",
-            "--validation.local_batch_size=3",
-            *overrides,
-        ]
-    )
-    trainer = Trainer(config)
-    losses: list[float] = []
-    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
-    trainer.train()
-    trainer.close()
-    return losses
 
 
 def run_layout(

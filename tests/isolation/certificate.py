@@ -2,7 +2,6 @@
 
     python -m tests.isolation.certificate                 10,000 random packings
     python -m tests.isolation.certificate --seconds 60    as many as fit
-    python -m tests.isolation.certificate --self-test     seeded faults: each has to be caught
 
 What `torchtitan.testing.isolation` certifies in short, in every way that we know. Every packing is
 written into a batch in six ways (see `packings.py`). For each of them and each kernel, the output
@@ -110,7 +109,7 @@ SEPARATORS_PER_PACKING = {"sdpa": 1, "flex": 3, "flex, client's mask": 1}
 
 @dataclass(frozen=True)
 class Subject:
-    """What is certified; the self-test replaces parts of it by broken ones.
+    """What is certified; tests replace parts of it by broken ones.
 
     document_ids: (batch, attn_mask_type) -> [B, T].
     kernels: by name.
@@ -528,18 +527,6 @@ def _run_certificate(args: argparse.Namespace) -> int:
     return 1
 
 
-def _run_self_test(args: argparse.Namespace) -> int:
-    from tests.isolation.faults import FAULTS, packings_until_caught
-
-    missed = []
-    for name, fault in FAULTS.items():
-        n_packings = packings_until_caught(fault, seed=args.seed)
-        print(f"{f'caught at packing {n_packings}' if n_packings else 'MISSED':22} {name}")
-        missed += [] if n_packings else [name]
-    print(f"{len(FAULTS) - len(missed)} of {len(FAULTS)} seeded faults caught")
-    return 1 if missed else 0
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.isolation.certificate",
@@ -551,11 +538,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", default="cpu", help="cpu (fp32), or an accelerator (bf16; try 200 packings)"
     )
-    parser.add_argument(
-        "--self-test", action="store_true", help="check that seeded faults are caught, instead"
-    )
-    args = parser.parse_args(arguments)
-    return (_run_self_test if args.self_test else _run_certificate)(args)
+    return _run_certificate(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.chats import FORGETFUL, LLAMA_LIKE, QWEN_LIKE, write_tokenizer
+from tests.unit.data.chats import FORGETFUL, LLAMA_LIKE, QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.reliability import jobs
-from tests.unit.rl.tinker_server import Http
+from tests.unit.integrations.tinker_server import Http
 
 STEPS = 8
 SECONDS_TO_END = 60

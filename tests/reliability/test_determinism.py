@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import golden_losses
-from scripts.golden_losses import FLAVORS, GOLDEN, TOLERANCE, difference
+from scripts.golden_losses import FLAVORS, TOLERANCE, difference
 from tests.reliability import jobs
 
 JOB = [
@@ -159,10 +159,3 @@ def test_golden_losses_tell_a_small_mistake(mistake, monkeypatch):
     losses = golden_losses.losses_of("llama3", mistake)
     golden = golden_losses.golden_losses()["llama3"]
     assert difference(losses, golden) > 2 * TOLERANCE
-
-
-def test_golden_losses_of_every_family_say_what_made_them():
-    made = json.loads(GOLDEN.read_text())
-    assert made["losses"].keys() == FLAVORS.keys()
-    assert made["made_with"]["torch"]
-    assert difference([8.0, 7.0], [8.0]) == difference([float("nan")], [8.0]) == float("inf")

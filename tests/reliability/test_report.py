@@ -214,28 +214,6 @@ def test_samples_are_of_steps_spread_over_the_run_and_of_the_last_time(tmp_path)
     assert {s["text"] for s in samples if s["step"] >= 70} == {"second"}
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "something else"])
-def test_folder_without_a_run_is_an_error_that_says_what_was_looked_for(tmp_path, kind):
-    folder = tmp_path / "run"
-    if kind != "missing":
-        folder.mkdir()
-    if kind == "something else":
-        (folder / "metrics.jsonl").write_text("not JSON\n")
-    done = report(folder)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and str(folder) in done.stderr
-    if kind != "missing":
-        assert "events.jsonl" in done.stderr and "events.out.tfevents" in done.stderr
-        assert not (folder / "report.html").exists()
-
-
-def test_page_that_cannot_be_written_is_an_error(tmp_path):
-    write_run_with_a_restart(tmp_path)
-    done = report(tmp_path, "-o", tmp_path / "nowhere" / "report.html")
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr and "Traceback" not in done.stderr
-
-
 # ---- size ----
 
 

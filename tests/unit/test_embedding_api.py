@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import math
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import transformers
 
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.test_engine import VOCAB, make_config, make_engine, num_valid, random_batch
-from torchtitan.config.job_config import Training
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
@@ -56,18 +54,6 @@ def test_engine_of_a_hugging_face_folder_has_its_logits_and_writes_it_again(hf_f
     (tmp_path / "out/config.json").write_text((hf_folder / "config.json").read_text())
     torch.testing.assert_close(hf_logits(tmp_path / "out", tokens), logits, atol=1e-5, rtol=1e-5)
     assert config == before, "the caller's config was written to"
-
-
-def test_length_of_rows_that_nobody_set_is_no_warning(tmp_path_factory, tmp_path, caplog):
-    folder = tmp_path_factory.mktemp("hf") / "short"
-    tiny_hf_model(vocab_size=VOCAB, max_position_embeddings=64).save_pretrained(folder)
-    config = make_config(tmp_path)
-    for seq_len, is_warned in ((Training.seq_len, False), (128, True)):
-        caplog.clear()
-        config.training.seq_len = seq_len
-        with TrainingEngine.from_hf(folder, config) as engine:
-            assert engine.model_args.max_seq_len == seq_len
-        assert ("longer than the 64 positions" in caplog.text) == is_warned
 
 
 def test_two_models_of_one_process_need_no_registration(tmp_path):
@@ -173,14 +159,6 @@ def test_temperature_of_each_row_or_token(shape, tmp_path):
         gradient(head, batch=batch | {"t": torch.tensor([1.0, 0.0])})
     with pytest.raises(ValueError, match="only the engine's steps look up"):
         token_logprobs(torch.ones(1, 2, 4), torch.ones(1, 2, dtype=torch.long), temperature="t")
-
-
-def test_weights_are_initialised_outside_no_grad():
-    spec = get_train_spec("llama3")
-    model = spec.model_cls(spec.model_args["debugmodel"])
-    model.init_weights()
-    assert all(p.is_leaf and p.requires_grad for p in model.parameters())
-    assert math.isfinite(float(model.output.weight.sum()))
 
 
 class Curriculum:

@@ -18,11 +18,11 @@ from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.step.update import MAX_SKIPPED_STEPS_IN_A_ROW
-from torchtitan.tools import host, torch_versions, utils
+from torchtitan.tools import host, utils
 from torchtitan.tools.errors import ConfigError
 from torchtitan.train import Trainer
 
-pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
+pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 
 VOCAB = 2048
 
@@ -733,14 +733,6 @@ def test_failure_before_fsdps_first_forward_is_the_error_that_is_raised(tmp_path
     backward(engine)  # the engine goes on
 
 
-def test_engine_names_a_torch_newer_than_the_tested_ones_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch_versions, "TESTED", {"2.0.1": ""})
-    for _ in range(2):
-        make_engine(tmp_path).close()
-    line = f"torch {torch.__version__} is newer than 2.0, the newest this version was tested with"
-    assert caplog.messages.count(line) == 1
-
-
 def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypatch, caplog):
     engine = make_engine(tmp_path)
 
@@ -906,15 +898,6 @@ def test_config_is_only_read(tmp_path):
     engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
     engine.optim_step()
     assert config.to_dict() == before
-
-
-def test_clients_edit_of_the_flavors_attention_reaches_the_trainer(tmp_path, monkeypatch):
-    flavor = train_spec_module.get_train_spec("llama3").model_args["debugmodel"]
-    monkeypatch.setattr(flavor, "attn_type", "varlen")
-    monkeypatch.setattr(flavor, "attn_mask_type", "block_causal")
-    # The kernel of accelerators knows no fp32.
-    engine = make_engine(tmp_path, "--training.mixed_precision_param=bfloat16")
-    assert engine.model_args.attn_type == "varlen"
 
 
 def test_trainer_without_dataloader_says_how_to_feed_batches(tmp_path, monkeypatch):

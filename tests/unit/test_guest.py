@@ -20,6 +20,8 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.tools import host
 from torchtitan.train import Trainer
 
+pytestmark = pytest.mark.long
+
 FLAGS = [
     "--checkpoint.enable",
     "--checkpoint.async_mode=async",

@@ -8,6 +8,8 @@ from scripts import architecture
 from tests.torch_alone import run_with_torch_alone
 from torchtitan.models import _supported_models
 
+pytestmark = pytest.mark.long
+
 HEAVY = ["datasets", "transformers", "tokenizers", "tensorboard", "wandb", "torchao", "triton"]
 
 

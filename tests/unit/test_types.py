@@ -1,7 +1,6 @@
 """What a type checker says of a program that embeds the engine."""
 
 import re
-import tomllib
 from pathlib import Path
 
 from mypy import api
@@ -78,9 +77,3 @@ def test_mypy_finds_wrong_fields_of_a_client_and_nothing_else(tmp_path):
     assert errors.keys() == expected.keys(), output
     for number, words in expected.items():
         assert words in errors[number], output
-
-
-def test_package_is_marked_as_typed():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "py.typed" in settings["tool"]["setuptools"]["package-data"]["torchtitan"]
-    assert (ROOT / "torchtitan/py.typed").read_text() == ""

@@ -1,10 +1,12 @@
 """The fault book: what can go wrong, what is said then, and what to do.
 
-Each module here has a list FAULTS. `tests/reliability/test_faults.py` brings every one of them
-about; `python -m tests.reliability.faults` prints the same lists.
+`book.md` has a row for each fault. Each module here has a dict FAULTS: how faults of a chapter are
+brought about. `tests/reliability/test_faults.py` brings about every one of them, and compares with
+its row; `python -m tests.reliability.faults [WORDS ...]` prints the rows that contain the words.
 """
 
 import dataclasses
+import functools
 import importlib
 import re
 import shutil
@@ -13,30 +15,42 @@ from pathlib import Path
 
 from tests.reliability import jobs
 
-# module -> heading in the book
-CHAPTERS = {
-    "config": "Config",
-    "data": "Data and tokenizer",
-    "order": "Order, mixtures and packing of data",
-    "chats": "Chats",
-    "tokens": "Token files",
-    "checkpoints": "Saving and resuming",
-    "weights": "Weights, conversions, damaged and hostile files",
-    "processes": "Processes, ranks and signals",
-    "training": "Numbers and training",
-    "rl": "Reinforcement learning",
-}
+BOOK = Path(__file__).with_name("book.md")
 LIMIT_SECONDS = 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong, and how to bring it about.
+class Row:
+    """What the book says about a fault.
 
     message: what is printed; "…" stands for anything on the way.
+    exit_codes: of every rank, or of each.
+    """
+
+    chapter: str
+    name: str
+    message: str
+    cause: str
+    remedy: str
+    exit_codes: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.chapter}: {self.name}"
+
+    def __str__(self) -> str:
+        codes = " and ".join(map(str, self.exit_codes))
+        texts = {"cause": self.cause, "remedy": self.remedy, "exit code": codes}
+        lines = (f"  {name}: {text}" for name, text in texts.items())
+        return "\n".join((self.title, f"    {self.message}", *lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """How to bring a fault about.
+
     arrange: called with an empty folder; prepares files in it, and returns the arguments that are
         added to those of a tiny job whose dump folder is `<folder>/outputs`.
-    exit_code: of every rank, or of each.
     after_run: `<folder>/outputs` holds a finished run of 4 steps, with full checkpoints of steps
         2 and 4, when `arrange` is called.
     whole_command: `arrange` returns all arguments, and nothing is added.
@@ -44,12 +58,7 @@ class Fault:
     check: called with the folder afterwards; says with `assert` what must hold on disk.
     """
 
-    name: str  # the title in the book
-    message: str
-    cause: str
-    remedy: str
     arrange: Callable[[Path], Sequence[str]]
-    exit_code: int | tuple[int, ...] = 2
     after_run: bool = False
     module: str = "torchtitan.train"
     ranks: int = 1
@@ -60,8 +69,29 @@ class Fault:
     check: Callable[[Path], None] | None = None
 
 
-def chapter(name: str) -> list[Fault]:
-    return importlib.import_module(f"{__name__}.{name}").FAULTS
+@functools.cache
+def read_book() -> list[Row]:
+    rows, chapter = [], ""
+    for line in BOOK.read_text().splitlines():
+        if line.startswith("## "):  # "## module: heading"
+            chapter = line[3:].partition(":")[0]
+        elif line.startswith("| ") and not line.startswith("| fault |"):
+            cells = [cell.replace("\\|", "|") for cell in line[2:-2].split(" | ")]
+            name, message, cause, remedy, codes = cells
+            message = "\n".join(part.strip("` ") for part in message.split("<br>"))
+            exit_codes = tuple(map(int, codes.split(" and ")))
+            rows.append(Row(chapter, name, message, cause, remedy, exit_codes))
+    return rows
+
+
+def faults() -> dict[str, Fault]:
+    """Return title -> how to bring the fault about."""
+    found = {}
+    for chapter in dict.fromkeys(row.chapter for row in read_book()):
+        for name, fault in importlib.import_module(f"{__name__}.{chapter}").FAULTS.items():
+            is_whole = isinstance(fault, Fault)
+            found[f"{chapter}: {name}"] = fault if is_whole else Fault(arrange=fault)
+    return found
 
 
 def bring_about(fault: Fault, folder: Path, finished_run: Path) -> jobs.Outcome:

@@ -20,12 +20,6 @@ FROM_HF = "scripts/checkpoint_conversion/convert_from_hf.py"
 TO_HF = "scripts/checkpoint_conversion/convert_to_hf.py"
 GENERATE = "scripts.generate.test_generate"
 LR = "optimizer.param_groups.norm.weight.lr"
-REFUSED = (
-    "it names posix.mkdir, which is not plain data and might execute code; nothing was executed"
-)
-HARM = "Somebody made the file so that reading it executes code."
-DAMAGED = "The file was cut or changed on its way, and there are no hashes to show it."
-FETCH = "Fetch it again, from a source that you trust."
 
 
 def step_in(folder: Path) -> Path:
@@ -202,318 +196,99 @@ def nothing_was_written(folder: Path) -> None:
     assert [path.name for path in (folder / "hf").iterdir()] == ["model.safetensors"]
 
 
-resuming = partial(Fault, exit_code=1, after_run=True, check=nothing_was_executed)
-from_hf_files = partial(Fault, exit_code=1, cause=DAMAGED, remedy=FETCH)
-describing = partial(
-    Fault,
-    exit_code=1,
-    module="torchtitan.models.hf_config",
-    whole_command=True,
-    cause="The config.json is not one of a model, or somebody changed it.",
-    remedy="Fetch the file again, or give the folder of the right model.",
-)
-converting = partial(
-    Fault, exit_code=1, after_run=True, whole_command=True, check=nothing_was_written
-)
+resuming = partial(Fault, after_run=True, check=nothing_was_executed)
+describing = partial(Fault, module="torchtitan.models.hf_config", whole_command=True)
+converting = partial(Fault, after_run=True, whole_command=True, check=nothing_was_written)
 
-FAULTS = [
+FAULTS = {
     # Made to do harm
-    resuming(
-        name="resume from `.metadata` that executes code",
-        message=f"error: …step-4/.metadata cannot be read: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=resume(plant(hostile.plant_in_metadata)),
+    "resume from `.metadata` that executes code": resuming(
+        resume(plant(hostile.plant_in_metadata))
     ),
-    resuming(
-        name="resume from a checkpoint with a hole",
-        message="error: …step-4/.metadata is damaged: its 1 chunks of output.weight do not cover every "
-        "number of the [2048, 16] once; load another checkpoint",
-        cause="The checkpoint was put together, or written, in part.",
-        remedy=FETCH,
-        arrange=resume(
-            lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 16]))
-        ),
+    "resume from a checkpoint with a hole": resuming(
+        resume(lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 16])))
     ),
-    resuming(
-        name="start from `.metadata` that executes code",
-        message=f"error: …given/.metadata cannot be read: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=start_from_hostile_step,
+    "start from `.metadata` that executes code": resuming(start_from_hostile_step),
+    "conversion of `.metadata` that executes code": resuming(
+        convert_hostile_step, module=TO_HF, whole_command=True
     ),
-    resuming(
-        name="conversion of `.metadata` that executes code",
-        message=f"error: …given/.metadata cannot be read: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=convert_hostile_step,
-        module=TO_HF,
-        whole_command=True,
+    "generation from `.metadata` that executes code": resuming(
+        generate_from_hostile_step, module=GENERATE, whole_command=True
     ),
-    resuming(
-        name="generation from `.metadata` that executes code",
-        message=f"error: …given/.metadata cannot be read: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=generate_from_hostile_step,
-        module=GENERATE,
-        whole_command=True,
+    "optimizer entry that executes code": resuming(resume(plant(hostile.plant_in_entry, LR))),
+    "data position that executes code": resuming(resume(plant(hostile.plant_in_position))),
+    "checkpoint that reads a file elsewhere": resuming(
+        resume(lambda step: hostile.redirect_files(step, "../../../secret"))
     ),
-    resuming(
-        name="optimizer entry that executes code",
-        message=f"error: …step-4… could not be read…__0_0.distcp cannot be read: the entry {LR}: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=resume(plant(hostile.plant_in_entry, LR)),
-    ),
-    resuming(
-        name="data position that executes code",
-        message=f"error: the data position of dp_rank_0 cannot be read: {REFUSED}",
-        cause=HARM,
-        remedy=FETCH,
-        arrange=resume(plant(hostile.plant_in_position)),
-    ),
-    resuming(
-        name="checkpoint that reads a file elsewhere",
-        message="error: …../../../secret in …step-4 leads out of the folder, to …/secret…",
-        cause="Somebody made `.metadata` so that another file is read.",
-        remedy=FETCH,
-        arrange=resume(lambda step: hostile.redirect_files(step, "../../../secret")),
-    ),
-    resuming(
-        name="checkpoint file that is a link out of its folder",
-        message="error: …__0_0.distcp in …step-4 leads out of the folder, to …/elsewhere; put the file itself there",
-        cause="A file of the checkpoint is a symbolic link.",
-        remedy="Copy the file there, or make the folder the link.",
-        arrange=resume(link_out),
-    ),
+    "checkpoint file that is a link out of its folder": resuming(resume(link_out)),
     # Damaged checkpoints without hashes
-    resuming(
-        name="checkpoint file that is cut off",
-        message="error: …__0_0.distcp is cut off: it has 1000 bytes, but .metadata lists …",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(shorten_file("__0_0.distcp", 1000)),
-        ranks=2,
+    "checkpoint file that is cut off": resuming(
+        resume(shorten_file("__0_0.distcp", 1000)), ranks=2
     ),
-    resuming(
-        name="checkpoint file that is missing, without hashes",
-        message="error: …__0_0.distcp cannot be read: No such file or directory",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(lambda step: (step / "__0_0.distcp").unlink()),
+    "checkpoint file that is missing, without hashes": resuming(
+        resume(lambda step: (step / "__0_0.distcp").unlink())
     ),
-    resuming(
-        name="checkpoint file of zeros",
-        message="error: …__0_0.distcp cannot be read: …",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(zero_the_middle),
+    "checkpoint file of zeros": resuming(resume(zero_the_middle)),
+    "`.metadata` of something else": resuming(
+        resume(overwrite(".metadata", b"\x80\x04 no pickle"))
     ),
-    resuming(
-        name="`.metadata` of something else",
-        message="error: …step-4/.metadata cannot be read: …",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(overwrite(".metadata", b"\x80\x04 no pickle")),
+    "`.metadata` that is empty": resuming(resume(overwrite(".metadata", b""))),
+    "step counter that is a text": resuming(
+        resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many")))
     ),
-    resuming(
-        name="`.metadata` that is empty",
-        message="error: …step-4/.metadata cannot be read: Ran out of input",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(overwrite(".metadata", b"")),
-    ),
-    resuming(
-        name="step counter that is a text",
-        message="error: …__0_0.distcp cannot be read: the entry train_state.step is of type str, but int was expected",
-        cause=DAMAGED,
-        remedy="Copy the checkpoint again, or set checkpoint.load_step to another one.",
-        arrange=resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many"))),
-    ),
-    resuming(
-        name="data position of another dataset",
-        message="error: the data position in the checkpoint is not one of this dataset and dataloader (…); start the data over with checkpoint.exclude_from_loading = ['dataloader']",
-        cause="The data were changed since then, to a kind with another form of position.",
-        remedy="Resume with the earlier data, or leave out the position.",
-        arrange=resume(
+    "data position of another dataset": resuming(
+        resume(
             lambda s: hostile.replace_entry(
                 s, "dataloader.dp_rank_0", saved(pickle.dumps({"position": 7}))
             )
-        ),
+        )
     ),
     # Safetensors and their index
-    from_hf_files(
-        name="safetensors file with a header of many GB",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…header too large…); fetch it again",
-        arrange=hf(model=(2**40).to_bytes(8, "little") + b"{}"),
+    "safetensors file with a header of many GB": hf(model=(2**40).to_bytes(8, "little") + b"{}"),
+    "safetensors file whose header is no JSON": hf(model=(b"{not JSON}",)),
+    "safetensors file that is cut off": hf(model=(ONE_TENSOR[0], bytes(3))),
+    "safetensors file that is empty": hf(model=b""),
+    "safetensors file whose tensors overlap": hf(
+        model=({"a": tensor(0, 4), "b": tensor(2, 6)}, bytes(6))
     ),
-    from_hf_files(
-        name="safetensors file whose header is no JSON",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
-        arrange=hf(model=(b"{not JSON}",)),
+    "safetensors file whose tensors end beyond it": hf(model=({"a": tensor(0, 2**62)}, bytes(4))),
+    "safetensors file of an unknown kind of numbers": hf(
+        model=({"a": tensor(0, 4, "Q7")}, bytes(4))
     ),
-    from_hf_files(
-        name="safetensors file that is cut off",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
-        arrange=hf(model=(ONE_TENSOR[0], bytes(3))),
+    "safetensors file of whole numbers": hf(
+        model=(
+            {"model.embed_tokens.weight": tensor(0, 4, "I32")},
+            bytes(4),
+        )
     ),
-    from_hf_files(
-        name="safetensors file that is empty",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
-        arrange=hf(model=b""),
+    "safetensors file of another model": hf(model=ONE_TENSOR),
+    "folder without safetensors files": hf(),
+    "safetensors file that is a link out of its folder": linked_weights,
+    "index that is no table": hf(model=ONE_TENSOR, index=["model.safetensors"]),
+    "index without a weight map": hf(model=ONE_TENSOR, index={"weight_map": 3}),
+    "index that leads out of its folder": hf(
+        model=ONE_TENSOR, index={"weight_map": {"a": "../secret"}}
     ),
-    from_hf_files(
-        name="safetensors file whose tensors overlap",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
-        arrange=hf(model=({"a": tensor(0, 4), "b": tensor(2, 6)}, bytes(6))),
-    ),
-    from_hf_files(
-        name="safetensors file whose tensors end beyond it",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…); fetch it again",
-        arrange=hf(model=({"a": tensor(0, 2**62)}, bytes(4))),
-    ),
-    from_hf_files(
-        name="safetensors file of an unknown kind of numbers",
-        message="error: …model.safetensors is not a safetensors file, or it is cut off (…Q7…); fetch it again",
-        arrange=hf(model=({"a": tensor(0, 4, "Q7")}, bytes(4))),
-    ),
-    from_hf_files(
-        name="safetensors file of whole numbers",
-        message="error: …model.embed_tokens.weight is saved as torch.int32, but the model has torch.float32",
-        cause="The weights are quantized, in a way that is not read.",
-        remedy="Give the weights as they are before quantization.",
-        arrange=hf(
-            model=(
-                {"model.embed_tokens.weight": tensor(0, 4, "I32")},
-                bytes(4),
-            )
-        ),
-    ),
-    from_hf_files(
-        name="safetensors file of another model",
-        message="error: The checkpoint …hf does not fit llama3 debugmodel, the model of the config (…not in the model: a)…",
-        cause="The folder holds the weights of another model.",
-        remedy="Set model.name and model.flavor to the saved model, or give another folder.",
-        arrange=hf(model=ONE_TENSOR),
-    ),
-    from_hf_files(
-        name="folder without safetensors files",
-        message="error: There are no safetensors files in …hf…",
-        cause="The path is wrong, or the download was not of weights.",
-        remedy="Correct checkpoint.initial_load_path, or fetch the weights.",
-        arrange=hf(),
-    ),
-    from_hf_files(
-        name="safetensors file that is a link out of its folder",
-        message="error: model.safetensors in …hf leads out of the folder, to …elsewhere; put the file itself there",
-        cause="The file is a symbolic link to another place than the hub's own cache.",
-        remedy="Copy the file there, or make the folder the link.",
-        arrange=linked_weights,
-    ),
-    from_hf_files(
-        name="index that is no table",
-        message="error: …model.safetensors.index.json is not valid JSON: it must hold a JSON object, got a list; fetch the file again",
-        arrange=hf(model=ONE_TENSOR, index=["model.safetensors"]),
-    ),
-    from_hf_files(
-        name="index without a weight map",
-        message="error: …model.safetensors.index.json is not a safetensors index: it has no table 'weight_map'",
-        arrange=hf(model=ONE_TENSOR, index={"weight_map": 3}),
-    ),
-    from_hf_files(
-        name="index that leads out of its folder",
-        message="error: …model.safetensors.index.json names a file that is not beside it, for a: '../secret'; an index can only name files of its own folder",
-        cause="Somebody made the index so that another file is read or written.",
-        arrange=hf(model=ONE_TENSOR, index={"weight_map": {"a": "../secret"}}),
-    ),
-    from_hf_files(
-        name="index of files that are missing",
-        message="error: …hf is incomplete: model.safetensors.index.json names files that are missing: model-00002-of-00002.safetensors; fetch them. The checkpoint …hf does not fit llama3 debugmodel, …",
-        cause="The download ended too early.",
-        remedy="Fetch the files that are named.",
-        arrange=hf(
-            **{"model-00001-of-00002": ONE_TENSOR},
-            index={"weight_map": {"b": "model-00002-of-00002.safetensors"}},
-        ),
+    "index of files that are missing": hf(
+        **{"model-00001-of-00002": ONE_TENSOR},
+        index={"weight_map": {"b": "model-00002-of-00002.safetensors"}},
     ),
     # Tokenizer and config.json
-    Fault(
-        name="tokenizer.json of something else",
-        message="error: cannot read the tokenizer in …tokenizer.json: …; fetch the file again",
-        cause=DAMAGED,
-        remedy=FETCH,
-        arrange=tokenizer("tokenizer.json", "[" * 100_000),
-        exit_code=1,
+    "tokenizer_config.json that is nested too deeply": tokenizer(
+        "tokenizer_config.json", '{"a":' * 100_000
     ),
-    Fault(
-        name="tokenizer_config.json that is nested too deeply",
-        message="error: …tokenizer_config.json is not valid JSON: it is nested too deeply; fetch the file again",
-        cause=DAMAGED,
-        remedy=FETCH,
-        arrange=tokenizer("tokenizer_config.json", '{"a":' * 100_000),
-        exit_code=1,
-    ),
-    describing(
-        name="config.json with fewer than no layers",
-        message="error: …config.json: No model here matches the Hugging Face config: it has num_hidden_layers = -2, but it must be an integer from 1 to 1000",
-        arrange=config_json(num_hidden_layers=-2),
-    ),
-    describing(
-        name="config.json with a size beyond all models",
-        message="error: …config.json: No model here matches the Hugging Face config: it has vocab_size = 1000000000000, but it must be an integer from 1 to …",
-        arrange=config_json(vocab_size=10**12),
-    ),
-    describing(
-        name="config.json with a text for a number",
-        message="error: …config.json: No model here matches the Hugging Face config: it has hidden_size = '64', but it must be an integer from 1 to …",
-        arrange=config_json(hidden_size="64"),
-    ),
-    describing(
-        name="config.json with nan",
-        message="error: …config.json: No model here matches the Hugging Face config: it has rms_norm_eps = nan, but it must be a number, not negative and below 1e12",
-        arrange=config_json(rms_norm_eps=float("nan")),
-    ),
+    "config.json with fewer than no layers": describing(config_json(num_hidden_layers=-2)),
+    "config.json with a size beyond all models": describing(config_json(vocab_size=10**12)),
+    "config.json with a text for a number": describing(config_json(hidden_size="64")),
+    "config.json with nan": describing(config_json(rms_norm_eps=float("nan"))),
     # Conversions
-    converting(
-        name="conversion over a checkpoint",
-        message="error: …given holds files already (.metadata, .sha256sums, __0_0.distcp, run.json); give another folder, or --overwrite to replace the weights in it",
-        cause="The folder to write to holds a checkpoint, with its optimizer state.",
-        remedy="Give another folder, or --overwrite.",
-        arrange=convert("hf", "given"),
-        module=FROM_HF,
+    "conversion over a checkpoint": converting(convert("hf", "given"), module=FROM_HF),
+    "conversion from Hugging Face files into their own folder": converting(
+        convert("hf", "hf"), module=FROM_HF
     ),
-    converting(
-        name="conversion from Hugging Face files into their own folder",
-        message="error: …hf cannot be written while …hf is read, because one is in the other; give another folder to write to",
-        cause="Both folders are the same, or one lies in the other.",
-        remedy="Give another folder to write to.",
-        arrange=convert("hf", "hf"),
-        module=FROM_HF,
+    "conversion of a checkpoint into its own folder": converting(
+        convert("given", "given/../given/hf"), module=TO_HF
     ),
-    converting(
-        name="conversion of a checkpoint into its own folder",
-        message="error: …given… cannot be written while …given is read, because one is in the other; give another folder to write to",
-        cause="Both folders are the same, or one lies in the other.",
-        remedy="Give another folder to write to.",
-        arrange=convert("given", "given/../given/hf"),
-        module=TO_HF,
-    ),
-    converting(
-        name="conversion of another model",
-        message="error: The checkpoint …hf does not fit llama3 debugmodel, the model of the config (…",
-        cause="--model_name and --model_flavor are not those of the files.",
-        remedy="Give the name and flavor of the files, or --hf_config.",
-        arrange=convert("hf", "new"),
-        module=FROM_HF,
-    ),
-    converting(
-        name="conversion of a folder without a checkpoint",
-        message="error: …hf is not the folder of a finished checkpoint",
-        cause="The path is wrong; it must be a step folder of a run.",
-        remedy="Give <dump_folder>/checkpoint/step-<N>.",
-        arrange=convert("hf", "new"),
-        module=TO_HF,
-    ),
-]
+    "conversion of another model": converting(convert("hf", "new"), module=FROM_HF),
+    "conversion of a folder without a checkpoint": converting(convert("hf", "new"), module=TO_HF),
+}

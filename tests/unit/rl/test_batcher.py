@@ -115,30 +115,6 @@ def test_same_order_of_microbatches_gives_the_same_bits_on_one_rank_and_on_two(m
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_twice_the_batch_changes_no_mean_and_doubles_the_sum(mode):
-    samples = random_samples(6)
-    # The copies are other completions of other prompts.
-    copies = [dataclasses.replace(s, group_id=s.group_id + 100) for s in samples]
-    _, once, _ = all_at_once(samples, mode)
-    _, twice, _ = all_at_once(samples + copies, mode)
-    torch.testing.assert_close(twice, once * (2 if mode == "token-sum" else 1), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_two_deferred_calls_add_up_to_one(mode):
-    samples, policy = random_samples(9), TinyPolicy()
-    batcher = make_batcher(mode, deferred=True)
-    gradient, denominator = 0, 0.0
-    for part in (samples[:6], samples[6:]):
-        batch = batcher.batch(part)
-        total, _ = loss_of_batch(policy, LOSS, dataclasses.replace(batch, denominator=None))
-        gradient += policy.gradient(total)
-        denominator += batch.denominator
-    _, expected, _ = all_at_once(samples, mode)
-    torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_step_without_tokens_in_the_loss_has_gradient_zero(mode):
     samples = random_samples(4)
     for sample in samples:
@@ -325,26 +301,6 @@ def test_samples_of_which_only_some_have_weights_or_reference_are_refused():
         samples = [dataclasses.replace(first, **{name: torch.ones(2)}), second]
         with pytest.raises(ValueError, match=f"all samples of a batch have {name} or none"):
             make_batcher().batch(samples)
-
-
-def test_samples_that_are_masked_whole_count_in_the_denominator_if_asked():
-    samples = random_samples(7)  # one of them is
-    sums = [
-        float(
-            make_batcher("seq-mean-token-sum", **settings)
-            .batch(samples)
-            .microbatches[0][0]
-            .inputs["loss_weights"]
-            .max()
-        )
-        for settings in ({}, {"count_empty": True})
-    ]
-    assert sums == pytest.approx([1 / 6, 1 / 7])
-
-
-def test_aggregation_without_its_constant_is_refused():
-    with pytest.raises(ValueError, match="norm, which must be above 0"):
-        make_batcher("seq-mean-token-sum-norm", norm=None).batch(random_samples(2))
 
 
 def test_batcher_of_a_config_follows_the_training_section_where_rl_says_nothing():

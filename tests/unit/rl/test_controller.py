@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
+
+pytestmark = pytest.mark.long
 
 
 def rows_of(path):
@@ -183,23 +184,6 @@ def test_pending_episodes_survive_a_checkpoint(tmp_path):
     controller.close()
 
 
-def test_run_goes_on_with_fewer_steps_ahead(tmp_path):
-    ahead = Controller(toy_config(tmp_path, "--rl.async_steps=3"))
-    ahead.setup()
-    for _ in range(4):
-        ahead.train_step()
-    ahead.trainer.save_checkpoint(str(tmp_path / "state"))
-    ahead.close()
-
-    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
-    controller.trainer.load_checkpoint(str(tmp_path / "state"))
-    controller.trainer.push_model_state_dict(controller.generator)
-    lags = [controller.train_step()["rl/lag"] for _ in range(6)]
-    # Steps 5 to 7 were drawn by then, with the weights of steps 1 to 3.
-    assert lags == [3, 3, 3, 1, 1, 1]
-    controller.close()
-
-
 def test_steps_with_one_seed_are_the_same_and_with_another_are_not(tmp_path):
     def first_step(*overrides):
         controller = Controller(toy_config(tmp_path, *overrides))
@@ -225,11 +209,6 @@ def test_reference_is_the_policy_that_training_began_with(tmp_path):
     for found, expected in zip(controller.reference.logprobs(batch), before, strict=True):
         assert torch.equal(found, expected)
     controller.close()
-
-
-def test_config_mistakes_are_named_before_anything_is_built(tmp_path):
-    with pytest.raises(ConfigError, match="rl.num_samples_per_prompt = 1"):
-        Controller(toy_config(tmp_path, "--rl.num_samples_per_prompt=1"))
 
 
 def test_reference_is_resumed_and_not_taken_anew(tmp_path):

@@ -10,16 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.distributed.rl_runs import CONFIGS
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
-from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
-from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 
 NUMBERS = st.floats(-3, 3)
@@ -181,34 +178,6 @@ def test_values_are_those_of_the_model_before_each_sampled_token(critic):
     assert metrics["return_mean"] == pytest.approx(returns.mean().item())
 
 
-def test_tokens_that_were_not_sampled_are_skipped(critic, monkeypatch):
-    """A tool's answer is skipped: the turn after it follows the turn before it."""
-    whole = toy_samples(2)[1]
-    gap = (torch.arange(len(whole)) % 3 != 1).float()
-    with_gaps = dataclasses.replace(whole, loss_mask=gap)
-    values = torch.randn(len(whole), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(critic, "forward", lambda batch: [values])
-    ((found,), _) = critic.with_advantages([with_gaps], [0.7])
-    advantages, returns = GAE()([0.7], [values[gap != 0]])
-    torch.testing.assert_close(found.advantages[gap != 0].double(), advantages[0])
-    torch.testing.assert_close(found.returns[gap != 0].double(), returns[0])
-    assert not found.advantages[gap == 0].any()
-
-
-def test_sample_that_fits_no_row_leaves_the_others_as_they_are(critic):
-    long = toy_samples(1)[0]
-    long = dataclasses.replace(
-        long, **{f.name: getattr(long, f.name).repeat(30) for f in dataclasses.fields(long)
-                 if isinstance(getattr(long, f.name), torch.Tensor)}
-    )  # fmt: skip
-    samples = toy_samples(4)
-    alone, metrics = critic.with_advantages(samples, [0.0, 1.0, 0.0, 1.0])
-    both, again = critic.with_advantages([*samples, long], [0.0, 1.0, 0.0, 1.0, 9.0])
-    assert not both[-1].returns.any() and metrics == again
-    for ours, theirs in zip(alone, both[:-1], strict=True):
-        assert torch.equal(ours.advantages, theirs.advantages)
-
-
 def test_batch_without_values_is_refused(critic):
     batch = Batcher(seq_len=24).batch(toy_samples(2))
     with pytest.raises(ValueError, match="got no old_values and no returns"):
@@ -288,33 +257,6 @@ def test_critic_learns_alone_while_it_warms_up(tmp_path):
     controller.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 6, 8]
-
-
-def test_critic_may_take_another_mean_than_the_policy(tmp_path, monkeypatch):
-    controller = controller_of(tmp_path, "--rl.critic.agg_mode=seq-mean-token-mean")
-    seen = {}
-    for learner in (controller.trainer, controller.critic):
-        own = learner.forward_backward
-        monkeypatch.setattr(
-            learner,
-            "forward_backward",
-            lambda batch, own=own, learner=learner: (seen.__setitem__(learner, batch), own(batch))[
-                1
-            ],
-        )
-    controller.train_step()
-    controller.close()
-    for learner, of_policy in ((controller.trainer, True), (controller.critic, False)):
-        cells = [cell for (cell,) in seen[learner].microbatches]
-        weights = [
-            w[w != 0]
-            for cell in cells
-            for w in cell.per_sample(cell.inputs["loss_weights"]).values()
-        ]
-        n_tokens = sum(map(len, weights))
-        for w in weights:
-            expected = 1 / n_tokens if of_policy else 1 / (len(weights) * len(w))
-            torch.testing.assert_close(w, torch.full_like(w, expected))
 
 
 def test_critic_begins_with_the_policys_weights(tmp_path):
@@ -417,18 +359,3 @@ def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_pa
     assert engine.step == 1
     assert all(map(torch.equal, expected, engine.model_parts[0].parameters()))
     engine.close()
-
-
-@pytest.mark.slow
-def test_policy_with_a_critic_learns_to_copy(tmp_path):
-    """Starts at 0 % exact answers; without whitening, so that the preset's entropy bonus fits."""
-    flags = [f"--job.config_file={CONFIGS / 'copy_cpu.toml'}", f"--job.dump_folder={tmp_path}"]
-    flags += ["--rl.advantage.name=gae", "--rl.advantage.no_whiten"]
-    controller = Controller(ConfigManager(JobConfig).parse_args(flags))
-    controller.setup()
-    steps = [controller.train_step() for _ in range(100)]
-    controller.close()
-    exact = [step["rl/exact"] for step in steps]
-    assert max(exact[:10]) < 0.02 and sum(exact[-10:]) / 10 > 0.8  # 0.90 to 0.99, by machine
-    fit = [step["critic/explained_variance"] for step in steps]
-    assert sum(fit[30:50]) / 20 > 0.2  # while rewards still differ

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.test_generation import FAMILIES, tiny_model
+from tests.unit.generation.test_generation import FAMILIES, tiny_model
 from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import draw
 from torchtitan.loss.logprobs import token_logprobs

@@ -1,6 +1,10 @@
 """The RL trainer needs no actor library, no inference engine and no GPU to be imported."""
 
+import pytest
+
 from tests.torch_alone import run_with_torch_alone
+
+pytestmark = pytest.mark.long
 
 # Runs in a process of its own, where only torch is loaded.
 IMPORT_ALL = """

@@ -14,6 +14,8 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig, TrainingSample
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[5, 6, 7], [8, 9], [1000, 3, 2, 1], [4]]
 TEMPERATURE = 0.7
 PACKED = ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.unit.chats import FORGETFUL, QWEN_LIKE, write_tokenizer
+from tests.unit.data.chats import FORGETFUL, QWEN_LIKE, write_tokenizer
 from tests.unit.rl import tool_functions
 from tests.unit.rl.test_dialogues import Scripted, draw
 from tests.unit.rl.test_job_config import config_with

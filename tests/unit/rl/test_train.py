@@ -1,6 +1,10 @@
 import json
 
+import pytest
+
 from tests.reliability import jobs
+
+pytestmark = pytest.mark.long
 
 
 def run(folder, *flags):
@@ -21,13 +25,3 @@ def test_preset_runs_from_the_command_line(tmp_path):
     assert "step:  2/2" in outcome.output and "training completed" in outcome.output
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
-
-
-def test_config_mistake_is_one_line_and_exit_code_2(tmp_path):
-    outcome = run(tmp_path, "--model.name=rl_toy", "--rl.num_samples_per_prompt=1")
-    assert outcome.exit_codes == [2]
-    lines = outcome.output.splitlines()
-    assert [line.partition(":")[0] for line in lines if not line.startswith("[titan]")] == [
-        "config error"
-    ]
-    assert lines[-1].startswith("config error: rl.advantage.name")

@@ -67,33 +67,6 @@ def test_deferred_normalisation_equals_weights_that_knew_the_whole_step(trainer)
         trainer.forward_backward(batcher().batch(samples))
 
 
-def test_mean_of_the_means_of_microbatches_is_another_gradient_than_the_mean(trainer):
-    samples = toy_samples(9)  # of 1 to 9 tokens
-    trainer.zero_grad()
-    trainer.forward_backward(batcher(agg_mode="token-mean").batch(samples))
-    whole = torch.cat([x.flatten() for x in gradients(trainer).values()])
-    trainer.zero_grad()
-    for first in range(0, 9, 3):
-        part = batcher(agg_mode="token-mean").batch(samples[first : first + 3])
-        trainer.forward_backward(part)
-    means = torch.cat([x.flatten() for x in gradients(trainer).values()]) / 3
-    trainer.zero_grad()
-    # docs/measured.md has this number.
-    assert ((means - whole).norm() / whole.norm()).item() == pytest.approx(0.37, abs=0.01)
-
-
-def test_metrics_do_not_depend_on_the_split_into_microbatches(trainer):
-    samples = toy_samples(9)
-    found = [
-        trainer.forward_backward(batcher(rows=rows, agg_mode="token-mean").batch(samples))
-        for rows in (1, 4, 100)
-    ]
-    for other in found[1:]:
-        assert other.metrics == pytest.approx(found[0].metrics, rel=1e-5)
-        assert other.loss == pytest.approx(found[0].loss, rel=1e-5)
-    assert {"policy_loss", "logprob_diff_max", "entropy", "ratio_mean"} <= found[0].metrics.keys()
-
-
 def test_step_has_the_metrics_of_its_samples_and_the_statistics_of_their_advantages(trainer):
     samples = toy_samples(9)
     samples[4] = dataclasses.replace(samples[4], advantages=torch.zeros_like(samples[4].advantages))

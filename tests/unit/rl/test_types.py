@@ -102,11 +102,3 @@ def test_bad_sampling_setting_is_refused_by_name(setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"{name} must be"):
         SamplingConfig(**setting)
-
-
-def test_alias_gives_the_same_modules():
-    from torchtitan.experiments import rl as alias
-    from torchtitan.rl import losses, types
-
-    assert alias.types is types
-    assert alias.losses is losses

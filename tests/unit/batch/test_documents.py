@@ -1,0 +1,347 @@
+"""Separators and document ids, against a loop over tokens."""
+
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.batch.documents import (
+    PADDING,
+    document_ids_from_cu_seqlens,
+    document_ids_from_eos,
+    document_ids_from_lengths,
+    document_ids_from_positions,
+    document_starts,
+    last_tokens,
+    positions_from_document_ids,
+    read_document_ids,
+)
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.config.job_config import Model
+from torchtitan.config.mask_types import BOUNDARY_SOURCES
+
+EOS = 2
+
+
+def rows_of(elements):
+    """Batches of up to 3 rows of one length, 1 to 12."""
+    return st.integers(1, 12).flatmap(
+        lambda length: st.lists(
+            st.lists(elements, min_size=length, max_size=length), min_size=1, max_size=3
+        )
+    )
+
+
+def test_eos_belongs_to_the_document_it_closes():
+    tokens = torch.tensor([[5, 6, EOS, 7, EOS, 8]])
+    assert document_ids_from_eos(tokens, EOS).tolist() == [[0, 0, 0, 1, 1, 2]]
+
+
+def test_negative_positions_are_padding_and_take_no_number():
+    positions = torch.tensor([[-1, 0, 1, -1, -1, 0, 1], [-3, -2, -1, 0, 1, 2, -1]])
+    assert document_ids_from_positions(positions).tolist() == [
+        [PADDING, 0, 0, PADDING, PADDING, 1, 1],
+        [PADDING, PADDING, PADDING, 0, 0, 0, PADDING],
+    ]
+
+
+def slow_ids(row, begins, is_padding):
+    ids, count, previous_was_padding = [], -1, False
+    for i, value in enumerate(row):
+        if is_padding(value):
+            ids.append(PADDING)
+            previous_was_padding = True
+            continue
+        if i == 0 or previous_was_padding or begins(row[i - 1], value):
+            count += 1
+        previous_was_padding = False
+        ids.append(count)
+    return ids
+
+
+@given(rows_of(st.integers(0, 3)))
+def test_eos_ids_equal_a_loop_over_tokens(rows):
+    expected = [slow_ids(r, lambda before, _: before == EOS, lambda _: False) for r in rows]
+    ids = document_ids_from_eos(torch.tensor(rows), EOS)
+    assert ids.dtype == torch.int32 and ids.tolist() == expected
+
+
+@given(rows_of(st.integers(-2, 4)))
+def test_position_ids_equal_a_loop_over_tokens(rows):
+    expected = [
+        slow_ids(r, lambda before, here: here != before + 1, lambda here: here < 0) for r in rows
+    ]
+    ids = document_ids_from_positions(torch.tensor(rows))
+    assert ids.dtype == torch.int32 and ids.tolist() == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=3))
+def test_length_ids_equal_documents_laid_end_to_end(rows):
+    expected = []
+    for lengths in rows:
+        documents = [length for length in lengths if length]
+        row = [i for i, length in enumerate(documents) for _ in range(length)]
+        expected.append(row + [PADDING] * (12 - len(row)))
+    ids = document_ids_from_lengths(torch.tensor(rows), seq_len=12)
+    assert ids.dtype == torch.int32 and ids.tolist() == expected
+
+
+@given(rows_of(st.integers(-1, 2)))
+def test_starts_allow_exactly_the_pairs_of_one_document(rows):
+    ids = torch.tensor(rows, dtype=torch.int32)
+    starts = document_starts(ids)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        for q in range(len(row)):
+            first = q
+            while row[q] != PADDING and first > 0 and row[first - 1] == row[q]:
+                first -= 1
+            assert start[q] == first
+
+
+P = "position_block_causal"
+
+
+@pytest.mark.parametrize(
+    "entry, mask_type",
+    [
+        ({}, "block_causal"),
+        ({"positions": [[0, 1, 0, 1]]}, P),
+        ({"seq_lens": [[2, 2]]}, P),
+        ({"cu_seqlens": [[0, 2, 4]]}, P),
+        ({"document_ids": [[0, 0, 1, 1]]}, P),
+    ],
+)
+def test_every_source_reads_the_same_documents(entry, mask_type):
+    batch = {"input": torch.tensor([[5, EOS, 7, 8]])}
+    batch |= {key: torch.tensor(value) for key, value in entry.items()}
+    found = read_document_ids(batch, mask_type, EOS)
+    assert found.dtype == torch.int32 and found.tolist() == [[0, 0, 1, 1]]
+
+
+def test_one_row_of_positions_serves_all_rows():
+    batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
+    assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
+
+
+def test_one_row_of_lengths_may_be_flat():
+    batch = {"input": torch.ones(1, 3), "seq_lens": torch.tensor([1, 2])}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "key, value, match",
+    [
+        ("document_ids", [[0, 1, 1, 1]], r"shape of its 'input', \(2, 3\).*got \(1, 4\)"),
+        ("document_ids", [0, 1, 1, 0, 0, 0], r"got \(6,\); give each token its entry"),
+        ("positions", [[0, 1]] * 2, r"shape of its 'input'.*got \(2, 2\)"),
+        ("seq_lens", [1, 2, 3], r"row for each of the 2 of its 'input', got shape \(3,\)"),
+        ("seq_lens", [[1, 2]], r"got shape \(1, 2\); give each row its documents"),
+        ("cu_seqlens", [[0, 3, 6]], r"row for each of the 2 .*got shape \(1, 3\)"),
+        ("seq_lens", [[1, 2], [2, 2]], "add up to 3 tokens at most, got 4"),
+        ("cu_seqlens", [[0, 1, 3], [0, 2, 5]], "add up to 3 tokens at most, got 5"),
+        ("cu_seqlens", [0, 3, 7], "add up to 6 tokens at most, got 7"),
+        ("seq_lens", [[3, -1], [2, 1]], "must not be negative, .* got a step of -1 and a beg"),
+        (
+            "cu_seqlens",
+            [[0, 3, 0], [0, 2, 3]],
+            "go up from 0, got a step of -3 and a beginning at 0",
+        ),
+        ("cu_seqlens", [2, 3, 6], "go up from 0, got .* a beginning at 2; fill rows"),
+    ],
+)
+def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):
+    batch = {"input": torch.ones(2, 3), key: torch.tensor(value)}
+    with pytest.raises(ValueError, match=match) as error:
+        read_document_ids(batch, "position_block_causal", EOS)
+    assert key in str(error.value)
+
+
+def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
+    batch = {"input": torch.ones(2, 3), "cu_seqlens": torch.tensor([0, 2, 3, 6])}
+    starts = document_starts(read_document_ids(batch, "block_causal", EOS))
+    assert starts.tolist() == [[0, 0, 2], [0, 0, 0]]
+
+
+def test_missing_positions_name_the_entry_and_what_the_batch_has():
+    with pytest.raises(ValueError, match=r"'positions'.*only \['input'\].*'block_causal'"):
+        read_document_ids({"input": torch.ones(1, 3)}, P, EOS)
+
+
+def test_explicit_boundaries_win_over_the_mask_type():
+    sources = {
+        "document_ids": torch.tensor([[0, 1, 1]]),
+        "seq_lens": torch.tensor([[2, 1]]),
+        "cu_seqlens": torch.tensor([[0, 1, 2, 3]]),
+        "positions": torch.tensor([[0, 1, 2]]),
+    }
+    expected = {
+        "document_ids": [0, 1, 1],
+        "seq_lens": [0, 0, 1],
+        "cu_seqlens": [0, 1, 2],
+        "positions": [0, 0, 0],
+    }
+    batch = {"input": torch.tensor([[EOS, EOS, 5]]), **sources}
+    for key in sources:
+        assert read_document_ids(batch, P, EOS).tolist() == [expected[key]]
+        if key != "positions":
+            assert read_document_ids(batch, "block_causal", EOS).tolist() == [expected[key]]
+        else:
+            assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 2]]
+        del batch[key]
+
+
+def test_block_causal_without_an_end_of_text_id_says_what_to_do():
+    with pytest.raises(
+        ValueError, match="the tokenizer is None .*set the `tokenizer` of an engine.*position_block"
+    ):
+        read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
+
+
+def test_unknown_mask_type_is_refused_and_not_read_from_end_of_text_tokens():
+    with pytest.raises(ValueError, match="model.attn_mask_type must be one of causal.*'blok'"):
+        read_document_ids({"input": torch.ones(1, 3)}, "blok", EOS)
+
+
+def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
+    literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
+    assert get_args(literal) == tuple(BOUNDARY_SOURCES)
+
+
+def test_cu_seqlens_that_stop_early_leave_padding():
+    ids = document_ids_from_cu_seqlens(torch.tensor([[0, 2, 3]], dtype=torch.int32), seq_len=5)
+    assert ids.tolist() == [[0, 0, 1, PADDING, PADDING]]
+
+
+@given(rows_of(st.integers(-1, 2)))
+def test_positions_count_within_each_document(rows):
+    ids = torch.tensor(rows, dtype=torch.int32)
+    expected = []
+    for row in rows:
+        positions = []
+        for i, value in enumerate(row):
+            goes_on = i > 0 and row[i - 1] == value
+            positions.append(PADDING if value == PADDING else positions[-1] + 1 if goes_on else 0)
+        expected.append(positions)
+    positions = positions_from_document_ids(ids)
+    assert positions.tolist() == expected
+    # Read back they say the same, whatever the documents were numbered.
+    read_back = document_ids_from_positions(positions)
+    assert torch.equal(document_starts(read_back), document_starts(ids))
+
+
+@given(rows_of(st.integers(-1, 1)), st.integers(1, 4))
+def test_chunks_begin_every_so_many_tokens_of_a_document(rows, chunk_size):
+    ids = torch.tensor(rows)
+    expected = []
+    for positions in positions_from_document_ids(ids).tolist():
+        count, chunks = -1, []
+        for position in positions:
+            count += position >= 0 and position % chunk_size == 0
+            chunks.append(PADDING if position < 0 else count)
+        expected.append(chunks)
+    starts = DocumentMask.of_documents(ids).in_chunks(chunk_size).starts
+    assert starts.dtype == torch.int32
+    assert torch.equal(starts, document_starts(torch.tensor(expected)))
+
+
+@given(rows_of(st.integers(-1, 2)))
+def test_last_tokens_are_those_whose_next_token_is_of_another_document(rows):
+    expected = [
+        [
+            value == PADDING or (i + 1 < len(row) and row[i + 1] != value)
+            for i, value in enumerate(row)
+        ]
+        for row in rows
+    ]
+    assert last_tokens(torch.tensor(rows, dtype=torch.int32)).tolist() == expected
+
+
+# ---- two sources in one batch ----
+
+
+def two_rows(*second_row_positions):
+    return {
+        "input": torch.ones(2, 4, dtype=torch.long),
+        "positions": torch.tensor([[0, 1, 0, 1], second_row_positions]),
+        "seq_lens": torch.tensor([[2, 2], [4, 0]]),
+    }
+
+
+def test_second_source_that_agrees_is_warned_about_once(caplog):
+    batch = two_rows(0, 1, 2, 3) | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}
+    for _ in range(3):
+        ids = read_document_ids(batch, "position_block_causal", None)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    # Positions that agree are there for RoPE.
+    assert caplog.messages == [
+        "document boundaries come from 'seq_lens'; the 'cu_seqlens' of the batch are ignored"
+    ]
+
+
+def test_disagreement_names_row_index_and_both_readings(caplog):
+    ids = read_document_ids(two_rows(0, 1, 0, 1), "position_block_causal", None)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert caplog.messages == [
+        "document boundaries come from 'seq_lens'; the 'positions' of the batch are ignored, and "
+        "they disagree: in row 1 token 2 continues a document by 'seq_lens' and begins a document "
+        "by 'positions'"
+    ]
+
+
+def test_padding_by_one_source_alone_is_a_disagreement(caplog):
+    read_document_ids(two_rows(0, 1, 2, -1), "position_block_causal", None)
+    assert "row 1 token 3 continues a document by 'seq_lens' and is padding by" in caplog.text
+
+
+def test_disagreement_in_a_later_batch_is_found_once(caplog):
+    for last in (3, 3, 0, 0):
+        read_document_ids(two_rows(0, 1, 2, last), "position_block_causal", None)
+    assert ["disagree" in message for message in caplog.messages] == [True]
+
+
+def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
+    batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
+    assert caplog.messages == [
+        "document boundaries come from 'end-of-text tokens'; the 'positions' of the batch are "
+        "ignored, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
+        "continues a document by 'positions'"
+    ]
+
+
+def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog):
+    agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
+    read_document_ids(agrees, "position_block_causal", EOS)
+    assert caplog.messages == []
+    tokens = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
+    batch = {"input": tokens, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}
+    for _ in range(2):
+        ids = read_document_ids(batch, "position_block_causal", EOS)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert caplog.messages == [
+        "document boundaries come from 'positions'; the 'end-of-text tokens' of the batch are "
+        "ignored, and they disagree: in row 1 token 3 continues a document by 'positions' and begins "
+        "a document by 'end-of-text tokens'"
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokens, positions",
+    [
+        ([5, 6, 7, 8], [0, 1, 0, 1]),  # no end-of-text token that says anything
+        ([5, EOS, EOS, EOS, 6, 7], [0, 1, -1, -1, 0, 1]),  # nor of padding, whatever token fills it
+        ([5, EOS, 9, 9, 6, 7], [0, 1, -1, -1, 0, 1]),
+    ],
+)
+def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(caplog, tokens, positions):
+    batch = {"input": torch.tensor([tokens]), "positions": torch.tensor([positions])}
+    read_document_ids(batch, "position_block_causal", EOS)
+    assert caplog.messages == []
+
+
+def test_one_source_is_no_reason_to_warn(caplog):
+    batch = {"input": torch.ones(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 3])}
+    assert read_document_ids(batch, "block_causal", None).tolist() == [[0, 1, 1]]
+    assert caplog.messages == []

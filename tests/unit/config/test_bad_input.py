@@ -1,0 +1,73 @@
+"""Every mistake of a user gets one message that names the key, the value and the remedy."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.reliability import jobs
+from torchtitan import train
+
+pytestmark = pytest.mark.long
+
+
+def run_main(monkeypatch, capsys, args: list[str], world_size: int = 1) -> tuple[int, str]:
+    """Exit code and stderr of `python -m torchtitan.train ARGS` (up to building a trainer)."""
+    monkeypatch.setattr(sys, "argv", ["train", *args])
+    if world_size > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("RANK", "0")
+
+    def must_not_be_reached(_config):
+        raise AssertionError("the config went through all checks")
+
+    with pytest.raises(SystemExit) as stopped:
+        train.main(must_not_be_reached)
+    return stopped.value.code, capsys.readouterr().err
+
+
+def test_simulated_ranks_are_checked_like_real_ones(monkeypatch, capsys):
+    flags = ["--comm.mode=fake_backend", "--parallelism.data_parallel_shard_degree=3"]
+    monkeypatch.setenv("NGPU", "8")
+    code, errors = run_main(monkeypatch, capsys, flags)
+    assert code == 2 and "8 processes and a product of 3" in errors
+    monkeypatch.delenv("NGPU")
+    code, errors = run_main(monkeypatch, capsys, flags)
+    assert code == 2 and "NGPU" in errors and "''" in errors
+
+
+def test_torchrun_is_told_what_a_rank_with_hidden_output_failed_of(monkeypatch, capsys, tmp_path):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr(sys, "argv", ["train", f"--job.dump_folder={tmp_path}"])
+
+    def fails(error):
+        def build_trainer(_config):
+            raise error
+
+        return build_trainer
+
+    with pytest.raises(SystemExit):
+        train.main(fails(ValueError("data.jsonl, line 7")))
+    assert json.loads(report.read_text())["message"]["message"] == "error: data.jsonl, line 7"
+    with pytest.raises(SystemExit):  # a fault of ours is told with its stack
+        train.main(fails(KeyError("step")))
+    assert "build_trainer" in json.loads(report.read_text())["message"]["message"]
+    report.unlink()
+    with pytest.raises(SystemExit, match="1"):  # that rank tells it
+        train.main(fails(RuntimeError("Connection closed by peer [127.0.0.1]:8938")))
+    assert not report.exists()
+
+
+def test_runs_as_one_process_without_torchruns_environment(tmp_path):
+    result = subprocess.run(  # a process of its own, as a user starts it
+        [sys.executable, "-m", "torchtitan.train", *jobs.TINY_JOB, f"--job.dump_folder={tmp_path}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "step:  4" in result.stdout

@@ -1,0 +1,142 @@
+"""A run that is saved and resumed continues with exactly the batches of the unbroken run."""
+
+from itertools import islice
+
+import pytest
+import torch
+from datasets import interleave_datasets, load_dataset
+
+from torchtitan.config import ConfigManager
+from torchtitan.data.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets import DatasetConfig
+
+pytestmark = pytest.mark.long
+
+SEQ_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def c4_test():
+    return load_dataset("tests/assets/c4_test", split="train")
+
+
+@pytest.fixture
+def registered(c4_test):
+    """Register the first 32 documents, by index and as a stream of 4 parts; they are read several times."""
+    small = c4_test.select(range(32))
+    names = {
+        "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
+        "small_stream": DatasetConfig(
+            "",
+            lambda path: small.to_iterable_dataset(num_shards=4),
+            lambda sample: sample["text"],
+        ),
+        "small_shuffled_stream": DatasetConfig(
+            "",
+            lambda path: small.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
+            lambda sample: sample["text"],
+        ),
+    }
+    halves = [small.select(range(16)), small.select(range(16, 32))]
+    names["small_mixed_stream"] = DatasetConfig(
+        "",
+        lambda path: interleave_datasets(
+            [half.to_iterable_dataset(num_shards=4) for half in halves],
+            probabilities=[0.3, 0.7],
+            seed=3,
+        ),
+        lambda sample: sample["text"],
+    )
+    DATASETS.update(names)
+    yield
+    for name in names:
+        del DATASETS[name]
+
+
+def build(dataset, world_size, rank, num_workers=0):
+    config = ConfigManager().parse_args(
+        [
+            f"--training.dataset={dataset}",
+            "--training.local_batch_size=1",
+            f"--training.seq_len={SEQ_LEN}",
+            f"--training.dataloader.num_workers={num_workers}",
+        ]
+    )
+    return build_text_dataloader(
+        tokenizer=HuggingFaceTokenizer("tests/assets/tokenizer"),
+        dp_world_size=world_size,
+        dp_rank=rank,
+        job_config=config,
+    )
+
+
+def assert_resume_repeats(dataset, world_size, rank, num_before, num_after, num_workers=0):
+    unbroken = build(dataset, world_size, rank, num_workers)
+    batches = iter(unbroken)
+    for _ in range(num_before):
+        next(batches)
+    state = unbroken.state_dict()
+
+    resumed = build(dataset, world_size, rank, num_workers)
+    resumed.load_state_dict(state)
+    resumed_batches = iter(resumed)
+    for _ in range(num_after):
+        (inputs, labels), (again_inputs, again_labels) = next(batches), next(resumed_batches)
+        assert torch.equal(inputs["input"], again_inputs["input"])
+        assert torch.equal(labels, again_labels)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream", "small_shuffled_stream"])
+@pytest.mark.parametrize("num_before", [7, 60])  # in the first pass, and after several
+def test_resumed_run_repeats_the_unbroken_one(registered, dataset, world_size, num_before):
+    for rank in range(world_size):
+        assert_resume_repeats(dataset, world_size, rank, num_before, num_after=30)
+
+
+@pytest.mark.parametrize(
+    "dataset, num_before",
+    [
+        ("small_indexed", 70),
+        ("small_mixed_stream", 70),
+        ("small_shuffled_stream", 1),
+        pytest.param("small_indexed", 1, marks=pytest.mark.slow),
+        pytest.param("small_mixed_stream", 1, marks=pytest.mark.slow),
+        pytest.param("small_shuffled_stream", 70, marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
+    assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)
+
+
+def test_c4_test_resumes_in_the_middle(c4_test):
+    assert_resume_repeats("c4_test", 2, 1, num_before=50, num_after=50)
+
+
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_mixed_stream"])
+def test_position_saved_before_the_first_batch_is_the_beginning(registered, dataset):
+    """Each validation goes back to the start of the data."""
+    loader = build(dataset, 1, 0, num_workers=2)
+    start = loader.state_dict()
+    first = [labels for _, labels in islice(loader, 5)]
+    for _ in range(2):
+        loader.load_state_dict(start)
+        again = [labels for _, labels in islice(loader, 5)]
+        assert torch.equal(torch.stack(first), torch.stack(again))
+
+
+@pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_position_saved_right_after_loading_is_the_loaded_one(registered, dataset, num_workers):
+    first = build(dataset, 1, 0, num_workers)
+    batches = iter(first)
+    for _ in range(9):
+        next(batches)
+    second = build(dataset, 1, 0, num_workers)
+    second.load_state_dict(first.state_dict())
+    third = build(dataset, 1, 0, num_workers)
+    third.load_state_dict(second.state_dict())
+    third_batches = iter(third)
+    for _ in range(5):
+        assert torch.equal(next(batches)[1], next(third_batches)[1])

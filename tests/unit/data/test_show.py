@@ -1,0 +1,158 @@
+"""The program that shows training data: its rows are the trainer's, its labels worked out by hand."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from tests.unit.data.chats import write_tokenizer
+from torchtitan.batch.batch import TokenBatch
+from torchtitan.batch.policy import DocumentPolicy
+from torchtitan.data import show
+from torchtitan.data.chats import ChatEncoder
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.protocols import train_spec
+
+DEBUG = "--job.config_file=torchtitan/models/llama3/train_configs/debug_model.toml"
+BY_POSITIONS = DocumentPolicy("flex", "position_block_causal", 257, True, True)
+CAUSAL = DocumentPolicy("sdpa", "causal", None, True, False)
+MARKS = ("[", "]")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def run(monkeypatch, capsys, *flags):
+    """Return (exit code, stdout, stderr) of the program."""
+    monkeypatch.setattr(sys, "argv", ["show", DEBUG, *flags])
+    code = 0
+    try:
+        show.main()
+    except SystemExit as exit:
+        code = exit.code
+    return code, *capsys.readouterr()
+
+
+def packed_row(tokenizer):
+    """Return a batch of one row: two pairs laid end to end, and padding."""
+    encode = ChatEncoder(tokenizer, None)
+    tokens, labels, positions = [], [], []
+    for prompt, completion in (("2+2=", "4"), ("ü", " é\n!")):
+        ids, trained = (
+            array.tolist() for array in encode({"prompt": prompt, "completion": completion})
+        )
+        # The label of a token is the next one, if that is trained.
+        labels += [
+            i if is_label else -100 for i, is_label in zip(ids[1:], trained[1:], strict=True)
+        ]
+        labels += [-100]
+        tokens, positions = tokens + ids, positions + list(range(len(ids)))
+    padding = 3
+    row = (tokens + [0] * padding, labels + [-100] * padding, positions + [-1] * padding)
+    tokens, labels, positions = (torch.tensor([values]) for values in row)
+    return {"input": tokens, "positions": positions}, labels
+
+
+SHOWN = """row 1, tokens: 19, documents: 2, padding: 3, labels: 8 (42.1%)
+  document 1, tokens 0 to 6, positions 0 to 6, labels: 2
+    <|begin|>2+2=[4<|im_end|>]
+  document 2, tokens 7 to 15, positions 0 to 8, labels: 6
+    <|begin|>ü[ é
+    !<|im_end|>]
+"""
+
+
+def test_documents_positions_and_labels_of_a_packed_row_are_shown(folder):
+    tokenizer = HuggingFaceTokenizer(folder)
+    batch = BY_POSITIONS.training_batch(*packed_row(tokenizer))
+    lines = show.describe_row(batch, 0, BY_POSITIONS, tokenizer, MARKS, "row 1")
+    assert "\n".join(lines) + "\n" == SHOWN
+
+
+def test_positions_tell_documents_apart_under_a_causal_mask_too(folder):
+    tokenizer = HuggingFaceTokenizer(folder)
+    batch = CAUSAL.training_batch(*packed_row(tokenizer))
+    lines = show.describe_row(batch, 0, CAUSAL, tokenizer, MARKS, "row 1")
+    seen = "(42.1%), every token sees the whole row before it"
+    assert "\n".join(lines) + "\n" == SHOWN.replace("(42.1%)", seen)
+
+
+def test_program_prints_the_rows_of_the_job_s_own_data(folder, monkeypatch, capsys):
+    def build(*, dp_world_size, dp_rank, tokenizer, job_config):
+        assert (dp_world_size, dp_rank) == (1, 0)
+        yield packed_row(tokenizer)
+
+    spec = dataclasses.replace(train_spec.get_train_spec("llama3"), build_dataloader_fn=build)
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {"llama3": spec})
+    flags = ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"]
+    # The layout is of no concern, and so are rows that the data do not have.
+    flags += [f"--model.hf_assets_path={folder}", "--parallelism.tensor_parallel_degree=8"]
+    code, out, err = run(monkeypatch, capsys, *flags, "--show.rows=5")
+    assert (code, err) == (0, ""), err
+    assert out == SHOWN.replace("[", "⟦").replace("]", "⟧")
+
+
+def test_rows_of_text_are_cut_from_documents_laid_end_to_end(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").write_text("d\n")
+    flags = ["--training.dataset=local", f"--training.dataset_path={tmp_path}", "--show.rows=3"]
+    flags += ["--training.seq_len=6", "--training.local_batch_size=1"]
+    code, out, err = run(monkeypatch, capsys, f"--model.hf_assets_path={folder}", *flags)
+    assert (code, err) == (0, "")
+    rows = out[out.index("row 1") :]
+    assert rows.count("padding: 0, labels: 6 (100.0%), samples: ") == 3
+    assert rows.count("every token sees the whole row before it") == 3
+    # A causal mask keeps no documents apart, so the first token of a document is a label, too.
+    assert [line for line in rows.splitlines() if "|>" in line or "⟦" in line] == [
+        "    <|begin|>⟦abc<|im_end|>⟧",
+        "    ⟦<|begin|>⟧",
+        "  label behind the row: ⟦d⟧",
+        "    ⟦<|im_end|>⟧",
+        "    ⟦<|begin|>abc⟧",
+        "  label behind the row: ⟦<|im_end|>⟧",
+        "    <|begin|>⟦d",
+        "    <|im_end|>⟧",
+        "    ⟦<|begin|>a⟧",
+        "  label behind the row: ⟦b⟧",
+    ]
+
+
+def test_labels_that_are_not_the_next_token_and_escapes_are_told(folder):
+    tokenizer = HuggingFaceTokenizer(folder)
+    tokens = torch.tensor([tokenizer.encode("a\x1bb", add_special_tokens=False)])
+    labels = torch.tensor([[5, int(tokens[0, 2]), 4]])
+    batch = TokenBatch(tokens, labels, sample_ids=torch.tensor([[3, 4]]))
+    lines = list(show.describe_row(batch, 0, CAUSAL, tokenizer, MARKS, "row 1"))
+    assert lines[0].endswith("samples: 3 to 4, every token sees the whole row before it")
+    assert lines[1:] == [
+        "  labels that are not the row's next token: 1",
+        "  document 1, tokens 0 to 2, positions 0 to 2, labels: 2",
+        "    a[\\x1bb]",
+        f"  label behind the row: [{tokenizer.decode([4])}]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--show.rows=0"], "config error: show.rows must be 1 or more, got 0; correct it\n"),
+        (["--training.dataset=c5"], "config error: "),
+        (["--job.config_file=none.toml"], "config error: job.config_file names a TOML file"),
+        (["--show.row=1"], ""),
+    ],
+)
+def test_config_that_cannot_run_is_refused_in_a_sentence(flags, sentence, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith(sentence) and err.count("\n") == 1
+
+
+def test_data_that_cannot_be_read_end_with_1_and_a_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    flags = ["--training.dataset=local", f"--training.dataset_path={tmp_path}"]
+    code, _, err = run(monkeypatch, capsys, *flags)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: {tmp_path}/a.jsonl, line 1: need an object with a string under")

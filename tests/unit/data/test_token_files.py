@@ -1,0 +1,646 @@
+"""Token ids on disk: Megatron-LM's layout, written and read, and everything that is refused."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.reliability import jobs
+from torchtitan.data import DatasetConfig, open_document, tokenize
+from torchtitan.data.python_docs import PythonDocs
+from torchtitan.data.text_datasets import DATASETS, HuggingFaceTextDataset
+from torchtitan.data.token_files import TokenDocuments, write_pair
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+
+pytestmark = pytest.mark.long
+
+# Written by the IndexedDatasetBuilder of megatron-core 0.16.1, with uint16 ids: four documents of 2,
+# 1, 0 and 3 sequences, one of which is empty.
+MEGATRON_DOCUMENTS = [[[5, 6, 7], [8, 9]], [[1000]], [], [[2, 3], [], [4]]]
+MEGATRON_BIN = "05000600070008000900e803020003000400"
+MEGATRON_IDX = (
+    "4d4d4944494458000001000000000000000806000000000000000500000000000000"  # header
+    "030000000200000001000000020000000000000001000000"  # lengths
+    "000000000000000006000000000000000a00000000000000"  # pointers
+    "0c0000000000000010000000000000001000000000000000"
+    "0000000000000000020000000000000003000000000000000300000000000000"  # documents
+    "0600000000000000"
+)
+WORDS = ["one two three", "", "four five six seven", "eight", "nine ten"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return HuggingFaceTokenizer(str(jobs.TOKENIZER))
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Return the path of a JSON-lines file with the texts of WORDS."""
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in WORDS))
+    return path
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """Return the path of a JSON-lines file with 600 stories."""
+    lines = (jobs.ROOT / "tests/assets/c4_test/data.json").read_text().splitlines(keepends=True)
+    path = tmp_path / "stories.jsonl"
+    path.write_text("".join(lines[:600]))
+    return path
+
+
+def write(source, out, *options, exit_code=0):
+    """Run the command in this process."""
+    command = [str(source), str(out), "--tokenizer", str(jobs.TOKENIZER), "--processes", "1"]
+    try:
+        tokenize.main([*command, *map(str, options)])
+    except SystemExit as error:
+        assert error.code == exit_code
+    else:
+        assert exit_code == 0
+
+
+def test_process_that_is_killed_while_it_starts_is_told(tmp_path, monkeypatch, capsys):
+    class Killed(tokenize.ProcessPoolExecutor):
+        def submit(self, *_):
+            raise BrokenPipeError(32, "Broken pipe")  # from the pipe with what it should do
+
+    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", Killed)
+    (tmp_path / "a.txt").write_text("text")
+    write(tmp_path / "a.txt", tmp_path / "out", "--processes", 2, exit_code=1)
+    assert "error: a tokenizing process was killed, most often for" in capsys.readouterr().err
+
+
+def content(folder):
+    return {f.name: f.read_bytes() for f in Path(folder).iterdir() if f.name != ".lock"}
+
+
+def pack(prefix, documents, code, letter):
+    """Write a pair by the published layout; documents: lists of sequences of ids."""
+    sequences = [sequence for document in documents for sequence in document]
+    item = struct.calcsize("<" + letter)
+    starts = np.cumsum([0] + [item * len(s) for s in sequences])[:-1].tolist()
+    firsts = np.cumsum([0] + [len(d) for d in documents]).tolist()
+    ids = sum(sequences, [])
+    Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(ids)}{letter}", *ids))
+    Path(f"{prefix}.idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts))
+        + struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+        + struct.pack(f"<{len(sequences)}q", *starts)
+        + struct.pack(f"<{len(firsts)}q", *firsts)
+    )
+
+
+# ---- reading and writing ----
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+def test_pair_of_megatron_is_read_by_prefix_or_by_either_file(tmp_path, ending):
+    (tmp_path / "a.b.bin").write_bytes(bytes.fromhex(MEGATRON_BIN))
+    (tmp_path / "a.b.idx").write_bytes(bytes.fromhex(MEGATRON_IDX))
+    tokens = TokenDocuments(f"{tmp_path}/a.b{ending}")
+    assert [tokens[i].tolist() for i in range(len(tokens))] == [
+        sum(document, []) for document in MEGATRON_DOCUMENTS
+    ]
+    assert (tokens[0].dtype, tokens.num_tokens) == (np.uint16, 9)
+    pack(tmp_path / "ours", MEGATRON_DOCUMENTS, 8, "H")
+    assert (tmp_path / "ours.idx").read_bytes().hex() == MEGATRON_IDX
+
+
+@pytest.mark.parametrize(
+    ("code", "letter", "largest"),
+    [(1, "B", 255), (3, "h", 2**15 - 1), (4, "i", 2**31 - 1), (5, "q", 2**63 - 1), (8, "H", 65535)],
+)
+def test_every_integer_type_is_read(tmp_path, code, letter, largest):
+    pack(tmp_path / "a", [[[0, largest], [1]], [[largest]]], code, letter)
+    tokens = TokenDocuments(str(tmp_path))
+    assert [tokens[i].tolist() for i in range(2)] == [[0, largest, 1], [largest]]
+
+
+@pytest.mark.parametrize(("code", "letter", "name"), [(8, "H", "<u2"), (4, "i", "<i4")])
+def test_written_pair_has_the_published_layout(tmp_path, code, letter, name):
+    documents = [[1, 2, 3], [], [60_000], list(range(100))]
+    pack(tmp_path / "packed", [[document] for document in documents], code, letter)
+    pieces = ([document[:2], document[2:]] for document in documents)
+    write_pair(str(tmp_path / "written"), pieces, np.dtype(name))
+    for ending in (".bin", ".idx"):
+        written = (tmp_path / f"written{ending}").read_bytes()
+        assert written == (tmp_path / f"packed{ending}").read_bytes()
+
+
+def test_documents_of_several_pairs_follow_in_the_order_of_names(tmp_path):
+    pack(tmp_path / "b", [[[3]], [[4, 5]]], 4, "i")
+    pack(tmp_path / "a", [[[1, 2]]], 8, "H")
+    pack(tmp_path / "c", [], 8, "H")
+    (tmp_path / "._a.idx").write_bytes(b"left by a Mac")
+    tokens = TokenDocuments(str(tmp_path))
+    assert [tokens[i].tolist() for i in range(len(tokens))] == [[1, 2], [3], [4, 5]]
+    assert tokens.where(2) == f"{tmp_path}/b.bin, document 1 (counted from 0)"
+    for index in (-1, 3):
+        with pytest.raises(IndexError):
+            tokens[index]
+
+
+def test_pickled_tokens_are_small_and_map_the_files_again(tmp_path):
+    pack(tmp_path / "a", [[list(range(1000))]] * 100, 8, "H")
+    tokens = TokenDocuments(str(tmp_path))
+    pickled = pickle.dumps(tokens)
+    assert len(pickled) < 1000
+    again = pickle.loads(pickled)
+    assert len(again) == 100
+    assert np.array_equal(again[99], tokens[99])
+
+
+def test_opening_does_not_read_the_index(tmp_path):
+    number = 10**8
+    with open(tmp_path / "a.idx", "wb") as file:  # 2 GB of zeros that take no space
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, number, number + 1))
+        file.seek(20 * number, os.SEEK_CUR)
+        file.write(struct.pack("<q", number))
+    (tmp_path / "a.bin").touch()
+    started = time.process_time()
+    tokens = TokenDocuments(str(tmp_path))
+    assert (len(tokens), len(tokens[number // 2])) == (number, 0)
+    assert time.process_time() - started < 0.1  # a pass takes some 0.5 s; this takes 0.001 s
+
+
+def test_ids_on_disk_are_those_of_the_text(tmp_path, lines, tokenizer):
+    write(lines, tmp_path / "out", "--documents_per_part", 2)
+    tokens = TokenDocuments(str(tmp_path / "out"))
+    tokens.check_tokenizer(tokenizer)
+    assert [tokens[i].tolist() for i in range(len(tokens))] == [
+        tokenizer.encode(text, add_bos=True, add_eos=True) for text in WORDS
+    ]
+    about = json.loads((tmp_path / "out/tokens.json").read_text())
+    assert [part["documents"] for part in about["parts"]] == [2, 2, 1]
+    assert about["tokens"] == tokens.num_tokens == sum(part["tokens"] for part in about["parts"])
+    assert about["source"]["bytes"] == lines.stat().st_size
+    assert about["tokenizer"]["eos_id"] == tokenizer.eos_id == tokens[4][-1]
+
+
+def test_ids_of_long_documents_are_those_of_training_on_the_text(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 4096)
+    monkeypatch.setattr(tokenize, "_IDS_AT_A_TIME", 100)
+    docs = PythonDocs()
+    text = max((docs[i]["text"] for i in range(40)), key=len)
+    assert len(text) > 3 * 4096
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    write(tmp_path / "long.jsonl", tmp_path / "out")
+    ids = TokenDocuments(str(tmp_path / "out"))[0]
+    dataset = HuggingFaceTextDataset("local", str(tmp_path / "long.jsonl"), tokenizer, len(ids) - 1)
+    inputs, labels = next(iter(dataset))
+    assert ids.tolist() == [*inputs["input"].tolist(), labels[-1].item()]
+
+
+def test_several_processes_write_the_bytes_of_one(tmp_path, stories):
+    options = ("--documents_per_part", 100)
+    write(stories, tmp_path / "one", *options)
+    write(stories, tmp_path / "two", *options, "--processes", 2)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert len(content(tmp_path / "one")) == 19
+
+
+# ---- stopped and started again ----
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT]
+)
+def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
+    tmp_path, stories, capsys, number
+):
+    options = ("--documents_per_part", 20)
+    write(stories, tmp_path / "whole", *options)
+    out = tmp_path / "stopped"
+    command = [str(stories), str(out), "--tokenizer", str(jobs.TOKENIZER), "--processes", "1"]
+    job = jobs.start(
+        [*command, *map(str, options)], tmp_path / "logs", module="torchtitan.data.tokenize"
+    )
+    deadline = time.monotonic() + 30
+    while not (out / "part-00003.idx").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    job.send(number)
+    outcome = job.wait(30)
+    if number == signal.SIGINT:
+        assert outcome.exit_codes == [130]
+        last_line = outcome.output.splitlines()[-1]
+        assert last_line == "interrupted; the same command keeps the parts that are whole"
+    with pytest.raises(ValueError, match="tokens.json says that the folder is unfinished"):
+        TokenDocuments(str(out))
+    kept = (out / "part-00003.idx").stat().st_mtime_ns
+    (out / "part-00002.bin").write_bytes(b"cut off")
+    capsys.readouterr()
+
+    write(stories, out)  # with the parts' size of the first run
+    assert content(out) == content(tmp_path / "whole")
+    assert (out / "part-00003.idx").stat().st_mtime_ns == kept
+    assert "are whole" in capsys.readouterr().out
+
+
+def test_failed_document_keeps_the_parts_before_it(tmp_path, lines, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lines.read_text() + '{"text": "half of \\ud800"}\n')
+    write(bad, tmp_path / "out", "--documents_per_part", 2, exit_code=1)
+    error = capsys.readouterr().err
+    assert error == (
+        f"error: {bad}, line 6: the text has half of a surrogate pair, '\\ud800', which is not "
+        "a character; mend or leave out the document\n"
+    )
+    names = {f"part-0000{i}.{ending}" for i in range(2) for ending in ("bin", "idx", "crc32")}
+    assert content(tmp_path / "out").keys() == names | {"tokens.json"}  # and no .unfinished file
+
+
+def test_finished_folder_is_left_as_it_is(tmp_path, lines):
+    write(lines, tmp_path / "out")
+    before = content(tmp_path / "out")
+    (tmp_path / "out/part-00009.bin.123.unfinished").touch()
+    write(lines, tmp_path / "out")
+    assert content(tmp_path / "out") == before
+
+
+def test_failure_of_a_process_ends_all_with_its_sentence(tmp_path, lines, capsys):
+    lines.write_text(lines.read_text() + "no JSON\n")
+    write(lines, tmp_path / "out", "--processes", 2, exit_code=1)
+    assert f"error: {lines}, line 6: not valid JSON" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+# ---- refused commands ----
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--documents_per_part", 2], "was begun with documents_per_part = 1, and this command has 2"),
+        (["--eos_token", "no such token"], "must be a token of the tokenizer"),
+        (["--bos_token", "<|pad|>"], "was begun with tokenizer = {'sha256': "),
+        (["--processes", 0], "--processes: must be a whole number of at least 1, got '0'"),
+        (["--custom_import", "nothere"], "--custom_import names a module to import, got 'nothere'"),
+        (["--tokenizer", "/nowhere"], "--tokenizer: tokenizer folder '/nowhere' does not exist"),
+    ],
+)  # fmt: skip
+def test_folder_of_another_command_is_refused(tmp_path, lines, capsys, options, sentence):
+    write(lines, tmp_path / "out", "--documents_per_part", 1)
+    before = content(tmp_path / "out")
+    write(lines, tmp_path / "out", *options, exit_code=2)
+    assert sentence in capsys.readouterr().err
+    assert content(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("change", ["renamed", "swapped", "replaced"])
+def test_source_whose_files_changed_places_between_kill_and_resume_is_refused(
+    tmp_path, capsys, change
+):
+    """Number, bytes and times of all files together stay the same, and so do those of each file."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for name in "bcd":
+        lines = (json.dumps({"text": f"{name} {i:06}"}) for i in range(40))
+        (source / f"{name}.jsonl").write_text("\n".join(lines))
+        os.utime(source / f"{name}.jsonl", (1, 1))
+    write(source, out, "--documents_per_part", 30)
+    (out / "part-00003.idx").unlink()  # as if it was killed
+    if change == "renamed":
+        (source / "d.jsonl").rename(source / "a.jsonl")
+    elif change == "swapped":
+        (source / "d.jsonl").rename(source / "x")
+        (source / "b.jsonl").rename(source / "d.jsonl")
+        (source / "x").rename(source / "b.jsonl")
+    else:
+        text = (source / "c.jsonl").read_text()
+        (source / "c.jsonl").write_text(text[:-8] + text[-8:].replace("9", "8"))
+        os.utime(source / "c.jsonl", (1, 1))
+    write(source, out, exit_code=2)
+    assert "was begun with source = " in capsys.readouterr().err
+
+
+def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
+    out = tmp_path / "out"
+    write(lines, out, "--documents_per_part", 1)
+    lines.write_text('{"text": "other"}\n')
+    write(lines, out, exit_code=2)
+    assert "write to another folder, or begin again with --overwrite" in capsys.readouterr().err
+    write(lines, out, "--overwrite")
+    names = {"part-00000.bin", "part-00000.crc32", "part-00000.idx", "tokens.json"}
+    assert content(out).keys() == names
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("python_doc", "got 'python_doc', did you mean 'python_docs'? (looked in "),
+        ("empty", "empty holds no documents; correct SOURCE"),
+        ("stream", "dataset 'stream' is a stream"),
+    ],
+)
+def test_source_without_documents_is_refused(tmp_path, monkeypatch, capsys, source, sentence):
+    processor = DATASETS["local"].sample_processor
+    monkeypatch.setitem(DATASETS, "stream", DatasetConfig("", lambda path: iter([]), processor))
+    monkeypatch.setitem(DATASETS, "empty", DatasetConfig("", lambda path: [], processor))
+    write(source, tmp_path / "out", exit_code=2)
+    assert sentence in capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_written_to_is_refused(tmp_path, lines, capsys):
+    for out, sentence in [
+        (tmp_path / "in", f"OUT must not be in SOURCE, got {tmp_path}/in, in {tmp_path}; name"),
+        (lines / "out", f"the folder {lines}/out cannot be made: "),
+    ]:
+        source = lines if out == lines / "out" else tmp_path
+        write(source, out, exit_code=2)
+        assert sentence in capsys.readouterr().err
+
+
+def test_folder_that_another_process_writes_is_refused(tmp_path, lines, capsys):
+    (tmp_path / "out").mkdir()
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-S", "-c", code, tmp_path / "out/.lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"locked\n"
+        write(lines, tmp_path / "out", exit_code=1)
+    assert "out is being written by another process; wait for it" in capsys.readouterr().err
+
+
+def test_files_of_another_program_are_not_overwritten(tmp_path, lines, capsys):
+    pack(tmp_path / "part-00000", MEGATRON_DOCUMENTS, 8, "H")
+    for option in ([], ["--overwrite"]):
+        write(lines, tmp_path, *option, exit_code=2)
+        assert "this program did not write them" in capsys.readouterr().err
+    assert (tmp_path / "part-00000.idx").read_bytes().hex() == MEGATRON_IDX
+
+
+# ---- refused files ----
+
+
+def replace(name, at, new):
+    """Return a function that overwrites bytes of a file in a folder."""
+
+    def damage(folder):
+        data = bytearray((folder / name).read_bytes())
+        data[at : at + len(new)] = new
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def cut(name, size):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def append(name, data):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + data)
+
+
+DAMAGES = {
+    "no files": (
+        lambda f: [(f / name).unlink() for name in ("a.bin", "a.idx")],
+        "there are no token files at ",
+    ),
+    "no index": (lambda f: (f / "a.idx").unlink(), "a.idx is missing, and its pair cannot be read"),
+    "no data": (lambda f: (f / "a.bin").unlink(), "a.bin is missing, and its pair cannot be read"),
+    "magic": (
+        replace("a.idx", 0, b"TNTIDX\0\0"),
+        "must begin with b'MMIDIDX\\x00\\x00', got b'TNTIDX\\x00\\x00\\x00'",
+    ),
+    "empty index": (cut("a.idx", 0), "must begin with b'MMIDIDX"),
+    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and the code 8 for"),
+    "float": (replace("a.idx", 17, b"\6"), "the code 6 for the type of its ids, and version 1 with"),
+    "type": (replace("a.idx", 17, b"\x63"), "the code 99 for the type of its ids"),
+    "cut header": (cut("a.idx", 20), "a.idx has 20 bytes, and 34 are needed"),
+    "cut index": (
+        cut("a.idx", 100),
+        "has 100 bytes, and 146 are needed for its 6 sequences and 4 documents: it was cut off",
+    ),
+    "longer index": (append("a.idx", b"1234567"), "has 153 bytes, and 146 are needed"),
+    "modes": (append("a.idx", bytes(6)), "it also has a mode for each sequence; only corpora of"),
+    "documents": (
+        replace("a.idx", 138, struct.pack("<q", 5)),
+        "must begin with sequence 0 and end with 6, got [0, 5]; write the pair again",
+    ),
+    "cut data": (cut("a.bin", 17), "a.bin has 17 bytes, and its index lists 18: one of the two"),
+    "longer data": (append("a.bin", b"12"), "a.bin has 20 bytes, and its index lists 18"),
+    "pointer": (
+        replace("a.idx", 66, struct.pack("<q", 8)),
+        "document 0 (counted from 0): the index is damaged, because it lists sequences at bytes [0, 8]",
+    ),
+    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "it lists sequences at bytes [0, 6]"),
+    "document order": (
+        replace("a.idx", 114, struct.pack("<q", 99)),
+        "it lists sequences 0 to 99 of 6; copy the .idx file again",
+    ),
+    "overlapping sequences": (
+        replace("a.idx", 58, struct.pack("<qq", 2, 8)),
+        "it lists sequences at bytes [2, 8] for bytes 0 to 12 of 18",
+    ),
+}  # fmt: skip
+
+
+def test_lengths_of_a_damaged_index_are_refused(tmp_path):
+    for place, number in ((114, 99), (122, 1)):
+        pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
+        replace("a.idx", place, struct.pack("<q", number))(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"a\.idx is damaged: a document begins with an earlier"
+        ):
+            _ = TokenDocuments(str(tmp_path)).lengths
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_refused(tmp_path, name):
+    damage, sentence = DAMAGES[name]
+    pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
+    damage(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        TokenDocuments(str(tmp_path))[0]
+    assert sentence in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+ABOUT_DAMAGES = {
+    "format": (lambda about: about | {"format": 2}, "its format is 2, and 1 is known"),
+    "keys": (lambda about: {"format": 1}, "it lacks finished, parts, tokenizer"),
+    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with name, documents"),
+    "count": (
+        lambda about: about | {"parts": [about["parts"][0] | {"tokens": "28"}]},
+        "its parts must be a list of objects with name, documents and tokens, got {'name': 'part-00000'",
+    ),
+    "name": (lambda about: about | {"parts": [about["parts"][0] | {"name": []}]}, "its parts must be"),
+    "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
+    "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
+    "fewer": (lambda about: about | {"parts": []}, "tokens.json lists nothing as the documents and tokens of part-00000"),
+    "more": (
+        lambda about: about | {"parts": [*about["parts"], about["parts"][0] | {"name": "part-1"}]},
+        "of part-1, and the folder has nothing there; copy the whole folder again",
+    ),
+    "counts": (
+        lambda about: about | {"parts": [about["parts"][0] | {"tokens": 1}]},
+        "lists (5, 1) as the documents and tokens of part-00000, and the folder has (5, ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABOUT_DAMAGES)
+def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, name):
+    change, sentence = ABOUT_DAMAGES[name]
+    write(lines, tmp_path / "out", "--documents_per_part", 10)
+    file = tmp_path / "out/tokens.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(ValueError) as caught:
+        TokenDocuments(str(tmp_path / "out"))
+    assert sentence in str(caught.value)
+    file.write_text("{")
+    with pytest.raises(
+        ValueError, match=r"tokens\.json is not valid JSON: .*; fetch the file again"
+    ):
+        TokenDocuments(str(tmp_path / "out"))
+
+
+def of_other_part(*endings):
+    """Return a function that puts files of the second part in the place of the first part's."""
+
+    def damage(folder):
+        for ending in endings:
+            shutil.copy(folder / f"part-00001{ending}", folder / f"part-00000{ending}")
+
+    return damage
+
+
+# The parts have two documents each, of 5 and 3 ids and of 3 and 5.
+SILENT_DAMAGES = {
+    "zeros": replace("part-00000.bin", 0, bytes(16)),
+    "one bit": lambda f: replace("part-00000.bin", 3, [(f / "part-00000.bin").read_bytes()[3] ^ 4])(f),
+    "ids of -100": replace("part-00000.bin", 4, struct.pack("<h", -100)),
+    "swapped sequences": replace("part-00000.idx", 34, struct.pack("<iiqq", 3, 5, 10, 0)),
+    "moved boundary": replace("part-00000.idx", 34, struct.pack("<iiqq", 4, 4, 0, 8)),
+    "other index": of_other_part(".idx"),
+    "other tokens": of_other_part(".bin"),
+    "other part": of_other_part(".idx", ".bin", ".crc32"),
+    "sums": replace("part-00000.crc32", 2, b"12"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return a folder with a source of four documents, and their tokens in two parts."""
+    folder = tmp_path_factory.mktemp("finished")
+    texts = ["a b c", "d", "e", "f g h"]
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    write(folder / "text.jsonl", folder / "out", "--documents_per_part", 2)
+    tokens = TokenDocuments(str(folder / "out"))
+    assert tokens.lengths.tolist() == [5, 3, 3, 5]
+    return folder
+
+
+def check(folder, exit_code=0):
+    with pytest.raises(SystemExit) as end:
+        tokenize.main(["--check", str(folder)])
+    assert (end.value.code or 0) == exit_code
+
+
+@pytest.mark.parametrize("name", SILENT_DAMAGES)
+def test_document_that_is_not_as_written_is_refused_and_mended(
+    finished, tmp_path, tokenizer, capsys, name
+):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    SILENT_DAMAGES[name](out)
+    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): the |bin has )"
+    with pytest.raises(ValueError, match=place):
+        tokens = TokenDocuments(str(out))
+        tokens.check_tokenizer(tokenizer)
+        [tokens[i] for i in range(len(tokens))]
+    check(out, exit_code=1)
+    assert "error: " in (error := capsys.readouterr().err) and "part-00000" in error
+    write(finished / "text.jsonl", out)
+    assert content(out) == content(finished / "out")
+    check(out)
+    assert "out: all 4 documents of 16 tokens are as they were written" in capsys.readouterr().out
+
+
+def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, caplog, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    for file in out.glob("*.crc32"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"part-00000\.crc32 is missing"):
+        TokenDocuments(str(out))
+    about = json.loads((out / "tokens.json").read_text())
+    del about["check_sums"]
+    (out / "tokens.json").write_text(json.dumps(about))
+    tokens = TokenDocuments(str(out))
+    tokens.check_tokenizer(tokenizer)
+    assert [len(tokens[i]) for i in range(4)] == [5, 3, 3, 5]
+    assert [record.message for record in caplog.records] == [
+        f"{out}: it is unknown whether these tokens are damaged, because an earlier version wrote them, "
+        "without check sums"
+    ]
+    check(out, exit_code=1)
+    assert "has no check sums to compare with" in capsys.readouterr().err
+
+
+def test_path_without_files_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="there are no token files at .*nothing' .*correct the path"
+    ):
+        TokenDocuments(f"{tmp_path}/nothing")
+
+
+# ---- tokenizers ----
+
+
+def test_tokens_of_another_tokenizer_are_refused_with_both_hashes(tmp_path, lines, tokenizer):
+    write(lines, tmp_path / "out")
+    tokens = TokenDocuments(str(tmp_path / "out"))
+    tokens.check_tokenizer(HuggingFaceTokenizer(str(jobs.TOKENIZER)))
+    other = HuggingFaceTokenizer(str(jobs.TOKENIZER))
+    other.tokenizer.add_tokens(["another"])
+    hashes = [json.loads((tmp_path / "out/tokens.json").read_text())["tokenizer"]["sha256"]]
+    for change in (lambda: None, lambda: setattr(other, "eos_id", 7)):
+        change()
+        with pytest.raises(ValueError, match="was written with another tokenizer") as caught:
+            tokens.check_tokenizer(other)
+        assert hashes[0] in str(caught.value)
+        hashes.append(str(caught.value))
+    assert len(set(hashes)) == 3
+
+
+def test_tokens_without_a_hash_are_checked_by_their_ids(tmp_path, tokenizer, caplog):
+    size = max(tokenizer.get_vocab().values()) + 1
+    pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, size - 1]]], 4, "i")
+    TokenDocuments(str(tmp_path)).check_tokenizer(tokenizer)
+    for wrong in (size, -1):
+        pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]], 4, "i")
+        with pytest.raises(ValueError) as caught:
+            TokenDocuments(str(tmp_path)).check_tokenizer(tokenizer)
+        assert str(caught.value) == (
+            f"{tmp_path}/a.bin, document 7 (counted from 0) has the id {wrong}, and the tokenizer's "
+            f"ids are 0 to {size - 1}; train with the tokenizer that made these tokens"
+        )
+    for wrong in (-100, size):  # in a document that is not looked at before training
+        pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]] + [[[4]]] * 292, 4, "i")
+        tokens = TokenDocuments(str(tmp_path))
+        tokens.check_tokenizer(tokenizer)
+        with pytest.raises(ValueError, match=f"a.bin, document 7 .* has the id {wrong}, and the"):
+            pickle.loads(pickle.dumps(tokens))[7]  # as in a data worker
+    logged = [record.message for record in caplog.records]
+    assert logged == [
+        f"{tmp_path}: it is unknown whether these tokens were made with this job's tokenizer, "
+        "because there is no tokens.json"
+    ]

@@ -1,0 +1,311 @@
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import _context_fn, apply_ac
+from torchtitan.distributed.device_reads import read_once
+from torchtitan.models import parallelize
+
+SIZE = 512
+FLOPS_UNIT = SIZE**3 * 2
+
+SAVED_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,
+    torch.ops.torch_attn._varlen_attn,  # a packet, as clients pass it
+}
+
+
+class Block(nn.Module):
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.moe = nn.Module()
+        self.moe.router = nn.Module()
+        self.moe.router.gate = nn.Linear(size, size, bias=False)
+        self.attention = nn.Module()
+        self.attention.wq = nn.Linear(size, size, bias=False)
+        self.output = nn.Linear(size, 2 * size, bias=False)
+
+    def forward(self, x):
+        return self.output(self.attention.wq(self.moe.router.gate(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks=1, size=SIZE, first=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(first + i): Block(size) for i in range(num_blocks)})
+
+    def forward(self, x):
+        (block,) = self.layers.values()
+        return block(x)
+
+
+def op_config(force_recompute, **options):
+    return ActivationCheckpoint(
+        mode="selective",
+        selective_ac_option="op",
+        per_op_sac_force_recompute_mm_shapes_by_fqns=force_recompute,
+        **options,
+    )
+
+
+CASES = {
+    "none": (None, 8),
+    "op": (op_config([]), 9),
+    "op, gate recomputed": (op_config(["moe.router.gate"]), 10),
+    "op, output recomputed": (op_config(["output"]), 11),
+    "full": (ActivationCheckpoint(mode="full"), 12),
+}
+
+
+def build(config, **kwargs):
+    model = Model(**kwargs)
+    if config is not None:
+        apply_ac(model, config, op_sac_save_list=SAVED_OPS)
+    return model
+
+
+@pytest.mark.parametrize("config, expected", CASES.values(), ids=CASES)
+def test_backward_recomputes_what_was_not_saved(config, expected):
+    """Products of [512, 512] matrices in backward: 8 for gradients, the rest recomputed."""
+    model = build(config)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    model(x).sum().backward()
+    out = model(x)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() / FLOPS_UNIT == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's memory statistics")
+@pytest.mark.parametrize(
+    "config, expected_mib", list(zip([c for c, _ in CASES.values()], [2, 3, 2, 1, 0], strict=True))
+)
+def test_forward_keeps_no_more_than_the_policy_says(config, expected_mib):
+    if config is not None:
+        config.early_stop = True
+    model = build(config).cuda()
+    x = torch.randn(SIZE, SIZE, requires_grad=True, device="cuda")
+    model(x).sum().backward()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    out = model(x)
+    kept = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    assert kept - out.numel() * out.element_size() == expected_mib * 2**20
+
+
+@pytest.mark.parametrize("config, _flops", CASES.values(), ids=CASES)
+def test_output_and_gradients_equal_those_without_checkpointing(config, _flops):
+    plain, model = Model(), build(config)
+    batch = torch.randn(64, SIZE)
+    results = []
+    for m in (plain, model):
+        x = batch.clone().requires_grad_()
+        out = m(x)
+        out.sum().backward()
+        results.append([out, x.grad, *(p.grad for p in m.parameters())])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+def wrapped_blocks(model):
+    return [name for name, b in model.layers.items() if isinstance(b, CheckpointWrapper)]
+
+
+@pytest.mark.parametrize(
+    "option, expected", [("0", "0123"), ("1", "0123"), ("2", "13"), ("3", "2"), ("9", "")]
+)
+def test_every_nth_block_is_wrapped(option, expected):
+    config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+    for _ in range(2):  # a model before it in the process makes no difference
+        assert wrapped_blocks(build(config, num_blocks=4, size=4)) == list(expected)
+
+
+# ---- what the project's own list keeps on an accelerator ----
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+
+def _offsets(x):
+    return torch.tensor([2, 4], dtype=torch.int32, device=x.device)
+
+
+def _to_8_bits(x):
+    return x.to(torch.float8_e4m3fn)
+
+
+def _scale(x):
+    return torch.ones((), device=x.device)
+
+
+# Without a kernel, on the meta device. x: [4, 16], h: [1, 1, 4, 16] of the same values.
+KEPT = {
+    "mm": lambda x, h: aten.mm(x, x.t()),
+    "addmm": lambda x, h: aten.addmm(x[:, 0], x, x.t()),
+    "_scaled_mm": lambda x, h: aten._scaled_mm(
+        *(_to_8_bits(x), _to_8_bits(x.repeat(4, 1)).t(), _scale(x), _scale(x)),
+        out_dtype=torch.bfloat16,
+    ),
+    "_grouped_mm": lambda x, h: aten._grouped_mm(x, x.t().repeat(2, 1, 2), _offsets(x)),
+    "grouped_mm": lambda x, h: torch.ops.torchtitan.grouped_mm(
+        x, x.t().repeat(2, 1, 1), _offsets(x)
+    ),
+    "_scaled_dot_product_flash_attention": lambda x, h: aten._scaled_dot_product_flash_attention(
+        h, h, h
+    )[0],
+    "_scaled_dot_product_efficient_attention": lambda x, h: (
+        aten._scaled_dot_product_efficient_attention(h, h, h, None, True)[0]
+    ),
+    "_scaled_dot_product_cudnn_attention": lambda x, h: aten._scaled_dot_product_cudnn_attention(
+        h, h, h, None, True
+    )[0],
+    "_varlen_attn": lambda x, h: torch.ops.torch_attn._varlen_attn(
+        *(h[0], h[0], h[0], _offsets(x), _offsets(x), 2, 2)
+    )[0],
+    "reduce_scatter_tensor": lambda x, h: collectives.reduce_scatter_tensor(x, "sum", 2, "group"),
+    "reduce_scatter": lambda x, h: torch.ops.torchtitan.reduce_scatter(x, 2, "group"),
+    "all_to_all_single": lambda x, h: collectives.all_to_all_single(x, [1, 1], [2, 2], "group"),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Records the names of the ops that really run, without those that checkpointing replays."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name() if callable(func.name) else func.name)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return sum(seen.partition("::")[2].partition(".")[0] == name for seen in self.names)
+
+
+@pytest.fixture
+def saved_ops(monkeypatch):
+    monkeypatch.setattr(parallelize, "get_device_type", lambda: "cuda")
+    return frozenset(parallelize._ops_saved_by_selective_checkpointing(compile_blocks=False))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_recomputation_on_an_accelerator_does_not_run_expensive_op_again(name, saved_ops):
+    x = torch.empty(4, 16, dtype=torch.bfloat16, device="meta")
+    forward, recompute = _context_fn(saved_ops, frozenset())()
+    for contexts, expected in ((forward, 1), (recompute, 0)):
+        with Calls() as calls, contexts:
+            KEPT[name](x, x[None, None])
+        assert calls.count(name) == expected, calls.names
+
+
+class FlexBlock(nn.Module):
+    """Attention by flex attention's operator, which has gradients on the CPU too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wq, self.wo = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        q = self.wq(x).view(1, 1, -1, 16)
+        with (
+            mock.patch("torch.compiler.is_dynamo_compiling", lambda: True),
+            mock.patch("torch.nn.attention.flex_attention._validate_device"),
+        ):
+            return self.wo(flex_attention(q, q, q).view(-1, 16))
+
+
+def test_flex_attention_in_uncompiled_blocks_is_kept_and_gets_gradients(saved_ops):
+    plain, model = nn.Module(), nn.Module()
+    for m in (plain, model):
+        m.layers = nn.ModuleDict({"0": FlexBlock()})
+    apply_ac(model, op_config([]), op_sac_save_list=set(saved_ops))
+    x = torch.randn(8, 16)
+    plain.layers["0"](x).sum().backward()
+    out = model.layers["0"](x).sum()
+    with Calls() as calls:
+        out.backward()
+    assert "flex_attention_backward" in calls.names and "flex_attention" not in calls.names
+    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+
+
+class ReadsDevice(nn.Module):
+    """Multiplies by the results of two reads, which return different numbers each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    def read(self):
+        self.num_reads += 1
+        return self.num_reads
+
+    def forward(self, x):
+        return (x * read_once(self.read)).sin() * read_once(self.read)
+
+
+@pytest.mark.parametrize("config", [ActivationCheckpoint(mode="full"), op_config([])])
+def test_recomputation_takes_what_forward_has_read(config):
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": ReadsDevice()})
+    apply_ac(model, config, op_sac_save_list=set(), reads_device=True)
+    (block,) = model.layers.values()
+    x = torch.ones(1, requires_grad=True)
+    outs = [block(x), block(x)]  # two microbatches in flight
+    assert block.num_reads == 4
+    for (first, second), out in zip(((1, 2), (3, 4)), outs, strict=True):
+        (gradient,) = torch.autograd.grad(out, x)
+        torch.testing.assert_close(gradient, first * second * torch.tensor(first).cos()[None])
+    assert block.num_reads == 4
+    with torch.no_grad():
+        block(x)
+    assert block.num_reads == 6
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (ActivationCheckpoint(mode="none"), "must be full or selective.*got 'none'"),
+        (
+            ActivationCheckpoint(mode="selective", selective_ac_option="ops"),
+            "must be 'op' or a number n .* got 'ops'",
+        ),
+        (op_config(["moe.router"]), "'moe.router' matches layers.0.moe.router, a Module"),
+        (ActivationCheckpoint(mode="memory_budget"), "compile.enable = true"),
+    ],
+    ids=["none", "option", "not a Linear", "budget without compile"],
+)
+def test_wrong_option_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        build(config, size=4)
+
+
+def test_memory_budget_is_handed_to_the_partitioner(tmp_path):
+    import torch._functorch.config as functorch_config
+
+    config = ActivationCheckpoint(
+        mode="memory_budget", memory_budget=0.25, visualize_memory_budget_pareto=True
+    )
+    model = Model(size=4)
+    with functorch_config.patch({}):
+        apply_ac(model, config, model_compile_enabled=True, base_folder=str(tmp_path))
+        assert functorch_config.activation_memory_budget == 0.25
+        assert functorch_config.memory_budget_pareto_dir == str(tmp_path / "memory_budget_pareto")
+        assert (tmp_path / "memory_budget_pareto").is_dir()
+        functorch_config.activation_memory_budget = 1.0
+        functorch_config.visualize_memory_budget_pareto = False
+    assert wrapped_blocks(model) == []

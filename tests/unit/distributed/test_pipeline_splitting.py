@@ -1,0 +1,249 @@
+"""The layers and stages of a pipeline rank, and the configs that are refused."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError, check_against_spec, check_job_config
+from torchtitan.config.pipeline_layout import modules_of_stages, stage_ids_of_rank
+from torchtitan.distributed.pipeline_parallel import (
+    build_pipeline_schedule,
+    generate_llm_fqn_per_model_part,
+    pipeline_llm,
+    pipeline_module_split,
+)
+from torchtitan.protocols.train_spec import get_train_spec
+
+# (arguments, stages): E embedding, a number a layer, NO norm and output
+SPLITS = [
+    ((1, 3), "E012NO"),
+    ((2, 6), "E012 345NO"),
+    ((4, 6), "E0 12 34 5NO"),
+    ((8, 6), "E 0 1 2 3 4 5 NO"),
+    ((2, 3, 2, 2), "E01 2NO"),
+    ((3, 8), "E012 345 67NO"),
+    ((2, 6, 0, 0), "E012 345NO"),
+    ((2, 3, 0, 0), "E01 2NO"),
+    ((2, 1), "E0 NO"),
+    ((3, 1), "E 0 NO"),
+    ((3, 4, 2, 1), "E0 12 3NO"),
+    ((4, 8, 2, 2), "E0 123 456 7NO"),
+]
+NAMES = {"E": "tok_embeddings", "N": "norm", "O": "output"}
+
+
+@pytest.mark.parametrize("arguments, stages", SPLITS)
+def test_layers_are_split_evenly_with_first_and_last_stage_weighed(arguments, stages):
+    expected = [[NAMES.get(c, f"layers.{c}") for c in stage] for stage in stages.split()]
+    assert generate_llm_fqn_per_model_part(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((0, 3), "at least 1 stage"),
+        ((9, 6), "9 stages are more than 6 layers"),
+        ((4, 3, 3, 1), "embedding weighs 3"),
+        ((4, 3, 1, 3), "output weighs 3"),
+    ],
+)
+def test_stages_that_cannot_be_filled_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        generate_llm_fqn_per_model_part(*arguments)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
+def test_every_module_is_in_one_stage_and_in_order(num_stages, num_layers, first, last):
+    try:
+        stages = generate_llm_fqn_per_model_part(num_stages, num_layers, first, last)
+    except ValueError:
+        return
+    assert len(stages) == num_stages
+    layers = [f"layers.{i}" for i in range(num_layers)]
+    assert sum(stages, []) == ["tok_embeddings", *layers, "norm", "output"]
+
+
+def test_stages_loop_over_ranks_or_turn_back_in_a_v():
+    assert [stage_ids_of_rank("Interleaved1F1B", r, 2, 4) for r in range(2)] == [[0, 2], [1, 3]]
+    assert [stage_ids_of_rank("zbvzerobubble", r, 2, 4) for r in range(2)] == [[0, 3], [1, 2]]
+    with pytest.raises(ValueError, match="3 stages.*pipeline_parallel_degree = 2"):
+        stage_ids_of_rank("1F1B", 0, 2, 3)
+    with pytest.raises(ValueError, match="exactly 2 stages per rank"):
+        stage_ids_of_rank("DualPipeV", 0, 2, 6)
+
+
+# ---- the config ----
+
+
+def config_with(schedule="1F1B", degree=2, **parallelism) -> JobConfig:
+    config = JobConfig()
+    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_degree = degree
+    for name, value in parallelism.items():
+        setattr(config.parallelism, name, value)
+    return config
+
+
+def num_stages(n_layers=6, **settings):
+    return len(modules_of_stages(config_with(**settings).parallelism, n_layers))
+
+
+def test_schedule_decides_how_many_stages_a_rank_has():
+    assert num_stages(schedule="1f1b") == 2
+    assert num_stages(schedule="Interleaved1F1B") == 4
+    assert num_stages(schedule="DualPipeV") == 4
+    # (6 + 2) / 2 and 8 / 1
+    assert num_stages(schedule="Interleaved1F1B", pipeline_parallel_layers_per_stage=2) == 4
+    assert num_stages(schedule="LoopedBFS", pipeline_parallel_layers_per_stage=1) == 8
+
+
+LISTS = generate_llm_fqn_per_model_part(2, 6)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"pipeline_parallel_layers_per_stage": 2}, "'1F1B' needs exactly 1 stage per rank"),
+        ({"pipeline_parallel_layers_per_stage": 3}, "give 3 stages for 2 ranks"),
+        ({"pipeline_parallel_layers_per_stage": 0}, "must be at least 1, got 0"),
+        (
+            {"schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 4},
+            "needs at least 2 stages per rank",
+        ),
+        (
+            {"schedule": "ZBVZeroBubble", "pipeline_parallel_layers_per_stage": 1},
+            "needs exactly 2 stages per rank, but .* give 8 stages",
+        ),
+        ({"degree": 16}, "degree = 16 with schedule '1F1B' makes 16 stages"),
+        ({"pipeline_parallel_first_stage_less_layers": 9}, "embedding weighs 9"),
+        ({"module_fqns_per_model_part": LISTS + [[]]}, "give 3 stages for 2 ranks"),
+        ({"module_fqns_per_model_part": LISTS[:1]}, r"lacks \['layers.3'"),
+        ({"module_fqns_per_model_part": [LISTS[0], LISTS[0] + LISTS[1]]}, "repeats"),
+        ({"module_fqns_per_model_part": LISTS[::-1]}, "out of order"),
+        ({"schedule": "1F2B"}, "must be one of 1F1B, .*did you mean '1F1B'"),
+        ({"schedule": "PipelineScheduleMulti"}, "set pipeline_parallel_schedule_csv"),
+        ({"pipeline_parallel_schedule_csv": "nowhere.csv"}, "must be a file, got 'nowhere.csv'"),
+        ({"pipeline_parallel_microbatch_size": 3}, "got 3 with 8; the choices are 1, 2, 4, 8"),
+    ],
+)
+def test_config_that_does_not_fit_is_refused_with_key_and_numbers(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        check_against_spec(config_with(**settings), get_train_spec("llama3"))
+
+
+def test_microbatches_have_rows():
+    with pytest.raises(ConfigError, match="pipeline_parallel_microbatch_size must be .* got 0"):
+        check_job_config(config_with(pipeline_parallel_microbatch_size=0))
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_schedules_that_split_backward_refuse_compiled_blocks(from_file, tmp_path):
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,0I0,0W0\n1F0,1B0\n")
+    config = config_with("PipelineScheduleMulti" if from_file else "ZBVZeroBubble")
+    config.parallelism.pipeline_parallel_schedule_csv = str(order) if from_file else ""
+    config.compile.enable = True
+    with pytest.raises(ConfigError, match="compiled blocks cannot"):
+        check_against_spec(config, get_train_spec("llama3"))
+
+
+def test_model_that_cannot_be_cut_is_refused():
+    config = config_with()
+    spec = dataclasses.replace(get_train_spec("llama3"), pipelining_fn=None)
+    with pytest.raises(ConfigError, match="has no pipelining_fn; set the degree to 1"):
+        check_against_spec(config, spec)
+
+
+# ---- cutting a model, as rank 1 of 2 that don't exist ----
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(8, 4)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(4)})
+        self.blocks = nn.ModuleList([nn.Linear(4, i + 1) for i in range(3)])
+        self.norm = nn.RMSNorm(4)
+        self.register_buffer("table", torch.zeros(3))
+
+
+@pytest.fixture
+def pp_mesh():
+    dist.init_process_group("fake", rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    dist.destroy_process_group()
+
+
+def test_a_rank_keeps_its_modules_under_their_names(pp_mesh):
+    whole = Model()
+    names = [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "blocks.2"],
+        ["layers.2"],
+        ["layers.3", "norm"],
+    ]
+    stages, models = pipeline_module_split(
+        whole, pp_mesh, "Interleaved1F1B", torch.device("cpu"), names
+    )
+    assert [stage.stage_index for stage in stages] == [1, 3]
+    assert [stage.submod for stage in stages] == models
+    first, second = models
+    assert first.tok_embeddings is None and first.norm is None
+    assert list(first.layers) == ["1"] and list(second.layers) == ["3"]
+    assert [block.out_features for block in first.blocks] == [3] and len(second.blocks) == 0
+    assert second.norm is not None and torch.equal(second.table, whole.table)
+    assert torch.equal(first.layers["1"].weight, whole.layers["1"].weight)
+    assert len(whole.layers) == 4 and whole.tok_embeddings is not None
+
+
+def test_stages_must_be_shared_out_evenly(pp_mesh):
+    with pytest.raises(ValueError, match="3 stages"):
+        pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], [], []])
+
+
+def test_schedule_that_cannot_be_built_says_why(pp_mesh, caplog):
+    stages, _ = pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], []])
+    config = config_with(pipeline_parallel_microbatch_size=3)
+    with pytest.raises(ValueError, match="must divide training.local_batch_size, got 3 with 8"):
+        build_pipeline_schedule(config, stages, None)
+    config = config_with(pipeline_parallel_schedule_csv="nowhere.csv")
+    with pytest.raises(FileNotFoundError, match="nowhere.csv"):
+        build_pipeline_schedule(config, stages, None)
+    with pytest.raises(ValueError, match="must be one of"):
+        build_pipeline_schedule(config_with("PipelineScheduleSingle"), stages, None)
+    schedule = build_pipeline_schedule(
+        config_with(pipeline_parallel_microbatch_size=8), stages, None
+    )
+    assert "1 pipeline microbatches" in caplog.text and schedule.n_microbatches == 1
+    assert schedule.has_last_stage and not schedule.has_first_stage
+
+
+def test_wrong_calls_of_a_schedule_say_what_to_give(pp_mesh):
+    stages, _ = pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], []])
+    schedule = build_pipeline_schedule(config_with(), stages, None)
+    with pytest.raises(ValueError, match="lists of equal length"):
+        schedule.step(kwarg_mbs=[{}, {}], target_mbs=[None])
+    with pytest.raises(ValueError, match="needs target_mbs"):
+        schedule.step(kwarg_mbs=[{}, {}])
+    with pytest.raises(ValueError, match="got lists together"):
+        schedule.step(torch.zeros(2, 2), kwarg_mbs=[{}, {}])
+    with pytest.raises(ValueError, match="set stage.hidden_states"):
+        schedule.eval(kwarg_mbs=[{}, {}], input_shapes=[(1, 2), (1, 3)])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="call eval"):
+        schedule.step(kwarg_mbs=[{}], target_mbs=[None])
+
+
+def test_model_without_layers_is_named():
+    with pytest.raises(ValueError, match="SimpleArgs has no n_layers"):
+        pipeline_llm(nn.Linear(1, 1), None, config_with(), None, SimpleArgs(), None, None)
+
+
+class SimpleArgs:
+    pass

@@ -1,0 +1,194 @@
+"""The tensor-parallel plan fits every family, and refuses a model that it doesn't fit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed.sequence_parallel import SequenceShards
+from torchtitan.distributed.tensor_parallel import (
+    VocabularyEmbedding,
+    VocabularyOutput,
+    maybe_enable_async_tp,
+)
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.tp_plan import apply_tp
+from torchtitan.protocols.train_spec import get_train_spec
+
+TP = 2
+FAMILIES = {
+    "llama3": ["debugmodel"],
+    "qwen3": ["debugmodel", "debugmodel_moe"],
+    "deepseek_v3": ["debugmodel"],
+    "llama4": ["debugmodel"],
+    "gpt_oss": ["debugmodel"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated_ranks():
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("fake", rank=0, world_size=TP)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh():
+    return init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+
+
+def tiny_model(**changes):
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "multiple_of": 16}
+    with torch.device("meta"):
+        return Transformer(TransformerModelArgs(**sizes | changes, max_seq_len=16))
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor"), [(f, flavor) for f, flavors in FAMILIES.items() for flavor in flavors]
+)
+def test_every_parameter_of_every_family_lies_on_the_mesh(family, flavor):
+    spec = get_train_spec(family)
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[flavor])
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    apply_tp(model, mesh(), loss_parallel=True)
+    for name, parameter in model.named_parameters():
+        assert parameter.device_mesh.mesh_dim_names == ("tp",), name
+        assert parameter.shape == shapes[name]
+        if parameter.ndim > 1 and not name.endswith("_bias"):
+            # Split, except for matrices whose whole result every head or expert needs.
+            alike = any(part in name for part in ("router.gate", "wq_a", "wkv_a"))
+            assert parameter.placements[0].is_shard() != alike, name
+
+
+def test_linear_without_a_row_is_an_error_that_names_it():
+    model = tiny_model()
+    model.layers["1"].attention.extra = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"no row for 'layers.1.attention.extra', a Linear"):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def test_parameter_that_a_row_leaves_out_is_named():
+    model = tiny_model()
+    model.layers["0"].attention.scales = nn.Parameter(torch.empty(4, device="meta"))
+    with pytest.raises(ValueError, match=r"does not say how to split layers.0.attention.scales"):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def test_size_that_the_mesh_does_not_divide_is_named():
+    with pytest.raises(
+        ValueError, match=r"must divide dimension 0 of tok_embeddings.weight, got 2"
+    ):
+        apply_tp(tiny_model(vocab_size=65), mesh(), loss_parallel=True)
+
+
+def test_linear_of_another_class_is_refused_rather_than_computed_wrongly():
+    class Float8Linear(nn.Linear):
+        pass
+
+    model = tiny_model()
+    model.layers["0"].feed_forward.w1 = Float8Linear(32, 48, bias=False, device="meta")
+    with pytest.raises(
+        ValueError, match=r"cannot split 'layers.0.feed_forward.w1', a Float8Linear"
+    ):
+        apply_tp(model, mesh(), loss_parallel=True)
+
+
+def float8_model(filter_fqns=("output",), recipe="tensorwise", **changes):
+    float8 = pytest.importorskip("torchao.float8")
+    model = tiny_model(**changes)
+    return float8.convert_to_float8_training(
+        model,
+        config=float8.Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda module, name: not any(part in name for part in filter_fqns),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "in_float8"),
+    [
+        ({}, True),
+        ({"recipe": "rowwise"}, False),
+        ({"filter_fqns": ("output", "wk")}, False),
+        ({"mlp_bias": True}, False),  # its gradient would be summed in float8
+        ({"attention_bias": True, "filter_fqns": ("output", "w2")}, False),
+    ],
+)
+def test_block_gathers_in_float8_if_all_that_compute_with_it_take_it(given, in_float8):
+    model = float8_model(**given)
+    names = list(model.state_dict())
+    apply_tp(model, mesh(), loss_parallel=True, enable_float8_tensorwise_tp=True)
+    assert list(model.state_dict()) == names
+    assert type(model.layers["0"].attention.wq).__name__ == "LocalFloat8Linear"
+    gathers = {type(block.sequence).__name__ for block in model.layers.values()}
+    assert gathers == {"Float8SequenceShards" if in_float8 else "SequenceShards"}
+    assert type(model.sequence) is SequenceShards
+
+
+def test_float8_output_projection_is_refused_with_the_filter_that_helps():
+    with pytest.raises(ValueError, match=r"'output' to quantize.linear.float8.filter_fqns"):
+        apply_tp(float8_model(filter_fqns=()), mesh(), loss_parallel=True)
+
+
+def test_pipeline_stage_without_embedding_norm_and_output_is_split_too():
+    model = tiny_model()
+    model.tok_embeddings = model.norm = model.output = None
+    apply_tp(model, mesh(), loss_parallel=True)
+    assert isinstance(model.sequence, SequenceShards)
+    assert isinstance(model.layers["0"].sequence, SequenceShards)
+
+
+def test_names_of_parameters_stay_and_tied_ones_stay_tied():
+    model = tiny_model(enable_weight_tying=True)
+    names = list(model.state_dict())
+    apply_tp(model, mesh(), loss_parallel=False)
+    assert list(model.state_dict()) == names
+    assert model.output.weight is model.tok_embeddings.weight
+    assert isinstance(model.tok_embeddings, VocabularyEmbedding)
+    assert isinstance(model.output, VocabularyOutput) and not model.output.keeps_shards
+
+
+def test_frozen_parameters_stay_frozen():
+    model = tiny_model()
+    model.layers["0"].requires_grad_(False)
+    apply_tp(model, mesh(), loss_parallel=True)
+    assert not any(p.requires_grad for p in model.layers["0"].parameters())
+    assert all(p.requires_grad for p in model.layers["1"].parameters())
+
+
+@pytest.fixture
+def inductor():
+    import torch._inductor.config as config
+
+    with config.patch(_micro_pipeline_tp=False):
+        yield config
+
+
+def test_asynchronous_tensor_parallelism_needs_compiled_blocks(inductor, caplog):
+    config = JobConfig()
+    maybe_enable_async_tp(config, mesh())
+    assert not inductor._micro_pipeline_tp
+    config.parallelism.enable_async_tensor_parallel = True
+    with pytest.raises(RuntimeError, match="enable_async_tensor_parallel.*compile.enable"):
+        maybe_enable_async_tp(config, mesh())
+    config.compile.enable = True
+    maybe_enable_async_tp(config, mesh())
+    assert inductor._micro_pipeline_tp
+    assert "has no effect on 'cpu'" in caplog.text
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch accepts each group by itself")
+def test_pass_for_asynchronous_tensor_parallelism_accepts_the_group(inductor, monkeypatch):
+    from torch.distributed import _symmetric_memory
+
+    monkeypatch.setattr(_symmetric_memory, "_group_name_to_store", {})
+    config = JobConfig()
+    config.parallelism.enable_async_tensor_parallel = config.compile.enable = True
+    device_mesh = mesh()
+    monkeypatch.setattr(device_mesh, "_device_type", "cuda")
+    maybe_enable_async_tp(config, device_mesh)
+    group = device_mesh.get_group().group_name
+    assert _symmetric_memory.is_symm_mem_enabled_for_group(group)

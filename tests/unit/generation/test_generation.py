@@ -1,0 +1,520 @@
+"""Continuing a prompt: sampling, the cache of keys and values, and the program around them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
+from scripts.generate._loading import find_checkpoint, load_model
+from scripts.generate.test_generate import encode_prompt, main
+from tests.reliability import jobs
+from torchtitan.checkpoint.folder import mark_unfinished
+from torchtitan.config import JobConfig
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.generation.kv_cache import kv_cache
+from torchtitan.generation.one_token import is_plain
+from torchtitan.generation.sampling import (
+    end_ids,
+    generate,
+    generate_next_token,
+    logits_to_probs,
+    multinomial_sample_one,
+)
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
+from torchtitan.models.exact import use_exact
+from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama4 import Transformer as Llama4
+from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
+ROOT = Path(__file__).parents[3]
+CONFIG = "torchtitan/models/llama3/train_configs/python_docs.toml"
+ATTENTION = {
+    "sdpa": {},
+    "flex": {"attn_type": "flex", "attn_mask_type": "causal"},
+    "varlen": {"attn_type": "varlen", "attn_mask_type": "block_causal"},
+}
+
+
+def tiny_model(**changes) -> Transformer:
+    sizes = {
+        "dim": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 50,
+        "multiple_of": 16,
+        "max_seq_len": 64,
+    }
+    torch.manual_seed(0)
+    model = Transformer(TransformerModelArgs(**sizes | changes))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+QWEN3_ARGS = Qwen3ModelArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=48,
+    vocab_size=50,
+    enable_weight_tying=True,
+)
+
+
+def tiny_qwen3() -> Qwen3Model:
+    torch.manual_seed(0)
+    model = Qwen3Model(QWEN3_ARGS)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+def uncached(model: nn.Module, tokens: torch.Tensor, n_new: int) -> torch.Tensor:
+    """The likeliest continuation, by a forward of the whole text for each token."""
+    for _ in range(n_new):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(dim=-1)), dim=1)
+    return tokens
+
+
+# ---- the cache ----
+
+
+@pytest.mark.parametrize("attn_type", ATTENTION)
+@pytest.mark.parametrize("split", [[9, *[1] * 15], [1] * 24, [5, 7, 1, 3, 8]], ids=str)
+@torch.no_grad()
+def test_cached_log_probs_equal_those_of_the_full_forward(attn_type, split):
+    tokens = random_tokens(3, 24)
+    # Same weights for each kernel; sdpa runs whole sequences without a mask.
+    expected = tiny_model()(tokens).log_softmax(dim=-1)
+    with kv_cache(tiny_model(**ATTENTION[attn_type]), max_length=24) as forward:
+        pieces = [forward(piece) for piece in tokens.split(split, dim=1)]
+    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
+    # fp32, sums in another order. A token out of place moves log-probs by 1e-2 and more.
+    assert difference.abs().max() <= 5e-6
+
+
+TINY = {"dim": 32, "n_layers": 4, "n_heads": 4, "vocab_size": 50, "max_seq_len": 64}
+LATENTS = {
+    "inter_dim": 48,
+    "moe_inter_dim": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+CHUNKED = {
+    "n_kv_heads": 2,
+    "multiple_of": 16,
+    "every_n_layers_nope": 4,
+    "fixed_attn_block_size": 7,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8,
+    "attn_type": "flex",
+}
+WINDOWED = {
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "moe_inter_dim": 16,
+    "sliding_window_size": 5,
+    "attn_type": "flex",
+}
+FAMILIES = {
+    "qwen3": (Qwen3Model, QWEN3_ARGS),
+    "qwen3 with experts": (
+        Qwen3Model,
+        Qwen3ModelArgs(**TINY, n_kv_heads=2, head_dim=16, moe_enabled=True, moe_inter_dim=16),
+    ),
+    "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**TINY, **LATENTS)),
+    "llama4": (Llama4, Llama4Args(**TINY, **CHUNKED)),
+    "gpt_oss": (GptOssModel, GptOssModelArgs(**TINY, **WINDOWED)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_cached_log_probs_of_every_family_equal_those_of_the_full_forward(family):
+    model_cls, args = FAMILIES[family]
+    torch.manual_seed(0)
+    model, tokens = model_cls(args), random_tokens(2, 24)
+    model.init_weights()
+    masks = None
+    if args.attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None)
+    expected = model(tokens, masks).log_softmax(dim=-1)
+    # The prompt of 13 is longer than a chunk and a window, and decoding crosses the next ones.
+    with kv_cache(model, max_length=24) as forward:
+        pieces = [forward(piece) for piece in tokens.split([13, *[1] * 6, 5], dim=1)]
+    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
+    assert difference.abs().max() <= 5e-6
+
+
+@torch.no_grad()
+def test_model_is_as_before_after_generation_and_after_an_error():
+    model, tokens = tiny_model(), random_tokens(2, 8)
+    names, expected = list(model.state_dict()), model(tokens)
+    generate(model, tokens, max_new_tokens=3)
+    with pytest.raises(ValueError, match="holds 5 tokens per row, got 8"):
+        with kv_cache(model, max_length=5) as forward:
+            forward(tokens)
+    assert torch.equal(model(tokens), expected)
+    assert list(model.state_dict()) == names
+
+
+def test_cache_adds_nothing_to_the_state_dict():
+    model = tiny_model()
+    names = list(model.state_dict())
+    with kv_cache(model, max_length=5) as forward:
+        forward(random_tokens(1, 2))
+        assert list(model.state_dict()) == names
+
+
+def test_models_that_the_cache_cannot_serve_are_refused():
+    with pytest.raises(ValueError, match="needs a model on .*Decoder.*got Linear"):
+        kv_cache(nn.Linear(2, 2), max_length=4).__enter__()
+
+
+# ---- sampling ----
+
+
+def test_temperature_zero_takes_the_likeliest_token_each_time():
+    model, prompt = tiny_model(), random_tokens(2, 6)
+    expected = uncached(model, prompt, 20)
+    for _ in range(2):
+        tokens = generate(model, prompt, max_new_tokens=20, temperature=0)
+        assert torch.equal(tokens, expected)
+
+
+def test_seed_decides_the_text():
+    model, prompt = tiny_model(), random_tokens(6)
+    first, again, other = (
+        generate(model, prompt, max_new_tokens=20, seed=seed) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (1, 26)
+    assert torch.equal(first[0, :6], prompt)
+
+
+def test_rows_with_the_same_prompt_get_texts_of_their_own():
+    tokens = generate(tiny_model(), random_tokens(6).repeat(3, 1), max_new_tokens=20, seed=0)
+    assert len({tuple(row) for row in tokens.tolist()}) == 3
+
+
+def test_rows_are_independent_of_each_other():
+    model, prompts = tiny_model(), random_tokens(3, 6)
+    together = generate(model, prompts, max_new_tokens=10, temperature=0)
+    alone = [generate(model, row, max_new_tokens=10, temperature=0) for row in prompts]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_probabilities_by_hand():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
+    weights = torch.tensor([[1.0, 3.0, 2.0, 3.0]]).exp()
+    torch.testing.assert_close(logits_to_probs(logits), weights / weights.sum())
+    weights = torch.tensor([[0.5, 1.5, 1.0, 1.5]]).exp()
+    torch.testing.assert_close(logits_to_probs(logits, temperature=2.0), weights / weights.sum())
+    assert logits_to_probs(logits, temperature=0).tolist() == [[0, 1, 0, 0]]
+    torch.testing.assert_close(
+        logits_to_probs(logits, temperature=1e-9), torch.tensor([[0, 0.5, 0, 0.5]])
+    )
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_top_k_keeps_that_many_tokens_even_of_equals(top_k):
+    probs = logits_to_probs(torch.tensor([[2.0, 2.0, 2.0, 1.0]]), top_k=top_k)
+    torch.testing.assert_close(probs.max(), torch.tensor(1 / top_k))
+    assert (probs > 0).sum() == top_k
+
+
+def test_top_k_beyond_the_vocabulary_changes_nothing():
+    logits = torch.randn(2, 7)
+    assert torch.equal(logits_to_probs(logits, top_k=100), logits_to_probs(logits))
+
+
+def test_top_k_one_is_the_likeliest_token():
+    model, prompt = tiny_model(), random_tokens(2, 6)
+    tokens = generate(model, prompt, max_new_tokens=8, top_k=1)
+    assert torch.equal(tokens, uncached(model, prompt, 8))
+
+
+def test_draws_follow_the_probabilities():
+    probs = torch.tensor([[0.5, 0.0, 0.2, 0.3]]).repeat(20_000, 1)
+    drawn = multinomial_sample_one(probs, torch.Generator().manual_seed(0))
+    assert drawn.shape == (20_000, 1)
+    shares = drawn.flatten().bincount(minlength=4) / 20_000
+    # Four standard deviations of a share: 4 * sqrt(0.25 / 20,000).
+    torch.testing.assert_close(shares, probs[0], atol=0.0142, rtol=0)
+    assert shares[1] == 0
+
+
+def test_next_token_of_a_whole_model_is_that_after_the_last():
+    model, tokens = tiny_model(), random_tokens(2, 6)
+    token = generate_next_token(model, tokens, temperature=0)
+    assert torch.equal(token, uncached(model, tokens, 1)[:, -1:])
+
+
+# ---- where it ends ----
+
+
+def test_rows_are_filled_with_end_of_text_once_they_drew_it():
+    model, prompts = tiny_model(), random_tokens(2, 6)
+    free = generate(model, prompts, max_new_tokens=12, seed=0)
+    eos = int(free[0, 8])  # the third token drawn in the first row
+    tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=eos)
+    for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
+        end = without.index(eos) if eos in without else len(row)
+        assert row[: end + 1] == without[: end + 1]
+        assert set(row[end:]) <= {eos}
+    assert generate(model, prompts[0], max_new_tokens=12, temperature=0).shape == (1, 18)
+    likeliest = int(uncached(model, prompts[:1], 1)[0, -1])
+    stopped = generate(model, prompts[0], max_new_tokens=12, temperature=0, eos_id=likeliest)
+    assert stopped.shape == (1, 7)
+    others = [eos, int(free[1, 9])]
+    tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=others)
+    for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
+        end = next(i for i, token in enumerate(without) if token in others)
+        assert row[: end + 1] == without[: end + 1]
+        assert set(row[end:]) == {without[end]}
+
+
+def test_end_tokens_of_a_folder_are_those_of_transformers(tmp_path):
+    assert end_ids(str(tmp_path)) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert end_ids(str(tmp_path)) == [5]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert end_ids(str(tmp_path)) == [7, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 59}, "65 tokens, and the model's RoPE table holds 64 positions; lower"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"input_ids": random_tokens(0)}, "at least one token, got none"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    defaults = {"input_ids": random_tokens(6), "max_new_tokens": 2}
+    with pytest.raises(ValueError, match=message):
+        generate(tiny_model(), **defaults | options)
+
+
+def test_text_may_fill_the_rope_table():
+    assert generate(tiny_model(), random_tokens(6), max_new_tokens=58).shape == (1, 64)
+
+
+# ---- the program ----
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """The checkpoints of a run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    overrides = [
+        f"--job.dump_folder={folder}",
+        "--training.steps=2",
+        "--training.local_batch_size=1",
+        "--checkpoint.enable",
+        "--checkpoint.interval=1",
+    ]
+    outcome = jobs.run(
+        [f"--job.config_file={CONFIG}", *overrides], folder / "logs", timeout_seconds=100
+    )
+    assert outcome.exit_codes == [0], outcome.output
+    return folder / "checkpoint"
+
+
+def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
+    checkpoints, tmp_path, monkeypatch, capsys
+):
+    convert_to_hf(
+        str(checkpoints / "step-2"), str(tmp_path), "llama3", "debugmodel", None, "float32"
+    )
+    options = "--prompt=Return a list --max_new_tokens=9 --batch_size=2 --seed=5 --out --ignore_eos"
+    arguments = [f"--config={CONFIG}", *options.replace(" --", "\n--").split("\n")]
+    monkeypatch.chdir(ROOT)
+    reports = []
+    for folder in (checkpoints, tmp_path):
+        monkeypatch.setattr(sys, "argv", ["test_generate", f"--checkpoint={folder}", *arguments])
+        main()
+        reports.append(json.loads(capsys.readouterr().out))
+    report, from_hf = reports
+    assert report["responses"] == from_hf["responses"]
+    assert [sorted(r) for r in report["responses"]] == [
+        ["input_text", "output_text", "response_idx"]
+    ] * 2
+    assert report["responses"][0]["input_text"] == "Return a list"
+    metadata = report["metadata"]
+    assert metadata["generated_n_tokens"] == 9
+    assert metadata["batch_size"] == 2
+    assert metadata["seed"] == 5
+    assert metadata["world_size"] == 1
+    assert metadata["torch_version"] == torch.__version__
+    assert sum(key.startswith("memory/") for key in metadata) == 6
+    n_tokens = 2 * (9 + metadata["input_n_tokens"])
+    speed = n_tokens / metadata["generation_time_sec"]
+    assert metadata["tokens_per_sec"] == pytest.approx(speed)
+
+
+def test_text_alone_is_on_stdout(checkpoints):
+    # A flavor with another kernel, and a longer table than the model trained with.
+    arguments = [
+        f"--config={CONFIG}",
+        f"--checkpoint={checkpoints / 'step-1'}",
+        "--prompt=Return",
+        "--max_new_tokens=300",
+        "--temperature=0",
+        "--deterministic",
+        "--training.seq_len=512",
+        "--model.flavor=debugmodel_varlen_attn",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.generate.test_generate", *arguments],
+        cwd=ROOT,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Return")
+    assert "tokens after 2 in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size", "message"),
+    [
+        (["--checkpoint=/nowhere"], 1, "error: --checkpoint must be a step folder of a run"),
+        (["--max_new_tokens=300"], 1, "RoPE table holds 256 positions"),
+        (["--batch_size=0"], 1, "--batch_size must be at least 1, got 0"),
+        (["--model.flavor=9B"], 1, "model.flavor must be a flavor of 'llama3'"),
+        ([], 2, "one process, got 2: tensor parallelism is not available yet"),
+    ],
+)
+def test_mistakes_are_one_sentence(checkpoints, monkeypatch, arguments, world_size, message):
+    program = ["test_generate", f"--config={CONFIG}", f"--checkpoint={checkpoints}", *arguments]
+    monkeypatch.setattr(sys, "argv", program)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert message in stopped.value.code
+
+
+def test_checkpoint_of_another_model_is_refused(checkpoints):
+    spec = get_train_spec("llama3")
+    spec.model_args = {"debugmodel": TransformerModelArgs(dim=32, n_layers=2, n_heads=2)}
+    config = JobConfig()
+    config.model.flavor = "debugmodel"
+    with pytest.raises(ValueError, match="does not fit llama3 debugmodel.*Set model.name"):
+        load_model(config, spec, str(checkpoints), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
+    spec = get_train_spec("qwen3")
+    spec.model_args = {"tiny": QWEN3_ARGS}
+    saved = tiny_qwen3()
+    if kind == "dcp":
+        dcp.save(get_model_state_dict(saved), checkpoint_id=tmp_path)
+    else:
+        hf = spec.state_dict_adapter(QWEN3_ARGS, None).to_hf(saved.state_dict())
+        save_file({name: t.contiguous() for name, t in hf.items()}, tmp_path / "model.safetensors")
+    config = JobConfig()
+    config.model.name, config.model.flavor = "qwen3", "tiny"
+    loaded = load_model(config, spec, str(tmp_path), torch.device("cpu"))
+    assert loaded.output.weight is loaded.tok_embeddings.weight
+    tokens = random_tokens(1, 8)
+    assert torch.equal(loaded(tokens), saved(tokens))
+
+
+def test_prompt_that_the_model_cannot_read_is_named():
+    tokenizer = HuggingFaceTokenizer(str(ROOT / "tests/assets/tokenizer"))
+    assert encode_prompt(tokenizer, "", 2048) == [tokenizer.bos_id]
+    with pytest.raises(ValueError, match="gives token 2042, and the model has 50 tokens only"):
+        encode_prompt(tokenizer, "", 50)
+    tokenizer.bos_id = None
+    with pytest.raises(ValueError, match="needs a tokenizer with a begin-of-text token"):
+        encode_prompt(tokenizer, "", 2048)
+
+
+def test_newest_finished_step_is_taken(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"step-{step}").mkdir()
+        save_file({"weight": torch.ones(1)}, tmp_path / f"step-{step}" / "model.safetensors")
+    mark_unfinished(str(tmp_path / "step-11"))
+    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "step-10")
+    assert find_checkpoint(str(tmp_path / "step-9")) == str(tmp_path / "step-9")
+
+
+# ---- one token per row, without modules ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen2, fp32 head"])
+@torch.no_grad()
+def test_one_token_is_computed_as_the_modules_compute_it(model, dtype, monkeypatch):
+    """bf16 by autocast; rows of one length and of several; packed weights; changed weights."""
+    monkeypatch.setattr("torchtitan.numerics.products._LEAST_PACKED", 32 * 48)
+    biased = replace(QWEN3_ARGS, qkv_bias=True, qk_norm=False, fp32_head=True)
+    made = {
+        "llama3": tiny_model,
+        "qwen3": tiny_qwen3,
+        "qwen2, fp32 head": lambda: Qwen3Model(biased),
+    }
+    torch.manual_seed(0)
+    model = made[model]()
+    model.init_weights()
+    tokens, lengths = random_tokens(3, 12), [5, 3, 5]
+    found = {}
+    for direct in (True, False):
+        monkeypatch.setattr("torchtitan.generation.kv_cache.is_plain", lambda _, x=direct: x)
+        with torch.autocast("cpu", enabled=dtype == torch.bfloat16), kv_cache(model, 12) as forward:
+            found[direct] = [forward(tokens[:, :5])[:, -1:], forward(tokens[:, 5:6])]
+            assert (forward._of_one_token is None) is not direct
+            model.layers["0"].attention.wq.weight.mul_(2.0)
+            forward.weights_changed()
+            found[direct].append(forward(tokens[:, 6:7]))
+            forward.lengths = list(lengths)
+            found[direct] += [forward(tokens[:, i : i + 1]) for i in (7, 8)]
+            model.layers["0"].attention.wq.weight.mul_(0.5)
+    # The sums have another order; in bf16 a rounding that falls the other way is 2 ** -8 of a number.
+    atol = 5e-6 if dtype == torch.float32 else 0.03
+    for ours, modules in zip(found[True], found[False], strict=True):
+        assert ours.dtype == modules.dtype
+        torch.testing.assert_close(ours, modules, rtol=0, atol=atol)
+
+
+def test_hooks_and_other_families_are_left_to_the_modules():
+    model = tiny_model()
+    assert is_plain([model])
+    handle = model.layers["1"].attention.wo.register_forward_hook(lambda *_: None)
+    assert not is_plain([model])
+    handle.remove()
+    use_exact([model])
+    assert is_plain([model])
+    assert not any(
+        is_plain([FAMILIES[name][0](FAMILIES[name][1])]) for name in FAMILIES if name != "qwen3"
+    )

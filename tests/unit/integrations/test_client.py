@@ -1,0 +1,409 @@
+import gc
+import math
+import threading
+
+import pytest
+import torch
+
+from tests.unit.rl.toy import gradients, toy_config
+from torchtitan.experiments.rl_toy.tasks import CharTokenizer
+from torchtitan.rl.client import (
+    AdamParams,
+    Datum,
+    LocalTrainingClient,
+    ModelInput,
+    SamplingParams,
+)
+
+pytestmark = pytest.mark.long
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with LocalTrainingClient(toy_config(tmp_path_factory.mktemp("run"))) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(client):
+    yield
+    client._trainer.engine.optimizers.zero_grad()
+    client._trainer._num_accumulated = 0
+    client._failure = None
+
+
+def datum(tokens, **inputs):
+    given = {name: torch.tensor(values) for name, values in inputs.items()}
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]), {"target_tokens": torch.tensor(tokens[1:]), **given}
+    )
+
+
+DATA = [
+    datum([1, 2, 3, 4], weights=[0.0, 1.0, 2.0]),
+    datum([5, 6], weights=[1.0]),
+    datum([7, 8, 9], weights=[0.5, 0.0]),
+]
+
+
+def test_cross_entropy_is_the_weighted_sum_over_tokens(client):
+    found = client.forward_backward(DATA, "cross_entropy").result()
+    expected = -sum(
+        (output["logprobs"] * datum.loss_fn_inputs["weights"]).sum().item()
+        for output, datum in zip(found.loss_fn_outputs, DATA, strict=True)
+    )
+    assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    forward = client.forward(DATA).result()
+    for ours, again in zip(found.loss_fn_outputs, forward.loss_fn_outputs, strict=True):
+        assert torch.equal(ours["logprobs"], again["logprobs"])
+        assert ours["logprobs"].all(), "of every target, also where its weight is 0"
+
+
+def test_custom_loss_has_the_gradients_of_the_builtin_one(client):
+    client.forward_backward(DATA, "cross_entropy").result()
+    expected = gradients(client._trainer)
+    client._trainer.engine.optimizers.zero_grad()
+
+    def weighted(data, logprobs):
+        terms = [
+            (values * item.loss_fn_inputs["weights"]).sum()
+            for item, values in zip(data, logprobs, strict=True)
+        ]
+        return -torch.stack(terms).sum(), {"terms": len(terms)}
+
+    found = client.forward_backward_custom(DATA, weighted).result()
+    torch.testing.assert_close(gradients(client._trainer), expected, **CLOSE)
+    assert found.metrics["terms"] == 3
+
+
+def test_ppo_clips_where_its_thresholds_say(client):
+    tokens = [1, 2, 3]
+    logprobs = client.forward([datum(tokens)]).result().loss_fn_outputs[0]["logprobs"]
+
+    def loss(ratio, advantage, **config):
+        behaviour = (logprobs - torch.tensor(ratio).log()).tolist()
+        data = [datum(tokens, logprobs=behaviour, advantages=[advantage] * 2)]
+        return client.forward_backward(data, "ppo", config).result().metrics["loss:sum"]
+
+    assert loss(1.5, 1.0) == pytest.approx(-2 * 1.2, rel=1e-4)
+    assert loss(1.5, 1.0, clip_high_threshold=2.0) == pytest.approx(-2 * 1.5, rel=1e-4)
+    assert loss(0.5, -1.0) == pytest.approx(2 * 0.8, rel=1e-4)
+
+
+def test_importance_sampling_does_not_bound_ratios(client):
+    tokens = [1, 2, 3]
+    logprobs = client.forward([datum(tokens)]).result().loss_fn_outputs[0]["logprobs"]
+    behaviour = logprobs - torch.tensor([12.0, -12.0])
+    data = [datum(tokens, logprobs=behaviour.tolist(), advantages=[1e-4, 2.0])]
+    found = client.forward_backward(data, "importance_sampling").result()
+    # tinker-docs.thinkingmachines.ai/losses: -(exp(target - sampling) * advantages).sum()
+    expected = -(math.exp(12.0) * 1e-4 + math.exp(-12.0) * 2.0)
+    assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)
+    # The gradient is that of the log-probs times their ratios.
+    ours = gradients(client._trainer)
+    client._trainer.engine.optimizers.zero_grad()
+    weights = [math.exp(12.0) * 1e-4, math.exp(-12.0) * 2.0]
+    client.forward_backward([datum(tokens, weights=weights)], "cross_entropy").result()
+    torch.testing.assert_close(ours, gradients(client._trainer), rtol=1e-4, atol=1e-6)
+
+
+def test_step_whose_gradient_norm_is_not_finite_changes_nothing_and_says_so(client):
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+    client.forward_backward([datum([1, 2], weights=[1e37])], "cross_entropy").result()
+    with pytest.raises(FloatingPointError, match="the gradient norm is inf: the weights and"):
+        client.optim_step(AdamParams()).result()
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
+
+
+def test_log_probs_of_a_broken_policy_are_not_handed_out(client):
+    weight = client._trainer.engine.model_parts[0].norm.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    try:
+        with pytest.raises(FloatingPointError, match="not finite in Datum 0"):
+            client.forward(DATA).result()
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+def test_calls_are_carried_out_in_order_and_errors_come_out_of_futures(client):
+    futures = [
+        client.forward_backward(DATA, "cross_entropy"),
+        client.optim_step(AdamParams(learning_rate=1e-3)),
+        client.save_weights_and_get_sampling_client(),
+    ]
+    *_, sampler = [future.result() for future in futures]
+    assert futures[1].result().metrics["lr"] == 1e-3
+
+    response = sampler.sample(
+        ModelInput.from_ints([1, 2, 3]), 5, SamplingParams(max_tokens=4, seed=1)
+    ).result()
+    assert len(response.sequences) == 5
+    sequence = response.sequences[0]
+    scored = sampler.compute_logprobs(ModelInput.from_ints([1, 2, 3, *sequence.tokens])).result()
+    assert scored[0] is None
+    assert scored[3:] == pytest.approx(sequence.logprobs, abs=5e-6)
+
+    client.forward_backward(DATA, "cross_entropy")
+    client.optim_step(AdamParams()).result()
+    again = sampler.compute_logprobs(ModelInput.from_ints([1, 2, 3, *sequence.tokens])).result()
+    assert again == scored, "of the weights that the client was made for"
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+def test_loaded_state_is_the_saved_one(client):
+    saved = client.save_state("before").result()
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+
+    def step():
+        client.forward_backward(DATA, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=1e-2)).result()
+        return client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+
+    after = step()
+    assert not torch.equal(after, before)
+    client.load_state_with_optimizer(saved.path).result()
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
+    assert torch.equal(step(), after), "the optimizer's moments are back, too"
+
+    client.forward_backward(DATA, "cross_entropy")
+    client.load_state(saved.path).result()
+    assert not any(optimizer.state for optimizer in client._trainer.engine.optimizers)
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.forward_backward(DATA, "dpo"), "loss_fn must be one of cross_entropy"),
+        (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config of ppo takes"),
+        (
+            lambda c: c.forward([Datum(ModelInput.from_ints([1]), {})]).result(),
+            "needs target_tokens",
+        ),
+        (lambda c: c.forward([datum(list(range(30)))]).result(), "a row of 24 tokens, got 29"),
+        (
+            lambda c: c.optim_step(AdamParams(learning_rate=math.nan)).result(),
+            "lr must be at least 0 and finite, got nan",
+        ),
+        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
+        (
+            lambda c: c.forward_backward(DATA, "ppo", {"clip_low_threshold": math.nan}),
+            "clip_low_threshold of loss_fn_config must be a number, got nan",
+        ),
+        (
+            lambda c: c.forward_backward_custom(
+                DATA, lambda _, x: (x[0].sum() * math.nan, {})
+            ).result(),
+            "got loss nan; correct the function",
+        ),
+        (
+            lambda c: c.forward_backward_custom(
+                DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})
+            ).result(),
+            "must have a finite loss and finite gradients",
+        ),
+        (
+            lambda c: c.forward_backward(
+                [datum([1, 2, 3], weights=[1.0])], "cross_entropy"
+            ).result(),
+            r"weights of a Datum must have one number per input token, \[2\], got \[1\]",
+        ),
+        (lambda c: c.save_state("../x").result(), "got '../x', which is outside of it"),
+        (lambda c: c.save_state("/tmp/x").result(), "got '/tmp/x', which is outside of it"),
+        (lambda c: c.save_state("a/..").result(), "got 'a/..', which is outside of it"),
+    ],
+)
+def test_mistakes_are_named(client, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(client)
+
+
+def test_step_with_a_failed_call_is_not_taken_in_part(client):
+    client.forward_backward(DATA, "cross_entropy")
+    client.forward_backward(
+        [datum([1, 2], weight=[1.0])], "cross_entropy"
+    )  # its error is in the future, which is not read
+    client.forward_backward(DATA, "cross_entropy")
+    sampler = client.save_weights_and_get_sampling_client().result()
+    with pytest.raises(RuntimeError, match="this step failed .*got 'weight'") as raised:
+        client.optim_step(AdamParams()).result()
+    assert isinstance(raised.value.__cause__, ValueError)
+    sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result()  # the same weights
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "advantages"])
+def test_policy_loss_names_its_missing_input(client, missing):
+    inputs = {"logprobs": [-1.0], "advantages": [1.0]}
+    del inputs[missing]
+    with pytest.raises(ValueError, match=f"needs {missing} in loss_fn_inputs"):
+        client.forward_backward([datum([1, 2], **inputs)], "importance_sampling").result()
+    with pytest.raises(RuntimeError):
+        client.optim_step(AdamParams()).result()
+
+
+def test_mask_and_weights_count_together(client):
+    def loss(**inputs):
+        data = [datum([1, 2, 3], **inputs)]
+        return client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    assert loss(weights=[2.0, 5.0], mask=[1.0, 0.0]) == pytest.approx(loss(weights=[2.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda data, lps: (3.0, {}), lambda data, lps: (lps[0], {}), lambda *_: (torch.ones(()), {})],
+)
+def test_custom_loss_must_be_a_scalar_with_a_gradient(loss_fn, client):
+    with pytest.raises(ValueError, match="loss_fn must return a sum over tokens, a scalar tensor"):
+        client.forward_backward_custom([datum([1, 2, 3])], loss_fn).result()
+    with pytest.raises(RuntimeError, match="of this step failed"):
+        client.optim_step(AdamParams()).result()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"target_tokens": [2.5, 3]},
+            r"target_tokens .* must be token ids, got \[2.5, 3.0\]; give",
+        ),
+        ({"weights": ["a", "b"]}, "weights of a Datum must be a list or a tensor of numbers"),
+    ],
+)
+def test_inputs_that_are_not_ids_or_numbers_are_named(inputs, message, client):
+    given = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})
+    with pytest.raises(ValueError, match=message):
+        client.forward_backward([given], "cross_entropy").result()
+    with pytest.raises(RuntimeError, match="of this step failed"):
+        client.optim_step(AdamParams()).result()
+
+
+def test_concurrent_samples_are_drawn_at_once_and_each_gets_its_own(client, monkeypatch):
+    sampler = client.save_weights_and_get_sampling_client().result()
+    generator, asked = client._generator, []
+    generate = generator.generate
+    monkeypatch.setattr(
+        generator, "generate", lambda p, *args: (asked.append(p), generate(p, *args))[1]
+    )
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    prompts = [[i, i + 1] for i in range(6)]
+
+    started = threading.Event()
+    busy = client._thread.submit(started.wait)
+    futures = [sampler.sample(ModelInput.from_ints(p), 2, greedy) for p in prompts]
+    other = sampler.sample(ModelInput.from_ints([1]), 1, greedy)
+    started.set()
+    together = [[list(s.tokens) for s in future.result().sequences] for future in futures]
+    assert len(other.result().sequences) == 1 and busy.result()
+    assert asked == [prompts, [[1]]]
+    alone = [sampler.sample(ModelInput.from_ints(p), 2, greedy).result() for p in prompts]
+    assert together == [[list(s.tokens) for s in response.sequences] for response in alone]
+
+
+def test_completion_ends_with_the_token_that_completes_a_stop_string(client):
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz01234")
+    client.tokenizer = tokenizer  # the toy model has none of its own
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, drawn = ModelInput.from_ints([1, 2]), {"max_tokens": 12, "temperature": 0.0}
+    whole = sampler.sample(prompt, 1, SamplingParams(**drawn)).result().sequences[0]
+    text = tokenizer.decode(whole.tokens)
+    for stop in (text[3:6], [text[3:6]], ["never", text[3:6]]):
+        stopped = sampler.sample(prompt, 2, SamplingParams(stop=stop, **drawn)).result()
+        end = text.index(text[3:6]) + 3
+        for sequence in stopped.sequences:
+            assert tokenizer.decode(sequence.tokens) == text[:end]
+            assert sequence.stop_reason == "stop"
+            assert sequence.logprobs == whole.logprobs[: len(sequence.tokens)]
+    never = sampler.sample(prompt, 1, SamplingParams(stop="never", **drawn)).result()
+    assert never.sequences == [whole] and whole.stop_reason == "length"
+
+
+# ---- samplers keep their weights ----
+
+PROBE = ModelInput.from_ints([1, 2, 3, 4])
+
+
+def learn(client, lr=1e-2):
+    client.forward_backward(DATA, "cross_entropy")
+    client.optim_step(AdamParams(learning_rate=lr)).result()
+
+
+@pytest.mark.parametrize("mode", ["reference", "broadcast"])
+def test_sampler_keeps_its_weights_and_training_goes_on_as_without_it(tmp_path, mode):
+    def run(with_samplers):
+        config = toy_config(tmp_path / str(with_samplers), f"--rl.weight_sync.mode={mode}")
+        with LocalTrainingClient(config) as client:
+            samplers, said = [], []
+            greedy = SamplingParams(max_tokens=6, temperature=0.0)
+            for _ in range(3):
+                if with_samplers:
+                    sampler = client.save_weights_and_get_sampling_client().result()
+                    samplers.append(sampler)
+                    said.append(
+                        (
+                            sampler.sample(PROBE, 2, greedy).result(),
+                            sampler.compute_logprobs(PROBE).result(),
+                        )
+                    )
+                learn(client)
+            for sampler, (drawn, scored) in list(zip(samplers, said, strict=True))[::-1]:
+                assert sampler.sample(PROBE, 2, greedy).result() == drawn
+                assert sampler.compute_logprobs(PROBE).result() == scored
+            assert len({tuple(scored) for _, scored in said}) == len(said)
+            learn(client)
+            return client.forward(DATA).result().loss_fn_outputs
+
+    for ours, plain in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours["logprobs"], plain["logprobs"])
+
+
+def test_copies_are_bounded_and_pinned_ones_stay(tmp_path):
+    with LocalTrainingClient(toy_config(tmp_path, "--rl.generator.max_snapshots=2")) as client:
+        first = client.save_weights_and_get_sampling_client(pinned=True).result()
+        scored = first.compute_logprobs(PROBE).result()
+        samplers = []
+        for _ in range(4):
+            learn(client)
+            samplers.append(client.save_weights_and_get_sampling_client().result())
+        assert len(client._snapshots._copies) == 1 + 2
+        with pytest.raises(ValueError, match="kept of the last 2 .* raise rl.generator.max_snap"):
+            samplers[0].compute_logprobs(PROBE).result()
+        samplers[1].compute_logprobs(PROBE).result()
+        assert first.compute_logprobs(PROBE).result() == scored
+        client.load_sampler_weights(first).result()
+        assert client.forward(DATA).result()  # the policy has its first weights again
+        now = client.save_weights_and_get_sampling_client().result()
+        assert now.compute_logprobs(PROBE).result() == scored
+        assert not any(optimizer.state for optimizer in client._trainer.engine.optimizers)
+
+
+def test_weights_that_nobody_samples_from_are_not_copied(client):
+    gc.collect()  # sampling clients of earlier tests, which exceptions refer to
+    client.save_weights_and_get_sampling_client().result()  # and dropped
+    client.forward(DATA).result()
+    learn(client)
+    assert not client._snapshots._copies
+
+
+def test_sampler_of_a_saved_state_leaves_the_policy_alone(client):
+    now = client.save_weights_and_get_sampling_client().result()
+    scored = now.compute_logprobs(PROBE).result()
+    path = client.save_state("for_sampler").result().path
+    learn(client)
+    before = client.forward(DATA).result().loss_fn_outputs[0]["logprobs"]
+    saved = client.create_sampling_client(path).result()
+    assert saved.compute_logprobs(PROBE).result() == scored
+    for _ in range(6):  # the copy is dropped, so the state is loaded again
+        client.save_weights_and_get_sampling_client().result()
+        learn(client, lr=0.0)
+    assert saved.compute_logprobs(PROBE).result() == scored
+    assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)

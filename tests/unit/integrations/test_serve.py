@@ -1,0 +1,737 @@
+"""The HTTP server, tested with raw requests; test_serve_tinker.py uses the published client."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.reliability import jobs
+from tests.unit.integrations.tinker_server import Http, forward_backward_message, part, serving
+from tests.unit.rl.toy import toy_config
+from torchtitan.config.checks import ConfigError
+from torchtitan.integrations.tinker import http, results, sessions, wire
+from torchtitan.integrations.tinker.client import LocalTrainingClient
+from torchtitan.integrations.tinker.http import Access, HttpServer
+from torchtitan.integrations.tinker.request_queue import Command
+from torchtitan.integrations.tinker.requests import Refused
+from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
+from torchtitan.rl.checks import api_key, check_server_config
+from torchtitan.testing.gloo import run_ranks
+
+DATA = [
+    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
+    ([5], {"target_tokens": [6], "weights": [1.0]}),
+]
+PROMPT = [1, 2, 3, 4]
+SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
+
+
+def server_config(folder, *overrides):
+    return toy_config(folder, "--rl.serve.port=0", *overrides)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
+        yield url
+
+
+@pytest.fixture
+def run(url):
+    """A new training run, which gives up the policy at its end."""
+    client = Http(url).start()
+    yield client
+    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+
+
+def test_training_over_http_is_training_in_this_process(run, tmp_path):
+    with LocalTrainingClient(toy_config(tmp_path)) as client:
+        data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
+        for _ in range(3):
+            ours = client.forward_backward(data, "cross_entropy").result()
+            step = client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            served = run.forward_backward(DATA)
+            metrics = run.optim_step()["metrics"]
+            assert metrics["grad_norm"] == pytest.approx(step.metrics["grad_norm"], rel=1e-6)
+            assert served["metrics"]["loss:sum"] == pytest.approx(ours.metrics["loss:sum"])
+            for found, expected in zip(
+                served["loss_fn_outputs"], ours.loss_fn_outputs, strict=True
+            ):
+                assert found["logprobs"]["data"] == pytest.approx(expected["logprobs"].tolist())
+
+
+def test_new_model_begins_with_the_first_weights(run, url):
+    before = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"]
+    run.forward_backward(DATA)
+    run.optim_step()
+    assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] != before
+    run.ask(f"sessions/{run.session}/finish", reason={"type": "success"})
+    again = Http(url).start()
+    run.session = again.session  # finished by the fixture
+    assert again.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
+
+
+def test_sampler_keeps_its_weights_after_an_update(run):
+    sampler = run.sampler()
+    first = run.sample(sampler, PROMPT, 0, prompt_logprobs=True)
+    run.forward_backward(DATA)
+    run.optim_step()
+    assert run.sample(sampler, PROMPT, 1, prompt_logprobs=True) == first
+    other = run.sample(run.sampler(), PROMPT, 0, prompt_logprobs=True)
+    assert other["prompt_logprobs"] != first["prompt_logprobs"]
+    assert first["prompt_logprobs"][0] is None and len(first["prompt_logprobs"]) == len(PROMPT)
+    (sequence,) = first["sequences"]
+    assert len(sequence["tokens"]) == len(sequence["logprobs"]) == 4
+    assert sequence["stop_reason"] == "length"
+    last = run.sample(sampler, PROMPT, 2, **SCORED, prompt_logprobs_last_n=1)
+    assert last["prompt_logprobs"] == [None] * 3 + first["prompt_logprobs"][3:]
+    assert (
+        last["topk_prompt_logprobs"][:3] == [None] * 3 and len(last["topk_prompt_logprobs"][3]) == 2
+    )
+    for wrong in ({"topk_prompt_logprobs": 33}, {"prompt_logprobs_last_n": 5}):
+        prompt = {"chunks": [{"tokens": PROMPT}]}
+        values = {
+            "sampling_session_id": sampler,
+            "seq_id": 3,
+            "prompt": prompt,
+            "sampling_params": {},
+        }
+        status, answer = run.post("asample", **values, **wrong)
+        assert status == 400 and f"{next(iter(wrong))} must be" in answer["detail"]
+
+
+def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
+    sampler, asked = run.sampler(), []
+    from torchtitan.integrations.tinker.client import LocalSamplingClient
+
+    sample = LocalSamplingClient._sample
+    monkeypatch.setattr(
+        LocalSamplingClient, "_sample", lambda *args: (asked.append(len(args[1])), sample(*args))[1]
+    )
+    prompts = [[i, i + 1] for i in range(24)]
+    found = [None] * len(prompts)
+
+    def draw(i):
+        found[i] = Http(url).sample(sampler, prompts[i], i)
+
+    threads = [threading.Thread(target=draw, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(asked) == len(prompts) and len(asked) <= 6, asked
+    alone = [run.sample(sampler, prompt, 100 + i) for i, prompt in enumerate(prompts)]
+    assert [f["sequences"][0]["tokens"] for f in found] == [
+        f["sequences"][0]["tokens"] for f in alone
+    ]
+
+
+def test_mistake_of_one_sample_is_not_the_others(run):
+    sampler = run.sampler()
+    long = {"max_tokens": 21}  # 4 + 21 tokens are one more than a row has
+    accepted = [
+        run.sample(sampler, PROMPT[:length], i, wait=False, params=long if length < 4 else {})
+        for i, length in enumerate([3, 4, 3])
+    ]
+    assert all("sequences" in run.result(future) for future in accepted)
+    status, answer = run.post(
+        "asample",
+        sampling_session_id=sampler,
+        seq_id=9,
+        prompt={"chunks": [{"tokens": PROMPT}]},
+        sampling_params={"max_tokens": 30},
+    )
+    assert (status, answer["detail"]) == (400, "max_tokens must be 1 to 21, got 30")
+
+
+def test_request_that_is_sent_twice_is_carried_out_once(run):
+    run.forward_backward(DATA)
+    step = {"model_id": run.model, "seq_id": 50, "adam_params": {"learning_rate": 1e-2}}
+    first, second = run.ask("optim_step", **step), run.ask("optim_step", **step)
+    assert first == second and run.result(first) == run.result(second)
+    sampler = run.sampler()
+    assert run.sample(sampler, PROMPT, 0) == run.sample(sampler, PROMPT, 0)
+
+
+def test_one_poll_tells_of_all_samples_of_a_session(run):
+    sampler = run.sampler()
+    target = {"type": "sampling_session", "sampling_session_id": sampler}
+    sent = [run.sample(sampler, PROMPT, i, wait=False)["request_id"] for i in range(3)]
+    cursor, told = 0, []
+    while len(told) < 3:
+        found = run.ask("retrieve_futures", target=target, prev_cursor=cursor)
+        cursor, told = found["cursor"], told + found["completions"]
+    assert [entry["request_id"] for entry in told] == sent
+    assert {entry["state"] for entry in told} == {"finished"}
+    again = run.ask("retrieve_futures", target=target, prev_cursor=cursor, timeout=0)
+    assert again == {"completions": [], "cursor": cursor}
+
+
+def test_saved_states_are_loaded_and_sampled_from(run):
+    run.forward_backward(DATA)
+    run.optim_step()
+    state = run.train("save_weights", path="step-1")["path"]
+    weights = run.train("save_weights_for_sampler", path="step-1")["path"]
+    assert weights == f"tinker://{run.model}/sampler_weights/step-1"
+    before = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"]
+    expected = run.sample(run.sampler(), PROMPT, 0, prompt_logprobs=True)
+    run.forward_backward(DATA)
+    run.optim_step()
+
+    sampler = run.ask(
+        "create_sampling_session",
+        session_id=run.session,
+        sampling_session_seq_id=70,
+        model_path=weights,
+    )["sampling_session_id"]
+    assert run.sample(sampler, PROMPT, 0, prompt_logprobs=True) == expected
+    loaded = run.wait(
+        "load_weights", session_id=run.session, model_seq_id=1, path=state, optimizer=True
+    )
+    run.model, run.n_sent = loaded["model_id"], 0
+    assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
+    status, answer = run.post(
+        "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
+    )
+    assert status == 404 and "or a newer model took the policy over" in answer["detail"]
+
+
+def test_base_model_of_another_name_is_not_sampled(run):
+    def create(number, **values):
+        values |= {"session_id": run.session, "sampling_session_seq_id": number}
+        return run.post("create_sampling_session", **values)
+
+    status, answer = create(900, base_model="Qwen/Qwen3-8B")
+    assert status == 400 and "must be 'policy', the model that this server" in answer["detail"]
+    assert "got 'Qwen/Qwen3-8B'; start a server with that model" in answer["detail"]
+    assert [create(901, base_model=name)[0] for name in ("policy", "any")] == [200, 200]
+
+
+def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, caplog):
+    options = {"session_id": run.session, "model_seq_id": 1, "base_model": "any"}
+    status, answer = run.post("create_model", **options, lora_config={"rank": -5})
+    assert status == 400 and "lora_config.rank must be at least 1, got -5" in answer["detail"]
+    newer = run.wait("create_model", **options, lora_config={"rank": 5})["model_id"]
+    assert f"model {newer} takes the policy over from {run.model}" in caplog.text
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and "a newer model took the policy over" in answer["detail"]
+
+
+def test_second_session_waits_for_the_policy(run, url):
+    other = Http(url)
+    session = other.ask("create_session")["session_id"]
+    status, answer = other.post(
+        "create_model", session_id=session, model_seq_id=0, base_model="any"
+    )
+    assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
+
+
+def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
+    monkeypatch.setattr("torchtitan.integrations.tinker.sessions.SECONDS_UNTIL_GONE", 0.2)
+    run.ask("session_heartbeat", session_id=run.session)
+    time.sleep(0.25)
+    other = Http(url)
+    status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
+    assert status == 200 and json.loads(answer)["is_lora"] is False
+    status, answer = other.send("GET", "/api/v1/training_runs/never")
+    assert status == 404
+    other.start()
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and "its session has ended" in answer["detail"]
+    run.session = other.session  # finished by the fixture
+
+
+def test_failed_call_fails_the_step(run):
+    run.forward_backward(DATA)
+    failed = run.forward_backward([([1, 2], {"target_tokens": [2, 3], "wieghts": [1.0, 1.0]})])
+    assert failed["category"] == "user" and "got 'wieghts'" in failed["error"]
+    step = run.optim_step()
+    assert "a forward_backward of this step failed" in step["error"]
+    image = run.forward_backward([([1], {"target_tokens": [2]})], chunk=2)
+    assert "must be text tokens, got an image or audio (datum 0)" in image["error"]
+    assert "of this step failed" in run.optim_step()["error"]
+    run.forward_backward(DATA)
+    assert "metrics" in run.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        ("stable_reinforce", "loss_fn must be one of cross_entropy, .* got 'stable_reinforce'"),
+        ("importance_sampling", "a policy loss needs logprobs"),
+    ],
+)
+def test_unknown_loss_is_an_error_of_the_future(run, loss_fn, message):
+    import re
+
+    assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
+
+
+def test_numbers_that_are_not_finite_reach_no_gradient_and_no_answer(run):
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, float("nan")]}
+    failed = run.forward_backward([([1, 2], inputs)], "importance_sampling")
+    assert "advantages of a Datum must be finite, got nan at token 1" in failed["error"]
+    inputs |= {"advantages": [1.0, 1.0], "logprobs": [-1.0, -1000.0]}
+    failed = run.forward_backward([([1, 2], inputs)], "importance_sampling")
+    assert "the loss is -inf" in failed["error"] and failed["category"] == "user"
+    assert "of this step failed" in run.optim_step()["error"]
+    clipped = run.forward_backward([([1, 2], inputs)], "ppo")
+    first = clipped["loss_fn_outputs"][0]["logprobs"]["data"][0]
+    expected = -(math.exp(first + 1) + 1.2)  # the second ratio, e^996, is clipped
+    assert clipped["metrics"]["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert run.optim_step()["metrics"]["grad_norm"] < 10
+
+
+def test_targets_of_the_prompt_are_in_no_ratio(run):
+    """gspo with the mask that Tinker knows and without; importance_sampling on policy."""
+    inputs = {
+        "target_tokens": [2, 3, 4],
+        "logprobs": [0.0, -3.0, -3.0],
+        "advantages": [0.0, 1.0, 1.0],
+    }
+    masked = inputs | {"sequence_ratio_mask": [0.0, 1.0, 1.0]}
+    config = {"clip_high_threshold": 100.0, "clip_low_threshold": 0.01}
+    with_mask = run.forward_backward([([1, 2, 3], masked)], "gspo", config=config)
+    plain = run.forward_backward([([1, 2, 3], inputs)], "gspo", config=config)
+    new = with_mask["loss_fn_outputs"][0]["logprobs"]["data"]
+    ratio = 2.718281828 ** ((sum(new[1:]) + 6.0) / 2)
+    assert with_mask["metrics"]["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-4)
+    assert plain["metrics"]["loss:sum"] == pytest.approx(-2 * ratio, rel=1e-4)
+    assert new[0] < 0  # the prompt's targets are scored all the same
+    on_policy = inputs | {"logprobs": [0.0, *new[1:]]}
+    metrics = run.forward_backward([([1, 2, 3], on_policy)], "importance_sampling")["metrics"]
+    assert metrics["ratio_mean:mean"] == pytest.approx(1)
+    assert abs(metrics["kl_generator:mean"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "status", "message"),
+    [
+        ("asample", {}, 400, "the request needs sampling_session_id, which must be a text"),
+        ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is unknown"),
+        ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not supported"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": "1"}},
+            400,
+            "learning_rate must be a number, got '1'",
+        ),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": None}},
+            400,
+            "learning_rate must be a finite number, got null, which stands for NaN",
+        ),
+        ("get_info", {"model_id": "none"}, 404, "model none is unknown, or its session has ended"),
+        ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
+        ("retrieve_future", {"request_id": "never"}, 410, "request never is unknown"),
+        (
+            "weights_info",
+            {"tinker_path": "tinker://../../etc/weights/passwd"},
+            400,
+            "a saved state is tinker://",
+        ),
+        ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
+        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not supported"),
+    ],
+)
+def test_wrong_requests_are_named(url, path, values, status, message):
+    found, answer = Http(url).post(path, **values)
+    assert found == status and message in answer["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"{", {}, 400, "not valid JSON"),
+        (b"[1]", {}, 400, "must be a JSON object"),
+        (b"[" * 100_000, {}, 400, "not valid JSON"),
+        (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
+        (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
+        (b"{}", {"Content-Encoding": "zstd"}, 415, "must not be compressed"),
+        (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
+        (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
+        (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
+        (b'{"tags": 1e999}', {}, 400, "numbers must be finite, got 1e999"),
+    ],
+)
+def test_broken_requests_are_refused(url, body, headers, status, message):
+    found, answer = Http(url).send("POST", "/api/v1/create_session", body, headers)
+    assert found == status and message in json.loads(answer)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\x0a\xff\xff\xff\xff\xff\x7fx", "ends"),
+        (b"\xff" * 12, "does not end"),
+        (b"\x0b", "unknown wire type 3"),
+        (b"\x1a\x02\x08\x01", "number in place of a message"),
+        (b"\x18\x01", "number in place of a message"),
+        (b"\x20\x80\x80\x80\x80\x80\x01", "number in place of a name"),
+    ],
+)
+def test_bytes_that_are_not_a_message_are_refused(run, body, message):
+    body = part(1, run.model) + body
+    found, answer = run.send("POST", "/api/v1/forward_backward", body)
+    assert found == 400 and message in json.loads(answer)["detail"]
+
+
+def test_cut_and_changed_messages_get_one_kind_of_error():
+    import random
+
+    rng = random.Random(0)
+    whole = forward_backward_message("m", 1, DATA, config={"clip_low_threshold": 0.5})
+    for _ in range(2000):
+        body = bytearray(whole[: rng.randrange(len(whole))])
+        for _ in range(rng.randrange(4)):
+            if body:
+                body[rng.randrange(len(body))] = rng.randrange(256)
+        try:
+            wire.read_forward_backward(bytes(body), lambda _: None)
+        except ValueError:
+            pass
+
+
+def test_model_is_checked_before_its_data_are_read(url):
+    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # the data are not a message
+    status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
+    assert status == 404 and "model nobody is unknown" in json.loads(answer)["detail"]
+
+
+@pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
+def test_entries_of_a_request_are_bounded(monkeypatch, entry):
+    monkeypatch.setattr(wire, "MOST_FIELDS", 2**12)
+    body = part(1, "m") + entry * (2**23 // len(entry))  # without a limit, reading them took 86 s
+    began = time.process_time()
+    with pytest.raises(wire.WireError, match="may have 4096 fields in all its data"):
+        wire.read_forward_backward(body, lambda _: None)
+    assert time.process_time() - began < 2
+
+
+# ---- connections, without a policy ----
+
+
+@contextlib.contextmanager
+def listening(*access):
+    server = HttpServer("127.0.0.1", 0, 2**20, Access(*access), lambda *_: Answer({}))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr(http, "_MAX_UNREAD", 4)
+    monkeypatch.setattr(http, "_SECONDS_UNREAD", 0.05)
+    with listening() as server, contextlib.ExitStack() as stack:
+        before = threading.active_count()
+        for i in range(20):
+            half_open = stack.enter_context(socket.create_connection(server.server_address))
+            if i % 2:
+                half_open.sendall(b"POST / HTTP/1.1\r\nContent-Le")
+        assert Http(server.url).send("GET", "/")[0] == 200
+        assert threading.active_count() - before <= 5
+        monkeypatch.setattr(http, "_SECONDS_IDLE", 0.1)
+        for sent in (b"", b"POST / HT"):
+            idle = stack.enter_context(socket.create_connection(server.server_address))
+            idle.settimeout(5)
+            idle.sendall(sent)
+            assert idle.recv(1) == b""
+
+
+def test_request_that_comes_byte_by_byte_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(http, "_SECONDS_PER_REQUEST", 0.3)
+    with (
+        listening() as server,
+        socket.create_connection(server.server_address, timeout=0.1) as client,
+    ):
+        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
+        answer, n_sent = b"", 0
+        while not answer and n_sent < 50:
+            with contextlib.suppress(ConnectionError):  # it may be closed by now
+                client.sendall(b"x")
+            n_sent += 1
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(999)
+        assert b"408" in answer
+
+
+def test_key_and_host_name_of_requests():
+    key = {"X-API-Key": "tml-mine"}
+    with listening(("localhost", "box.example.org"), "tml-mine") as server:
+        for headers, status in (
+            ({}, 401),
+            ({"X-API-Key": "tml-other"}, 401),
+            (key, 200),
+            (key | {"Host": "box.example.org:8000"}, 200),
+            (key | {"Host": "[::1]:8000"}, 200),
+            (key | {"Host": "example.org"}, 403),
+            (key | {"Host": "["}, 403),
+        ):
+            found, body = Http(server.url).send("POST", "/", b"x" * 9, headers)
+            assert found == status, headers
+            assert b"tml-mine" not in body
+
+
+def test_key_is_read_from_its_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("tml-one\n")
+    config = toy_config(tmp_path, f"--rl.serve.api_key_file={path}")
+    check_server_config(config)
+    assert api_key(config.rl.serve) == "tml-one"
+    path.write_text("two words")
+    with pytest.raises(ConfigError, match="must be a file with one key"):
+        check_server_config(config)
+    with pytest.raises(ConfigError, match="got no such file in"):
+        check_server_config(toy_config(tmp_path, "--rl.serve.api_key_file=/dev/zero"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
+        (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
+        (["--rl.serve.port=70000"], "rl.serve.port must be at most 65535"),
+        (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
+        (["--rl.serve.max_models=0"], "rl.serve.max_models must be at least 1"),
+        (["--rl.serve.max_host_mib=-1"], "rl.serve.max_host_mib must be at least 0"),
+        (["--rl.async_steps=1"], "clients of a server choose the order"),
+    ],
+)
+def test_config_of_the_server_is_checked(tmp_path, values, message):
+    with pytest.raises(ConfigError, match=message):
+        check_server_config(toy_config(tmp_path, *values))
+
+
+def test_address_in_use_is_a_config_error(url, tmp_path):
+    from torchtitan.rl.serve import Server
+
+    server = Server(toy_config(tmp_path, f"--rl.serve.port={url.rpartition(':')[2]}"))
+    with pytest.raises(ConfigError, match="must be free to listen at"):
+        server.train()
+    server.close()
+
+
+def test_other_base_models_are_refused_on_request(tmp_path):
+    config = server_config(tmp_path, "--rl.serve.only_base_model", "--rl.serve.base_model=toy/one")
+    with serving(config) as url:
+        client = Http(url)
+        session = client.ask("create_session")["session_id"]
+        status, answer = client.post(
+            "create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B"
+        )
+        assert status == 400 and "base_model must be 'toy/one'" in answer["detail"]
+
+
+def test_sigterm_ends_the_server_cleanly_and_its_states_are_its_users_only(tmp_path):
+    flags = ["--model.name=rl_toy", "--training.seq_len=16", "--rl.serve.port=0"]
+    flags.append(f"--job.dump_folder={tmp_path}")
+    job = jobs.start(flags, tmp_path / "logs", module="torchtitan.rl.serve")
+    try:
+        deadline = time.monotonic() + 90
+        while not (at := re.search(r"serving policy at (http://127\.0\.0\.1:\d+)\n", job.output())):
+            assert job.is_running() and time.monotonic() < deadline, job.output()
+            time.sleep(0.02)
+        client = Http(at[1]).start()
+        sampler = client.sampler()
+        client.train("save_weights", path="state")
+        (state,) = tmp_path.rglob("weights/state")
+        saved = [state, *state.rglob("*")]
+        assert len(saved) > 3 and not any(path.stat().st_mode & 0o077 for path in saved)
+        waiting = [client.sample(sampler, [1, 2], i, wait=False) for i in range(4)]
+        job.send(signal.SIGTERM)
+        outcome = job.wait(60)
+    finally:
+        job.kill()
+    assert outcome.exit_codes == [0], outcome.output
+    assert waiting and "the server has ended" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+def _serve_on_two_ranks(folder):
+    import torch.distributed as dist
+
+    from torchtitan.rl.serve import Server
+
+    server = Server(server_config(folder))
+    found = []
+
+    def use(url):
+        run = Http(url).start()
+        losses = []
+        for _ in range(3):
+            losses.append(run.forward_backward(DATA)["metrics"]["loss:sum"])
+            sampler = run.sampler()
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
+            run.optim_step()
+            assert run.sample(sampler, PROMPT, 1, **SCORED) == drawn
+        assert "error" in run.forward_backward([([1], {"target_tokens": [2, 3]})])
+        found.append((losses, drawn["prompt_logprobs"], drawn["topk_prompt_logprobs"]))
+        server.stop()
+
+    def start(url):
+        threading.Thread(target=use, args=(url,)).start()
+
+    server.train(start)
+    server.close()
+    return found if dist.get_rank() == 0 else None
+
+
+def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
+    os.makedirs(tmp_path / "two")
+    (two, _) = run_ranks(_serve_on_two_ranks, 2, str(tmp_path / "two"), timeout_seconds=240)
+    with serving(server_config(tmp_path / "one")) as url:
+        run = Http(url).start()
+        for expected in two[0][0]:
+            assert run.forward_backward(DATA)["metrics"]["loss:sum"] == pytest.approx(
+                expected, rel=1e-4
+            )
+            sampler = run.sampler()
+            drawn = run.sample(sampler, PROMPT, 0, **SCORED)
+            run.optim_step()
+        assert drawn["prompt_logprobs"][1:] == pytest.approx(two[0][1][1:], abs=1e-4)
+        for ours, theirs in zip(drawn["topk_prompt_logprobs"][1:], two[0][2][1:], strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            assert dict(ours) == pytest.approx(dict(theirs), abs=1e-4)
+
+
+# ---- clients that end, and results that wait ----
+
+
+def open_poll(client, request_id):
+    """Send a request for a result over a socket of its own; the answer is not read."""
+    host, _, port = client.address.partition(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps({"request_id": request_id}).encode()
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def blocked(url, monkeypatch):
+    """Events: an optimizer step has begun, and they may go on."""
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    step = LocalTrainingClient.optim_step.__wrapped__
+
+    def wait(self, params):
+        has_begun.set()
+        may_go_on.wait(30)
+        return step(self, params)
+
+    monkeypatch.setattr(
+        LocalTrainingClient,
+        "optim_step",
+        lambda self, params: self._thread.submit(wait, self, params),
+    )
+    return has_begun, may_go_on
+
+
+def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
+    has_begun, may_go_on = blocked(url, monkeypatch)
+    run.forward_backward(DATA)
+    step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
+    assert has_begun.wait(5)
+    waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
+    futures = [run.ask("optim_step", **values) for values in waiting]
+    connection = open_poll(run, step["request_id"])
+    time.sleep(0.3)
+    other = Http(url)
+    session = other.ask("create_session")["session_id"]
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
+    assert other.post("create_model", **model)[0] == 400
+    connection.close()  # what the system does for a process that is killed
+    began = time.monotonic()
+    while (found := other.post("create_model", **model))[0] != 200:
+        assert time.monotonic() - began < 2
+        time.sleep(0.05)
+    may_go_on.set()
+    other.result(found[1])  # after the steps that nobody waits for
+    for future in futures:
+        assert "the client closed its connections" in run.result(future)["error"]
+    run.session = session  # finished by the fixture
+
+
+def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(monkeypatch):
+    alive = sessions.Sessions()
+    now = [100.0]
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
+    session, here = alive.create(), threading.get_ident()
+    alive.connection_ended(here, False, False)  # closed by the server
+    now[0] += 29
+    assert alive.is_alive(session)
+    alive.note(f"{session}:train:0")
+    alive.connection_ended(here, True, False)
+    now[0] += 11.9
+    assert alive.is_alive(session) and alive.has_client(f"{session}:train:0")
+    alive.note(session)  # a heartbeat, on a new connection
+    alive.connection_ended(here, True, False)
+    now[0] += 12.1
+    assert not alive.is_alive(session) and not alive.has_client(session)
+    alive.note(session)
+    assert alive.is_alive(session) and alive.has_client(session)
+    now[0] += 31  # silent, but its connection is open: it may come back
+    assert not alive.is_alive(session) and alive.has_client(session)
+
+
+def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
+    run, url, monkeypatch
+):
+    _, may_go_on = blocked(url, monkeypatch)
+    before = run.forward_backward(DATA)["metrics"]["loss:sum"]
+    step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
+    accepted = run.ask("optim_step", **step)
+    lost = open_poll(run, accepted["request_id"])
+    assert run.ask("optim_step", **step) == accepted
+    lost.close()
+    may_go_on.set()
+    metrics = run.result(accepted)["metrics"]
+    assert run.result(accepted)["metrics"] == metrics
+    assert run.ask("optim_step", **step) == accepted and run.result(accepted)["metrics"] == metrics
+    assert run.forward_backward(DATA)["metrics"]["loss:sum"] < before
+    assert "metrics" in run.optim_step(), "there was one step, and gradients of one call since"
+
+
+def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch):
+    monkeypatch.setattr(results, "_MAX_BYTES", 1000)
+    commands = []
+    kept = results.Results(commands.append)
+
+    def send(number, n_bytes=300):
+        kept.submit(
+            str(number), {}, Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes)
+        )
+        if len(commands) > number:
+            commands[number].answer(None)
+
+    for number in range(3):
+        send(number)
+    kept.retrieve({"request_id": "1"})
+    send(3)  # 1,200 bytes: the result that was fetched goes first
+    assert kept.retrieve({"request_id": "0"}).values == {"n": 0}
+    with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
+        kept.retrieve({"request_id": "1"})
+    assert raised.value.status == 410
+    kept._next_drop_at = 0.0
+    send(1)
+    assert len(commands) == 4 and kept._n_bytes == 900
+    monkeypatch.setattr(results, "_MAX_KNOWN", 3)
+    send(4, n_bytes=100)
+    kept._next_drop_at = 0.0
+    send(5, n_bytes=300)  # "0", which was fetched, is dropped
+    assert list(kept._all) == ["0", "2", "3", "4", "5"]
+    kept._next_drop_at = 0.0
+    send(6, n_bytes=0)
+    assert list(kept._all) == ["2", "3", "4", "5", "6"], (
+        "ids of dropped results go beyond the limit"
+    )

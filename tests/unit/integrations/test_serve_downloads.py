@@ -1,0 +1,205 @@
+"""Saved adapters are downloaded as `peft` reads them, by URLs that need no key but expire."""
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+import torch
+
+from tests.tiny_hf import tiny_hf_model
+from tests.unit.integrations.test_serve import server_config
+from tests.unit.integrations.test_serve_lora import LORA, Client
+from tests.unit.integrations.tinker_server import serving
+from torchtitan.config import ConfigManager
+from torchtitan.engine import TrainingEngine
+from torchtitan.integrations.tinker import saved
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.protocols import train_spec
+from torchtitan.tools.logging import logger
+
+PROMPT = [3, 1, 4, 1, 5]
+DATA = [(PROMPT, {"target_tokens": [1, 4, 1, 5, 9], "weights": [1.0] * 5})]
+KEY = "tml-secret"
+FP32 = ["--training.mixed_precision_param=float32", "--activation_checkpoint.mode=none"]
+
+
+class ClientWithKey(Client):
+    def send(self, method, path, body=b"", headers=None):
+        return super().send(method, path, body, {"X-API-Key": KEY, **(headers or {})})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("base")
+    tiny_hf_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "key").write_text(KEY)
+    (folder / "key").chmod(0o600)
+    spec = train_spec.get_train_spec("qwen3")
+    flags = (
+        *LORA,
+        "--model.name=qwen3",
+        "--model.flavor=downloads",
+        f"--checkpoint.initial_load_path={base}",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.enable",
+        f"--rl.serve.api_key_file={folder / 'key'}",
+    )
+    flavors = spec.model_args
+    flavors["downloads"] = from_hf_config(str(base)).model_args
+    try:
+        with serving(server_config(folder, *flags)) as url:
+            yield url
+    finally:
+        del flavors["downloads"]
+
+
+@pytest.fixture
+def run(url):
+    client = ClientWithKey(url)
+    client.session = client.ask("create_session", tags=[], sdk_version="0")["session_id"]
+    client.start_model(rank=4, seed=5)
+    for _ in range(3):
+        client.forward_backward(DATA)
+        client.optim_step()
+    yield client
+    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+
+
+def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
+    (tmp_path / "key").write_text(KEY)
+    for mode in (0o600, 0o644):
+        (tmp_path / "key").chmod(mode)
+        with serving(server_config(tmp_path, f"--rl.serve.api_key_file={tmp_path / 'key'}")):
+            pass
+    (sentence,) = [text for text in told if "others" in text]
+    assert sentence == f"others may read or change the key in {tmp_path}/key (mode 644): chmod 600"
+
+
+def get(client, path):
+    status, body = client.send("GET", f"/api/v1/training_runs/{client.model}/checkpoints{path}")
+    return status, json.loads(body)
+
+
+def download(url):
+    """The bytes at a URL, fetched as the published client does: without a key."""
+    with urllib.request.urlopen(url, timeout=60) as response:
+        body = response.read()
+        assert len(body) == int(response.headers["Content-Length"])
+        return body
+
+
+def test_downloaded_adapters_give_peft_the_logprobs_of_the_server(run, base, tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    path = run.train("save_weights_external", path="final")["path"]
+    assert path == f"tinker://{run.model}/external_weights/final"
+    status, answer = get(run, "/external_weights/final/external_weights_urls")
+    assert status == 200 and answer["expires"].endswith("+00:00")
+    assert sorted(answer["urls"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    for name, url in answer["urls"].items():
+        (tmp_path / name).write_bytes(download(url))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4, "the client's rank"
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(model, str(tmp_path))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    expected = logprobs[range(5), DATA[0][1]["target_tokens"]].tolist()
+    found = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"][0]["logprobs"]["data"]
+    assert found == pytest.approx(expected, rel=1e-6)
+    flags = ("--model.converters=lora", "--lora.rank=4", "--lora.alpha=8")  # of the server's scale
+    config = ConfigManager().parse_args([*flags, f"--lora.adapter_path={tmp_path}", *FP32])
+    with TrainingEngine.from_hf(str(base), config) as engine:
+        (ours,) = engine.forward_step({"input": torch.tensor([PROMPT])})
+    with torch.no_grad():
+        theirs = model(torch.tensor([PROMPT])).logits
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+def test_signed_urls_open_no_other_file_and_expire(run, monkeypatch):
+    run.train("save_weights_external", path="a")
+    url = get(run, "/external_weights/a/external_weights_urls")[1]["urls"]["adapter_config.json"]
+    assert json.loads(download(url))["peft_type"] == "LORA"
+    for wrong in (
+        url.replace("adapter_config.json", "adapter_model.safetensors"),
+        url.replace("/files/1", "/files/2"),
+        url.replace("/a/", "/../a/"),
+        urllib.parse.urljoin(url, f"/api/v1/training_runs/{run.model}/checkpoints"),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            download(wrong)
+    later = time.time() + saved._SECONDS_VALID + 1
+    monkeypatch.setattr(saved.time, "time", lambda: later)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        download(url)
+
+
+def test_saved_states_are_listed_and_external_ones_deleted(run):
+    run.train("save_weights", path="state")
+    run.train("save_weights_external", path="b")
+    assert (
+        run.send("PUT", f"/api/v1/training_runs/{run.model}/checkpoints/external_weights/b/ttl")[0]
+        == 200
+    )
+    found = get(run, "")[1]["checkpoints"]
+    assert [(c["checkpoint_id"], c["checkpoint_type"]) for c in found] == [
+        ("weights/state", "training"),
+        ("external_weights/b", "external"),
+    ]
+    assert all(checkpoint["size_bytes"] > 1000 for checkpoint in found)
+    path = f"/api/v1/training_runs/{run.model}/checkpoints/"
+    status, answer = run.send("DELETE", path + "weights/state")
+    assert status == 400 and b"only external_weights can be deleted by clients" in answer
+    assert run.send("DELETE", path + "external_weights/b")[0] == 200
+    assert [c["checkpoint_id"] for c in get(run, "")[1]["checkpoints"]] == ["weights/state"]
+    status, answer = get(run, "/external_weights/b/external_weights_urls")
+    assert status == 404 and "is not a saved state with adapters" in answer["detail"]
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused(run):
+    status, answer = run.post(
+        "save_weights_external",
+        model_id=run.model,
+        seq_id=99,
+        path="c",
+        age_encryption_recipients=["age1"],
+    )
+    assert status == 400 and "age_encryption_recipients are not supported" in answer["detail"]
+    path = run.train("save_weights_external", path="d")["path"]
+    status, answer = run.post("load_weights", model_id=run.model, seq_id=98, path=path)
+    assert status == 400 and "is for other programs" in answer["detail"]
+
+
+def test_published_client_downloads_a_saved_state(url, monkeypatch, tmp_path):
+    tinker = pytest.importorskip("tinker")
+    testing = pytest.importorskip("click.testing")
+    for name, value in {"TELEMETRY": "0", "API_KEY": KEY, "BASE_URL": url}.items():
+        monkeypatch.setenv(f"TINKER_{name}", value)
+    service = tinker.ServiceClient()
+    client = service.create_lora_training_client(base_model="any", rank=2).result()
+    path = client.save_state("state").result().path
+    rest = service.create_rest_client()
+    found = rest.list_checkpoints(client.get_info().model_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in found] == [path]
+    # The command loads the state, saves external weights, downloads and deletes them.
+    from tinker.cli.__main__ import main_cli
+
+    done = testing.CliRunner().invoke(
+        main_cli, ["checkpoint", "download", path, "--output", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
+    (config,) = tmp_path.glob("*/adapter_config.json")
+    assert json.loads(config.read_text())["peft_type"] == "LORA"
+    assert (config.parent / "adapter_model.safetensors").is_file()
+    service.close("success").result()

@@ -1,0 +1,109 @@
+"""The published tinker client talks to the server unchanged; skipped where it is not installed."""
+
+import pytest
+
+from tests.unit.integrations.test_serve import server_config
+from tests.unit.integrations.tinker_server import serving
+
+tinker = pytest.importorskip("tinker")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
+        yield url
+
+
+@pytest.fixture
+def service(url, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    yield service
+    service.close("success").result()
+
+
+def datum(tokens, **inputs):
+    inputs = {name: tinker.TensorData.from_torch(value) for name, value in inputs.items()}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def cross_entropy_data():
+    import torch
+
+    return [
+        datum([1, 2, 3], target_tokens=torch.tensor([2, 3, 4]), weights=torch.ones(3)),
+        datum([5], target_tokens=torch.tensor([6]), weights=torch.ones(1)),
+    ]
+
+
+def test_supervised_steps_lower_the_loss(service):
+    client = service.create_lora_training_client(base_model="any", rank=8).result()
+    assert client.get_info().is_lora is False
+    losses = []
+    for _ in range(5):
+        done = client.forward_backward(cross_entropy_data(), "cross_entropy")
+        step = client.optim_step(tinker.AdamParams(learning_rate=1e-2))
+        found = done.result()
+        losses.append(found.metrics["loss:sum"])
+        assert [len(output["logprobs"].data) for output in found.loss_fn_outputs] == [3, 1]
+        assert step.result().metrics["grad_norm"] > 0
+    assert losses[-1] < losses[0] - 1
+
+
+def test_samplers_are_snapshots_and_many_samples_come_back(service):
+    client = service.create_lora_training_client(base_model="any", rank=8).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints([1, 2, 3])
+    params = tinker.SamplingParams(max_tokens=4)
+    futures = [sampler.sample(prompt, 2, params) for _ in range(100)]
+    sequences = [sequence for future in futures for sequence in future.result().sequences]
+    assert len(sequences) == 200 and len({s.sequence_id for s in sequences}) == 200
+    assert {len(s.tokens) for s in sequences} == {4} == {len(s.logprobs) for s in sequences}
+    before = sampler.compute_logprobs(prompt).result()
+    assert before[0] is None and len(before) == 3
+
+    client.forward_backward(cross_entropy_data(), "cross_entropy").result()
+    client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    assert sampler.compute_logprobs(prompt).result() == before
+    now = client.save_weights_and_get_sampling_client().result()
+    assert now.compute_logprobs(prompt).result() != before
+
+
+def test_custom_loss_and_saved_state(service):
+    client = service.create_lora_training_client(base_model="any", rank=8).result()
+
+    def loss_fn(data, logprobs):
+        loss = sum((values**2).sum() for values in logprobs)
+        return loss, {"terms:sum": float(len(data))}
+
+    found = client.forward_backward_custom(cross_entropy_data(), loss_fn)
+    client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    assert found.result().metrics["terms:sum"] == 2
+    path = client.save_state("custom").result().path
+    before = client.forward(cross_entropy_data(), "cross_entropy").result()
+    again = service.create_training_client_from_state_with_optimizer(path).result()
+    after = again.forward(cross_entropy_data(), "cross_entropy").result()
+    for ours, theirs in zip(before.loss_fn_outputs, after.loss_fn_outputs, strict=True):
+        assert ours["logprobs"].data == theirs["logprobs"].data
+
+
+def test_mistakes_come_as_the_clients_own_errors(service):
+    import torch
+
+    client = service.create_lora_training_client(base_model="any", rank=8).result()
+    wrong = [datum([1], target_tokens=torch.tensor([2]), wieghts=torch.ones(1))]
+    with pytest.raises(tinker.RequestFailedError, match="got 'wieghts'"):
+        client.forward_backward(wrong, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="of this step failed"):
+        client.optim_step(tinker.AdamParams()).result()
+    with pytest.raises(tinker.BadRequestError, match="learning_rate must be a finite number"):
+        client.optim_step(tinker.AdamParams(learning_rate=float("nan"))).result()
+    nan = datum([1], target_tokens=torch.tensor([2]), weights=torch.tensor([torch.nan]))
+    with pytest.raises(tinker.RequestFailedError, match="weights of a Datum must be finite"):
+        client.forward_backward([nan], "cross_entropy").result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=100)
+    with pytest.raises(tinker.BadRequestError, match="max_tokens must be 1 to 24, got 100"):
+        sampler.sample(tinker.ModelInput.from_ints([1]), 1, params).result()
+    with pytest.raises(tinker.NotFoundError, match="not among this server's saved states"):
+        service.create_training_client_from_state("tinker://a/weights/b").result()

@@ -1,0 +1,431 @@
+import json
+import math
+import mmap
+import re
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.listeners import metrics as metrics_module
+from torchtitan.listeners.metrics import (
+    BaseLogger,
+    DeviceMemoryMonitor,
+    DeviceMemStats,
+    JsonlLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    WandBLogger,
+    _build_metric_logger,
+    _get_metrics_rank,
+    build_device_memory_monitor,
+    build_metrics_processor,
+    ensure_pp_loss_visible,
+)
+from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools import host, utils
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+GIB = 2**30
+
+
+def dims(**degrees) -> ParallelDims:
+    sizes = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")}
+    sizes.update(degrees)
+    return ParallelDims(**sizes, world_size=math.prod(sizes.values()))
+
+
+def job(tmp_path, **metrics_options) -> JobConfig:
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path)
+    config.training.steps = 200
+    for key, value in metrics_options.items():
+        setattr(config.metrics, key, value)
+    return config
+
+
+class Recorder(BaseLogger):
+    def __init__(self):
+        self.records = []
+        self.closed = False
+
+    def log(self, metrics, step):
+        self.records.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+class Clock:
+    """Replaces time.perf_counter; a test moves it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: self.now)
+
+
+def processor(tmp_path, parallel_dims=None, peak=None, **options) -> MetricsProcessor:
+    made = build_metrics_processor(job(tmp_path, **options), parallel_dims or dims())
+    made.logger = Recorder()
+    made.num_flops_per_token = 1_000_000
+    made.gpu_peak_flops = peak
+    return made
+
+
+def lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+# --- what is logged -------------------------------------------------------------------------
+
+
+def test_metrics_of_an_interval_are_those_worked_out_by_hand(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    made = processor(tmp_path, peak=1e12)
+    made.start(step=10)
+    made.ntokens_since_last_log = 8000
+    made.data_loading_times = [0.1, 0.3]
+    clock.now += 4.0
+    made.log(20, 2.5, 3.5, 0.75, extra_metrics={"n_tokens_seen": 5, "lr": 1e-3})
+    ((step, logged),) = made.logger.records
+    memory = {key: logged.pop(key) for key in list(logged) if key.startswith("memory/")}
+    assert step == 20
+    assert logged == pytest.approx(
+        {
+            "loss_metrics/global_avg_loss": 2.5,
+            "loss_metrics/global_max_loss": 3.5,
+            "grad_norm": 0.75,
+            "throughput(tps)": 2000.0,
+            "tflops": 0.002,
+            "mfu(%)": 0.2,
+            "time_metrics/end_to_end(s)": 0.4,
+            "time_metrics/data_loading(s)": 0.2,
+            "time_metrics/data_loading(%)": 10.0,
+            "n_tokens_seen": 5,
+            "lr": 1e-3,
+        }
+    )
+    assert list(memory) == [
+        "memory/max_active(GiB)",
+        "memory/max_active(%)",
+        "memory/max_reserved(GiB)",
+        "memory/max_reserved(%)",
+        "memory/num_alloc_retries",
+        "memory/num_ooms",
+    ]
+    assert made.ntokens_since_last_log == 0 and made.data_loading_times == []
+    assert made.time_last_log == clock.now
+
+
+def test_ranks_that_share_tokens_share_the_throughput(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    made = processor(tmp_path, parallel_dims=dims(tp=2, cp=2, dp_shard=2))
+    made.ntokens_since_last_log = 4000
+    clock.now += 1.0
+    made.log(1, 1.0, 1.0, 1.0)
+    assert made.logger.records[0][1]["throughput(tps)"] == pytest.approx(1000.0)
+
+
+def test_time_per_step_counts_the_steps_that_were_run(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    made = processor(tmp_path)
+    made.start(step=13)
+    for step, seconds in ((20, 14.0), (30, 10.0)):
+        clock.now += seconds
+        made.log(step, 1.0, 1.0, 1.0)
+    per_step = [logged["time_metrics/end_to_end(s)"] for _, logged in made.logger.records]
+    assert per_step == pytest.approx([2.0, 1.0])
+
+
+def test_unknown_peak_leaves_mfu_out(tmp_path, caplog):
+    made = processor(tmp_path, peak=None)
+    with caplog.at_level("INFO"):
+        made.log(1, 1.0, 1.0, 1.0)
+    assert "mfu(%)" not in made.logger.records[0][1]
+    assert "mfu" not in lines(caplog)[-1]
+
+
+def test_console_line_has_every_field_in_order(tmp_path, monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    made = processor(tmp_path, peak=1e12, disable_color_printing=True)
+    made.device_memory_monitor = SimpleNamespace(
+        device=torch.device("cuda"),
+        get_peak_stats=lambda: DeviceMemStats(1.0, 10.0, 2.5, 25.0, 0, 0),
+        reset_peak_stats=lambda: None,
+    )
+    made.start(step=0)
+    made.ntokens_since_last_log = 123_456
+    clock.now += 10.0
+    with caplog.at_level("INFO"):
+        made.log(10, 7.123456, 8.0, 1.5)
+    assert lines(caplog)[-1] == (
+        "step: 10  loss:  7.12346  grad_norm:  1.5000  memory:  2.50GiB(25.00%)  tps: 12,346  "
+        "tflops: 0.01  mfu: 1.23%  progress: 5.0%  eta: 0:03:10"
+    )
+
+
+def test_console_line_is_coloured_on_a_terminal_and_keeps_the_format_that_scripts_read(
+    tmp_path, caplog, monkeypatch
+):
+    assert processor(tmp_path).color.red == ""  # not a terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    made = processor(tmp_path)
+    with caplog.at_level("INFO"):
+        made.log(1, 7.5, 8.0, 1.5)
+    line = lines(caplog)[-1]
+    assert line.startswith(f"{utils.Color.red}step:  1  {utils.Color.green}loss:")
+    match = re.search(r"step:\s*(\d+)\s*loss:\s*(\d+\.\d+)", ANSI.sub("", line))
+    assert match.groups() == ("1", "7.50000")
+    assert "tflops" not in line  # not printed on a CPU
+    assert utils.Color.reset in line.split("tps")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert processor(tmp_path).color.red == ""
+
+
+def test_first_last_and_every_nth_step_are_logged(tmp_path):
+    made = processor(tmp_path, log_freq=4)
+    made.num_steps = 10
+    assert [step for step in range(1, 12) if made.should_log(step)] == [1, 4, 8, 10]
+
+
+def test_validation_is_logged_under_its_own_keys(tmp_path, monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    made = processor(tmp_path, disable_color_printing=True)
+    made.data_loading_times = [0.5]
+    made.ntokens_since_last_log = 300
+    clock.now += 2.0
+    with caplog.at_level("INFO"):
+        made.log_validation(3.25, 20, extra_metrics={"extra": 1})
+    ((step, logged),) = made.logger.records
+    assert step == 20 and logged["validation_metrics/loss"] == 3.25 and logged["extra"] == 1
+    assert logged["validation_metrics/throughput(tps)"] == pytest.approx(150.0)
+    assert set(logged) - {"extra"} == {
+        "validation_metrics/loss",
+        "validation_metrics/throughput(tps)",
+        "validation_metrics/memory/max_active(GiB)",
+        "validation_metrics/memory/max_active(%)",
+        "validation_metrics/memory/max_reserved(GiB)",
+        "validation_metrics/memory/max_reserved(%)",
+    }
+    assert re.match(
+        r"validate step: 20  loss:  3.2500  memory: .*GiB\(.*%\)  tps: 150$", lines(caplog)[-1]
+    )
+    assert made.data_loading_times == [0.5] and made.ntokens_since_last_log == 0
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+def test_cpu_memory_is_that_of_this_process(monkeypatch):
+    monkeypatch.setattr(utils, "device_type", "cpu")
+    monitor = build_device_memory_monitor()
+    assert monitor.device == torch.device("cpu") and monitor.device_capacity > 2**28
+    before = monitor.get_peak_stats()
+    # Allocated by the system, because torch may reuse memory that an earlier test has freed.
+    with mmap.mmap(-1, 64 * 2**20) as block:
+        block.write(b"x" * len(block))
+        after = monitor.get_peak_stats()
+    grown = after.max_active_gib - before.max_active_gib
+    assert 50 / 1024 < grown < 100 / 1024
+    assert after.max_reserved_gib >= after.max_active_gib
+    assert after.max_active_pct == pytest.approx(
+        100 * after.max_active_gib / monitor.device_capacity_gib
+    )
+    assert (after.num_alloc_retries, after.num_ooms) == (0, 0)
+    monitor.reset_peak_stats()
+
+
+def test_cpu_memory_without_proc_falls_back_to_the_peak(monkeypatch):
+    def no_proc(path, *args, **kwargs):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(host, "open", no_proc, raising=False)
+    now, peak = host.resident_bytes()
+    assert now == peak > 2**20
+
+
+class FakeCuda:
+    """Replaces torch.cuda."""
+
+    def __init__(self, stats):
+        self.stats = stats
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append(name)
+
+    def get_device_name(self, device):
+        return "NVIDIA H100 80GB HBM3"
+
+    def current_device(self):
+        return 3
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(total_memory=80 * GIB)
+
+    def memory_stats(self, device):
+        return self.stats
+
+
+def test_accelerator_memory_is_read_from_the_allocator(monkeypatch, caplog):
+    cuda = FakeCuda(
+        {
+            "active_bytes.all.peak": 20 * GIB,
+            "reserved_bytes.all.peak": 40 * GIB,
+            "num_alloc_retries": 2,
+        }
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    monkeypatch.setattr(utils, "device_type", "cuda")
+    monitor = DeviceMemoryMonitor()
+    assert cuda.calls == ["empty_cache", "reset_peak_memory_stats"]
+    assert (monitor.device_index, monitor.device_capacity_gib) == (3, 80)
+    assert monitor.get_peak_stats() == DeviceMemStats(20, 25, 40, 50, 2, -1)
+    assert "try again 2 times" in caplog.text
+    assert DeviceMemoryMonitor("cuda:1").device_index == 1
+
+
+# --- loggers --------------------------------------------------------------------------------
+
+
+def test_jsonl_line_is_on_disk_at_once_and_valid_for_any_number(tmp_path):
+    path = tmp_path / "sub" / "metrics.jsonl"
+    logger = JsonlLogger(str(path), tag="t")
+    logger.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": torch.tensor(2), "e": 0.5}, 3)
+    record = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert record.pop("wall_time") > 1e9
+    assert record == {
+        "step": 3,
+        "t/a": "NaN",
+        "t/b": "Infinity",
+        "t/c": "-Infinity",
+        "t/d": 2,
+        "t/e": 0.5,
+    }
+    assert math.isnan(float(record["t/a"])) and float(record["t/c"]) == -math.inf
+    logger.close()
+
+
+def test_jsonl_of_a_resumed_run_is_appended_after_the_last_whole_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    logger = JsonlLogger(str(path))
+    logger.log({}, 2)
+    logger.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_tensorboard_holds_the_tagged_scalars(tmp_path):
+    logger = TensorBoardLogger(str(tmp_path), tag="run")
+    logger.log({"loss": 1.5}, 7)
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    ((step, value),) = [(e.step, e.value) for e in events.Scalars("run/loss")]
+    assert (step, value) == (7, 1.5)
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    module = types.ModuleType("wandb")
+    module.calls = []
+    module.run = object()
+    module.init = lambda **kwargs: module.calls.append(("init", kwargs))
+    module.log = lambda metrics, step: module.calls.append(("log", metrics, step))
+    module.finish = lambda: module.calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for name in ("TEAM", "PROJECT", "RUN_NAME", "RUN_ID", "RUN_NOTES", "RUN_TAGS", "RUN_GROUP"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    return module
+
+
+def test_wandb_run_is_described_by_the_environment(fake_wandb, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_TEAM", "us")
+    monkeypatch.setenv("WANDB_RUN_TAGS", "a,b")
+    config = job(tmp_path)
+    logger = WandBLogger(str(tmp_path / "wandb_dir"), config, tag="t")
+    logger.log({"loss": 1.0}, 4)
+    logger.close()
+    (_, init), log, finish = fake_wandb.calls
+    assert (init["entity"], init["project"], init["tags"]) == ("us", "torchtitan", ["a", "b"])
+    assert init["config"] == config.to_dict() and (tmp_path / "wandb_dir").is_dir()
+    assert log == ("log", {"t/loss": 1.0}, 4) and finish == ("finish",)
+
+
+def test_missing_wandb_is_reported_and_the_other_loggers_work(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = job(tmp_path, enable_wandb=True, enable_jsonl=True)
+    container = _build_metric_logger(config, dims())
+    assert container.number_of_loggers == 1
+    assert "pip install torchtitan-embeddable[wandb]" in caplog.text
+    container.close()
+
+
+def test_all_backends_can_be_active_at_once(fake_wandb, tmp_path):
+    config = job(tmp_path, enable_wandb=True, enable_tensorboard=True, enable_jsonl=True)
+    container = _build_metric_logger(config, dims())
+    assert isinstance(container, LoggerContainer) and container.number_of_loggers == 3
+    container.log({"loss": 1.0}, 1)
+    container.close()
+    (folder,) = (tmp_path / "tb").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{4}", folder.name)
+    assert fake_wandb.calls[0][1]["dir"] == str(folder)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.0
+
+
+def log_on_every_rank(config: JobConfig) -> None:
+    container = _build_metric_logger(config, dims(dp_shard=2))
+    container.log({"rank": torch.distributed.get_rank()}, 1)
+    container.close()
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_one_rank_writes_unless_all_are_asked_to(tmp_path, everyone):
+    config = job(tmp_path, enable_jsonl=True, save_for_all_ranks=everyone)
+    run_ranks(log_on_every_rank, 2, config)
+    written = {p.name: json.loads(p.read_text())["rank"] for p in tmp_path.glob("*.jsonl")}
+    if everyone:
+        assert written == {"metrics.rank_0.jsonl": 0, "metrics.rank_1.jsonl": 1}
+    else:
+        assert written == {"metrics.jsonl": 0}
+
+
+# --- pipelines ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule, rank", [("1F1B", 6), ("Interleaved1F1B", 6), ("zbvzerobubble", 0), ("DualPipeV", 0)]
+)
+def test_metrics_rank_holds_the_last_pipeline_stage(tmp_path, schedule, rank):
+    config = job(tmp_path)
+    config.parallelism.pipeline_parallel_schedule = schedule
+    assert _get_metrics_rank(dims(pp=4, dp_shard=2), config) == rank
+    assert _get_metrics_rank(dims(dp_shard=8), config) == 0
+
+
+@pytest.mark.parametrize(
+    "log_rank, schedule, warned",
+    [
+        ("0", "1F1B", True),
+        ("0,6", "1F1B", False),
+        (None, "1F1B", False),
+        ("0", "ZBVZeroBubble", False),
+    ],
+)
+def test_hidden_loss_rank_is_warned_about(
+    tmp_path, monkeypatch, caplog, log_rank, schedule, warned
+):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    if log_rank is not None:
+        monkeypatch.setenv("LOG_RANK", log_rank)
+    config = job(tmp_path)
+    config.parallelism.pipeline_parallel_schedule = schedule
+    ensure_pp_loss_visible(dims(pp=4, dp_shard=2), config, utils.NoColor())
+    assert ("Rank 6 prints the loss" in caplog.text) == warned

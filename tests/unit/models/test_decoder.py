@@ -1,0 +1,301 @@
+"""The shared decoder through llama3: initial weights, masks, ties, shards."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.torch_alone import run_with_torch_alone
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.config import JobConfig
+from torchtitan.distributed import context_parallel
+from torchtitan.distributed.context_parallel import ContextPart, TokenShards
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.distributed.tied_copies import copies_in, mark_copy
+from torchtitan.models.decoder import Attention
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
+from torchtitan.models.rope import precompute_freqs_cis
+
+EOS = 2
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return Transformer(args)
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "multiple_of": 16,
+        "max_seq_len": 64,
+        "rope_theta": 500000,
+    }
+    return TransformerModelArgs(**sizes | changes)
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    model = Transformer(tiny_args(**changes))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def test_initial_weights_have_the_spread_of_the_table():
+    model = tiny_model(dim=128, vocab_size=512, attention_bias=True)
+    expected = {"tok_embeddings.weight": 1.0, "output.weight": 128**-0.5}
+    for layer in range(2):
+        residual = 0.02 / (2 * (layer + 1)) ** 0.5
+        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+            expected[f"layers.{layer}.{name}.weight"] = 0.02
+        for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
+            expected[f"layers.{layer}.{name}.weight"] = residual
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            # 8,000 draws or more: 4 standard errors of a std are 4 / sqrt(16,000) = 3.2 %
+            assert parameter.std().item() == pytest.approx(expected[name], rel=0.032), name
+        elif "norm" in name:
+            assert torch.all(parameter == 1), name
+        else:
+            assert name.endswith("bias") and torch.all(parameter == 0), name
+    assert model.output.weight.abs().max() <= 3 * 128**-0.5
+
+
+def test_depth_init_off_scales_every_block_by_the_whole_depth():
+    model = meta_model(tiny_args(depth_init=False, n_layers=3))
+    assert [b.weight_init_std for b in model.layers.values()] == [0.02 / 6**0.5] * 3
+
+
+def test_tied_embedding_is_one_parameter_also_after_allocation():
+    model = meta_model(tiny_args(enable_weight_tying=True)).to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert model.output.weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    untied = meta_model(tiny_args())
+    args = model.model_args
+    n_params, flops = args.get_nparams_and_flops(model, 16)
+    n_untied, _ = tiny_args().get_nparams_and_flops(untied, 16)
+    assert n_params == n_untied - 2 * 64 * 32
+    assert "output.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("left_out", ["tok_embeddings", "output"])
+def test_copy_of_a_tied_embedding_on_a_stage_has_the_weights_of_the_whole(left_out):
+    def drawn(model, whole):
+        mark_copy(model, whole)
+        model.to_empty(device="cpu")
+        with torch.no_grad(), seeded_init(model, 3):
+            model.init_weights()
+        return model
+
+    whole = meta_model(tiny_args(enable_weight_tying=True))
+    stage = copy.deepcopy(whole)
+    setattr(stage, left_out, None)
+    (found,) = copies_in([drawn(stage, whole)])
+    assert torch.equal(found, drawn(whole, whole).output.weight)
+    assert not copies_in([whole])
+
+
+def test_future_tokens_do_not_change_a_logit():
+    model = tiny_model()
+    tokens = torch.randint(0, 64, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 64
+    a, b = model(tokens), model(changed)
+    assert a.shape == (2, 12, 64)
+    assert torch.equal(a[:, :7], b[:, :7]) and not torch.equal(a[:, 7:], b[:, 7:])
+
+
+def test_flex_with_causal_mask_equals_sdpa():
+    tokens = torch.randint(0, 64, (2, 12))
+    model = tiny_model(attn_type="flex")
+    masks = model.get_attention_masks(tokens, None)
+    torch.testing.assert_close(model(tokens, attention_masks=masks), tiny_model()(tokens))
+
+
+def test_sdpa_has_no_masks_to_give():
+    with pytest.raises(TypeError, match="sdpa"):
+        tiny_model().get_attention_masks(torch.ones(1, 4), None)
+
+
+def test_varlen_with_causal_mask_type_has_no_boundaries_to_give():
+    with pytest.raises(ValueError, match="varlen.*position_block_causal"):
+        tiny_model(attn_type="varlen").get_attention_masks(torch.ones(1, 4), None)
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_document_mask_itself_is_a_mask(attn_type):
+    model = tiny_model(attn_type=attn_type, attn_mask_type="position_block_causal")
+    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
+    masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
+    documents = DocumentMask.of_documents(ids)
+    assert torch.equal(model(tokens, documents), model(tokens, masks))
+    # A chunk of 2 tokens equals a window of 2 only for the second token.
+    chunks, window = (model(tokens, m) for m in (documents.in_chunks(2), documents.with_window(2)))
+    assert torch.equal(chunks[0, :2], window[0, :2])
+    assert not torch.allclose(chunks[0, 2], window[0, 2])
+
+
+def test_sdpa_with_a_document_mask_names_both_ways_out():
+    with pytest.raises(ValueError, match="'flex' or 'varlen'.*'causal'"):
+        meta_model(tiny_args(attn_mask_type="block_causal"))
+
+
+def test_unknown_mask_type_lists_the_choices():
+    with pytest.raises(
+        ValueError, match="model.attn_mask_type must be one of causal, block.*'blok'; set it"
+    ):
+        meta_model(tiny_args(attn_mask_type="blok", attn_type="flex"))
+
+
+def test_config_sets_length_and_overrides_attention():
+    config = JobConfig()
+    config.training.seq_len = 512
+    args = copy.deepcopy(llama3_args["debugmodel"])
+    args.update_from_config(config)
+    assert (args.max_seq_len, args.attn_type, args.attn_mask_type) == (512, "sdpa", "causal")
+    config.model.attn_type = "varlen"
+    config.model.attn_mask_type = "position_block_causal"
+    args.update_from_config(config)
+    assert (args.attn_type, args.attn_mask_type) == ("varlen", "position_block_causal")
+    assert llama3_args["debugmodel"].max_seq_len == 131072
+
+
+def test_longer_rows_than_the_flavor_was_made_for_are_warned_of(caplog):
+    config = JobConfig()
+    config.training.seq_len = 128
+    args = tiny_args()
+    args.update_from_config(config)
+    assert "128 is longer than the 64 positions" in caplog.text and args.max_seq_len == 128
+
+
+def test_pipeline_stages_compute_what_the_whole_model_does():
+    model = tiny_model()
+    tokens = torch.randint(0, 64, (2, 12))
+    whole = model(tokens)
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], last.layers["0"]
+    assert torch.equal(last(first(tokens)), whole)
+
+
+def test_head_dim_hidden_dim_and_biases_can_be_given():
+    args = tiny_args(head_dim=16, hidden_dim=40, attention_bias=True, mlp_bias=True)
+    shapes = {name: tuple(p.shape) for name, p in meta_model(args).named_parameters()}
+    assert shapes["layers.0.attention.wq.weight"] == (64, 32)
+    assert shapes["layers.0.attention.wk.bias"] == (32,)
+    assert shapes["layers.0.attention.wo.weight"] == (32, 64)
+    assert shapes["layers.0.attention.wo.bias"] == (32,)
+    assert shapes["layers.0.feed_forward.w2.weight"] == (32, 40)
+    assert shapes["layers.0.feed_forward.w2.bias"] == (32,)
+
+
+def test_attention_with_qk_norm_normalises_each_head_before_rope():
+    from torchtitan.models.decoder import Attention
+    from torchtitan.models.rope import precompute_freqs_cis
+
+    attention = Attention(32, 4, 2, 8, qk_norm_eps=1e-6)
+    assert list(dict(attention.named_children()))[:3] == ["q_norm", "k_norm", "wq"]
+    with torch.no_grad():
+        attention.init_weights(0.02)
+    rows = precompute_freqs_cis(8, 6)[None]
+    x = torch.randn(1, 6, 32)
+    out = attention(x, rows)
+    with torch.no_grad():
+        for linear in (attention.wq, attention.wk):
+            linear.weight.mul_(3)
+    # Normalised heads don't depend on the scale of the projection, up to eps.
+    torch.testing.assert_close(attention(x, rows), out, rtol=1e-2, atol=1e-4)
+
+
+def test_sdpa_forward_and_backward_load_no_compiler():
+    code = (
+        "import torch\n"
+        "from torchtitan.models.llama3 import Transformer, llama3_args\n"
+        "with torch.device('meta'): model = Transformer(llama3_args['debugmodel'])\n"
+        "model.model_args.max_seq_len = 64\n"
+        "model.to_empty(device='cpu')\n"
+        "with torch.no_grad(): model.init_weights()\n"
+        "model(torch.ones(1, 8, dtype=torch.long)).sum().backward()\n"
+        "import sys; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
+    )
+    assert run_with_torch_alone(code).strip() == "[]"
+
+
+class HalfOfRows:
+    """The second of two context-parallel ranks."""
+
+    device_type = "cpu"
+
+    def get_local_rank(self):
+        return 1
+
+
+@pytest.mark.parametrize("n_tokens", [12, 24])
+def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_tokens):
+    # "meta" stands for the accelerator, where positions are read only if rows are long.
+    model = meta_model(tiny_args(max_seq_len=16))
+    for name in ("norm", "output"):
+        setattr(model, name, None)
+    model.layers.clear()
+    chunks = torch.arange(2)[:, None]
+    shards = TokenShards(chunks, chunks.flatten(), HalfOfRows(), "")
+    mask = DocumentMask(part=ContextPart(shards, "allgather"))
+    tokens = torch.zeros(1, n_tokens // 2, dtype=torch.int64, device="meta")
+    model(tokens, attention_masks=mask)
+    assert len(model.freqs_cis) == max(16, n_tokens)
+
+
+def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
+    events, on_their_way = [], {}
+
+    def start(event, result):
+        """A collective, whose result is ready only after wait_tensor."""
+        events.append(event)
+        promised = torch.full_like(result, float("nan"))
+        on_their_way[promised.data_ptr()] = promised, result
+        return promised
+
+    def wait_tensor(x):
+        events.append("wait")
+        promised, result = on_their_way.pop(x.data_ptr())
+        promised.copy_(result)
+        return x
+
+    monkeypatch.setattr(context_parallel, "OPS", SimpleNamespace(wait_tensor=wait_tensor))
+    monkeypatch.setattr(
+        context_parallel,
+        "start_all_gather",
+        lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
+    )
+    monkeypatch.setattr(
+        context_parallel,
+        "start_reduce_scatter",
+        lambda x, size, group: start("reduce", x.unflatten(0, (2, -1)).sum(0)),
+    )
+    group = SimpleNamespace(group_name="")
+    axis = SimpleNamespace(
+        device_type="cpu", get_group=lambda: group, get_local_rank=lambda: 1, size=lambda: 2
+    )
+    (x,), mask = context_parallel.cp_shard(
+        axis, (torch.randn(1, 8, 16),), rotate_method="allgather"
+    )
+    attention = Attention(16, 4, 2, qk_norm_eps=1e-6)
+    attention.wq.register_forward_hook(lambda *_: events.append("queries"))
+    attention.wq.weight.register_hook(lambda _: events.append("gradient of queries"))
+    attention.wk.weight.register_hook(lambda _: events.append("gradient of keys"))
+
+    out = attention(x, precompute_freqs_cis(4, 4, scaling_args=None)[None], mask)
+    assert events == ["gather", "queries", "wait"]
+    events.clear()
+    out.sum().backward()
+    assert events == ["reduce", "gradient of queries", "wait", "gradient of keys"]
+    assert all(p.grad.isfinite().all() for p in attention.parameters())

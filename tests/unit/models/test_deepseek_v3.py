@@ -1,0 +1,182 @@
+"""What deepseek_v3 has of its own: latents, YaRN, Hugging Face files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchtitan.checkpoint.hf import load_from_hf
+from torchtitan.models.deepseek_v3 import (
+    DeepSeekV3Model,
+    DeepSeekV3ModelArgs,
+    DeepSeekV3StateDictAdapter,
+)
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.rope import precompute_freqs_cis
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return DeepSeekV3Model(args)
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "inter_dim": 48,
+        "moe_inter_dim": 16,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": 64,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "max_seq_len": 64,
+        "moe_args": MoEArgs(num_experts=4, top_k=2, score_before_experts=False),
+    }
+    return DeepSeekV3ModelArgs(**sizes | changes)
+
+
+def built(args):
+    model = DeepSeekV3Model(args)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def test_latent_queries_have_their_names():
+    state = meta_model(tiny_args(q_lora_rank=12, n_dense_layers=0)).state_dict()
+    names = [n.split(".")[3] for n in state if n.startswith("layers.0.attention.")]
+    assert names == ["wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b", "wo"]
+
+
+def test_every_norm_has_the_eps_of_the_published_models():
+    model = meta_model(tiny_args(q_lora_rank=12))
+    eps = {name: m.eps for name, m in model.named_modules() if isinstance(m, torch.nn.RMSNorm)}
+    assert len(eps) == 9 and set(eps.values()) == {1e-6}
+    # The latents' norms keep their eps for any norm_eps.
+    other = meta_model(tiny_args(q_lora_rank=12, norm_eps=1e-5)).layers["0"].attention
+    assert other.q_norm.eps == other.kv_norm.eps == 1e-6
+
+
+def test_yarn_holds_for_texts_shorter_than_the_original_length():
+    short, long = (DeepSeekV3Model(tiny_args(max_seq_len=n, original_seq_len=32)) for n in (16, 64))
+    assert torch.equal(short.freqs_cis, long.freqs_cis[:16])
+    scale = short.layers["0"].attention.softmax_scale
+    # mscale 1, factor 40: 0.1 ln 40 + 1 = 1.36889
+    assert scale == pytest.approx(16**-0.5 * 1.36889**2, rel=1e-5)
+    assert long.layers["0"].attention.softmax_scale == scale
+    plain = DeepSeekV3Model(tiny_args(rope_factor=1))
+    assert torch.equal(plain.freqs_cis, precompute_freqs_cis(8, 64, 10000.0, None))
+    assert plain.layers["0"].attention.softmax_scale == 16**-0.5
+
+
+def test_deepep_is_refused():
+    args = tiny_args(expert_parallel_comm_backend="deepep")
+    with pytest.raises(ValueError, match="expert_parallel_comm_backend = 'deepep'.*'standard'"):
+        meta_model(args)
+
+
+# ---- Hugging Face files ----
+
+
+def hf_files(model):
+    state = DeepSeekV3StateDictAdapter(model.model_args, None).to_hf(model.state_dict())
+    return {name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def load(args, folder, **options):
+    model = DeepSeekV3Model(args)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        model.init_weights()
+        model.layers["1"].moe.expert_bias.fill_(7.0)
+    state = load_from_hf(
+        model.state_dict(), DeepSeekV3StateDictAdapter(args, None), str(folder), **options
+    )
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def assert_same_weights(a, b, **tolerance):
+    for (name, ours), theirs in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance or {"rtol": 0, "atol": 0}, msg=name)
+
+
+def test_names_in_files_are_the_published_ones():
+    names = set(hf_files(built(tiny_args(q_lora_rank=12, n_dense_layers=0, n_layers=1))))
+    block = [f"self_attn.{n}.weight" for n in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
+    block += [f"self_attn.{n}.weight" for n in ("kv_a_proj_with_mqa", "kv_a_layernorm")]
+    block += [f"self_attn.{n}.weight" for n in ("kv_b_proj", "o_proj")]
+    block += ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]
+    block += [
+        f"mlp.{group}.{matrix}_proj.weight"
+        for group in ("shared_experts", *(f"experts.{e}" for e in range(4)))
+        for matrix in ("gate", "up", "down")
+    ]
+    block += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    expected = {f"model.layers.0.{name}" for name in block}
+    assert names == expected | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
+    model = built(tiny_args())
+    files = hf_files(model)
+    mtp = {"eh_proj.weight": (32, 64), "enorm.weight": (32,), "self_attn.o_proj.weight": (32, 32)}
+    mtp_files = {f"model.layers.2.{name}": torch.ones(shape) for name, shape in mtp.items()}
+    save_file(files | mtp_files, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        assert_same_weights(load(tiny_args(), tmp_path), model)
+    (line,) = [r.getMessage() for r in caplog.records if "eh_proj" in r.getMessage()]
+    assert "so not read: model.layers.2.eh_proj.weight, model.layers.2.enorm.weight" in line
+
+    adapter = DeepSeekV3StateDictAdapter(tiny_args(), None)
+    assert adapter.from_hf(files | mtp_files).keys() == model.state_dict().keys()
+
+
+def test_a_layer_too_many_is_an_error(tmp_path):
+    save_file(hf_files(built(tiny_args(n_layers=3))), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.2\."):
+        load(tiny_args(), tmp_path)
+
+
+def test_files_without_correction_bias_leave_it_as_it_is(tmp_path):
+    model = built(tiny_args())
+    files = {name: t for name, t in hf_files(model).items() if "correction_bias" not in name}
+    save_file(files, tmp_path / "model.safetensors")
+    loaded = load(tiny_args(), tmp_path)
+    assert_same_weights(loaded, model)
+    assert torch.all(loaded.layers["1"].moe.expert_bias == 7.0)
+
+
+def test_files_with_the_other_kind_of_queries_are_refused():
+    files = hf_files(built(tiny_args(q_lora_rank=12)))
+    with pytest.raises(ValueError, match=r"self_attn\.q_a_proj\.weight"):
+        DeepSeekV3StateDictAdapter(tiny_args(), None).from_hf(files)
+
+
+def test_fp8_files_are_read_as_fp32(tmp_path):
+    # 160: a block of 128 and a smaller one.
+    args = tiny_args(dim=160, inter_dim=192)
+    model = built(args)
+    files = {}
+    for name, tensor in hf_files(model).items():
+        if tensor.dim() < 2 or "embed" in name or "lm_head" in name or "mlp.gate.w" in name:
+            files[name] = tensor
+            continue
+        n_rows, n_columns = (-(-size // 128) for size in tensor.shape)
+        scales = 0.5 + torch.rand(n_rows, n_columns)
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scaled = tensor / spread[: tensor.shape[0], : tensor.shape[1]]
+        files[name] = scaled.to(torch.float8_e4m3fn)
+        files[f"{name}_scale_inv"] = scales
+    save_file(files, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(files, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load(args, tmp_path, from_quantized=True)
+    # 3 bits of mantissa: half a step is 2^-4; numbers below 2^-6 lose more.
+    assert_same_weights(loaded, model, rtol=2**-4, atol=2**-9)
+    assert all(p.dtype == torch.float32 for p in loaded.parameters())

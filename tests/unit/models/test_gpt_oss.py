@@ -1,0 +1,312 @@
+"""What gpt_oss has of its own: initial weights, sinks, windows, experts, published weights."""
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.config.job_config import Compile
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models.gpt_oss import (
+    GptOssModel,
+    GptOssModelArgs,
+    GptOssStateDictAdapter,
+    gptoss_configs,
+)
+from torchtitan.models.gpt_oss.model.model import precompute_rope_cache
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, feed_forward, swiglu
+from torchtitan.models.moe.moe import run_grouped_mm
+from torchtitan.models.moe.utils import indices_padding_wrapper
+from torchtitan.models.parallelize import apply_compile
+
+pytestmark = pytest.mark.long
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return GptOssModel(args)
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "head_dim": 16,
+        "moe_inter_dim": 32,
+        "sliding_window_size": 4,
+        "max_seq_len": 64,
+        "moe_args": copy.copy(gptoss_configs["debugmodel"].moe_args),
+    }
+    return GptOssModelArgs(**sizes | changes)
+
+
+def built(args, seed=0):
+    model = GptOssModel(args)
+    with torch.no_grad(), seeded_init(model, seed):
+        model.init_weights()
+    return model
+
+
+def test_rope_table_has_the_known_numbers():
+    row = precompute_rope_cache(64, 2, 150000.0, 32)[1]
+    known = [0.72755688, 1.03935814, 1.34291375, 1.34483552, 1.13310254, 0.85615128]
+    torch.testing.assert_close(row[[0, 1, 7, 8, 64, 65]], torch.tensor(known), rtol=0, atol=1e-7)
+
+
+def test_every_parameter_is_initialised_with_its_spread():
+    model = GptOssModel(tiny_args(dim=64, moe_inter_dim=64, n_heads=64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        model.init_weights()
+    for layer_id, block in enumerate(model.layers.values()):
+        wanted = 0.02 / (2 * (layer_id + 1)) ** 0.5
+        for name, parameter in block.named_parameters():
+            if "norm" in name:
+                assert torch.all(parameter == 1), name
+            elif name == "moe.router.gate.bias":
+                assert torch.all(parameter == 0)
+            else:
+                # 64 draws or more: within 4 standard errors of the spread.
+                assert parameter.std().item() == pytest.approx(wanted, rel=0.36), name
+
+
+def test_dtype_follows_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = meta_model(tiny_args())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in meta_model(tiny_args()).parameters()} == {torch.float32}
+
+
+def test_a_sink_is_one_more_key_with_value_zero():
+    model = built(tiny_args(n_layers=2))
+    attention = model.layers["1"].attention
+    attention.sinks.data.copy_(torch.tensor([-5.0, 0.0, 2.0, 50.0]))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 16, generator=generator) for heads in (4, 2, 2))
+    masks = model.get_attention_masks(torch.zeros(1, 9, dtype=torch.int64), None)
+    out = attention.attend(q, k, v, masks["basic_mask"])
+    scores = q @ k.repeat_interleave(2, dim=1).mT / 4
+    scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
+    scores = torch.cat((scores, attention.sinks[:, None, None].expand(1, 4, 9, 1)), dim=-1)
+    expected = scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    assert out[:, :, 3].abs().max() < 1e-15  # a high sink takes everything
+
+
+def first_difference(args, changed, batch_changes=None, length=24):
+    """Positions whose logits depend on the token at `changed`."""
+    model = built(args)
+    tokens = torch.arange(length)[None] % 60 + 1
+    extra = {"positions": batch_changes} if batch_changes is not None else {}
+    logits = []
+    for token in (1, 63):
+        tokens[0, changed] = token
+        masks = model.get_attention_masks(tokens, None, extra)
+        logits.append(model(tokens, attention_masks=masks, positions=batch_changes))
+    # Other tokens of an expert change how its products are rounded, if the group grows.
+    moved = (logits[0] - logits[1]).abs() > 1e-4 * logits[0].abs().max()
+    return moved.any(-1)[0].nonzero().flatten().tolist()
+
+
+def test_causal_masks_look_back_only_and_no_further_than_the_window_in_even_layers():
+    assert first_difference(tiny_args(n_layers=1), 5) == [5, 6, 7, 8]
+    assert first_difference(tiny_args(n_layers=2), 5) == list(range(5, 24))
+
+
+@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
+def test_documents_see_neither_each_other_nor_the_future(attn_type):
+    args = tiny_args(attn_type=attn_type, attn_mask_type="position_block_causal")
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    assert first_difference(args, 3, positions) == list(range(3, 10))
+    assert first_difference(args, 12, positions) == list(range(12, 24))
+
+
+@pytest.mark.parametrize(("attn_type", "last"), [("flex", 23), ("varlen", 8)])
+def test_clients_mask_replaces_the_windows_under_flex_only(attn_type, last, monkeypatch):
+    args = tiny_args(n_layers=1, attn_type=attn_type, attn_mask_type="position_block_causal")
+    documents = DocumentMask.of_documents(torch.zeros(1, 24, dtype=torch.int32))
+    kernels_form = documents.lower(attn_type).lowered
+    # A mask with a window of its own replaces them under both.
+    for mask, end in ((documents, last), (kernels_form, last), (documents.with_window(8), 12)):
+        monkeypatch.setattr(GptOssModel, "get_attention_masks", lambda *_, mask=mask: mask)
+        assert first_difference(args, 5) == list(range(5, end + 1))
+
+
+def test_sdpa_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
+        GptOssModel(tiny_args(attn_type="sdpa"))
+
+
+# ---- experts ----
+
+
+def test_swiglu_by_hand():
+    # (gate, linear) pairs: nothing cut off; gate above the limit; linear beyond it on both sides
+    x = torch.tensor([[1.0, 2.0, 9.0, -9.0, -9.0, 9.0]])
+    sigmoid = torch.sigmoid(1.702 * torch.tensor([1.0, 7.0, -9.0]))
+    expected = torch.tensor([1.0, 7.0, -9.0]) * sigmoid * torch.tensor([3.0, -6.0, 8.0])
+    torch.testing.assert_close(swiglu(x), expected[None])
+    torch.testing.assert_close(
+        swiglu(x, alpha=1.0, limit=0.5)[0, 1], torch.tensor(0.5) / (1 + torch.e**-0.5) * 0.5
+    )
+
+
+def tiny_experts(use_grouped_mm):
+    experts = GptOssGroupedExperts(16, 24, 4, swiglu_limit=1.0, use_grouped_mm=use_grouped_mm)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(generator=generator)
+    return experts
+
+
+@pytest.mark.parametrize("use_grouped_mm", [True, False])
+def test_experts_equal_a_loop_over_tokens_with_gradients(use_grouped_mm):
+    experts = tiny_experts(use_grouped_mm)
+    counts = torch.tensor([3, 0, 1, 5])
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out = experts(x, counts)
+    rows = []
+    for row, e in zip(x, [0, 0, 0, 2, 3, 3, 3, 3, 3], strict=True):
+        h = swiglu(F.linear(row, experts.mlp1_weight[e], experts.mlp1_bias[e]), limit=1.0)
+        rows.append(F.linear(h, experts.mlp2_weight[e], experts.mlp2_bias[e]))
+    expected = torch.stack(rows)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    inputs = [x, *experts.parameters()]
+    for got, want in zip(
+        torch.autograd.grad(out.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)  # sums of order 100
+
+
+def test_loop_over_experts_keeps_no_gradient_as_large_as_all_of_them():
+    experts = tiny_experts(False)
+    out = experts(torch.randn(8, 16), torch.tensor([2, 2, 2, 2]))
+    # Each parameter is unbound once, so its experts' gradients are stacked once.
+    pending, nodes = [out.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+    names = [type(node).__name__ for node in nodes]
+    assert names.count("UnbindBackward0") == 4 and "SelectBackward0" not in names
+
+
+def test_padding_of_groups_changes_no_result_and_no_gradient():
+    experts = tiny_experts(True)
+    counts = torch.tensor([3, 0, 1, 5])
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1))
+    weights = [experts.mlp1_weight, experts.mlp2_weight, experts.mlp1_bias, experts.mlp2_bias]
+    run = partial(run_grouped_mm, partial(feed_forward, limit=1.0))
+    plain, padded = run(*weights, x, counts), indices_padding_wrapper(run)(*weights, x, counts)
+    torch.testing.assert_close(padded, plain)
+    for got, want in zip(
+        torch.autograd.grad(padded.square().sum(), weights),
+        torch.autograd.grad(plain.square().sum(), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_belong_to_no_expert_leave_gradients_alone():
+    experts = tiny_experts(True)
+    weights = [experts.mlp1_weight, experts.mlp2_weight, experts.mlp1_bias, experts.mlp2_bias]
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    with_rest = torch.cat([x, torch.full((2, 16), torch.nan)])
+    counts = torch.tensor([2, 0, 1, 3])
+    run = partial(run_grouped_mm, partial(feed_forward, limit=1.0))
+    gradients = [
+        torch.autograd.grad(run(*weights, rows, counts)[:6].square().sum(), weights)
+        for rows in (x, with_rest)
+    ]
+    # The rows' addresses in memory may change how a CPU's matrix product rounds.
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+# ---- compile, published weights ----
+
+
+@pytest.mark.parametrize(  # True: the parts around the experts are compiled
+    "ep_enabled", [pytest.param(False, marks=pytest.mark.slow), True]
+)
+def test_compiled_blocks_equal_eager_ones(ep_enabled):
+    args = tiny_args(attn_type="varlen", attn_mask_type="position_block_causal")
+    tokens = torch.arange(20)[None]
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
+    results = []
+    for compiled in (False, True):
+        model = built(args)
+        if compiled:
+            apply_compile(model, Compile(enable=True, backend="aot_eager"), ep_enabled)
+        masks = model.get_attention_masks(tokens, None, {"positions": positions})
+        logits = model(tokens, attention_masks=masks, positions=positions)
+        logits.square().sum().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def write_mxfp4(folder, hf_weights):
+    """Write a file like the published files; return its experts' weights in our layout."""
+    generator = torch.Generator().manual_seed(2)
+    tensors, experts = {}, {}
+    for name, tensor in hf_weights.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor.contiguous()
+            continue
+        n_experts, n_in, n_out = tensor.shape
+        shape = (n_experts, n_out, n_in // 32, 32)
+        codes = torch.randint(0, 16, shape, generator=generator)
+        scales = torch.randint(120, 130, shape[:3], generator=generator)
+        low, high = codes[..., ::2], codes[..., 1::2]
+        tensors[f"{name}_blocks"] = (low | (high << 4)).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+        values = torch.tensor(FP4)[codes] * 2.0 ** (scales - 127)[..., None]
+        experts[name] = values.flatten(-2)
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return experts
+
+
+def test_published_mxfp4_files_are_read(tmp_path):
+    from torchtitan.checkpoint.hf import load_from_hf
+
+    args = tiny_args(dim=64, moe_inter_dim=96)  # several groups of 32 in a row
+    saved, model = built(args), built(args, seed=1)
+    adapter = GptOssStateDictAdapter(args, str(tmp_path))
+    weights = adapter.to_hf(saved.state_dict())
+    experts = write_mxfp4(tmp_path, weights)
+    loaded = load_from_hf(model.state_dict(), adapter, str(tmp_path), from_quantized=True)
+    model.load_state_dict(loaded, strict=False)
+    for layer_id, layer in model.layers.items():
+        name = f"model.layers.{layer_id}.mlp.experts"
+        assert torch.equal(layer.moe.experts.mlp1_weight, experts[f"{name}.gate_up_proj"])
+        assert torch.equal(layer.moe.experts.mlp2_weight, experts[f"{name}.down_proj"])
+    for (name, got), want in zip(model.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(got, want) != name.endswith(("mlp1_weight", "mlp2_weight")), name
+
+
+def test_weights_of_another_family_are_named():
+    adapter = GptOssStateDictAdapter(tiny_args(), None)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj2\.weight"):
+        adapter.from_hf({"model.layers.0.mlp.up_proj2.weight": torch.zeros(1)})

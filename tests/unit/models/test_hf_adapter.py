@@ -1,0 +1,159 @@
+"""Tables of names and layouts, on plain tensors."""
+
+import pytest
+import torch
+
+from torchtitan.checkpoint.hf import save_to_hf
+from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter
+
+E, H, D = 4, 6, 5
+W1, W2, W3 = (f"layers.{{}}.moe.experts.w{n}" for n in (1, 2, 3))
+
+
+class PerExpert(KeyMapAdapter):
+    from_hf_map = {"norm": "norm", "model.old": None} | HF_EXPERTS
+    ignored_hf_keys = (r"model\.layers\.2\.", "vision_model")
+
+
+class FusedExperts(KeyMapAdapter):
+    """Llama 4's fused tensors; `down` also has a second HF name, not transposed."""
+
+    from_hf_map = {
+        "prefix.layers.{}.gate_up": Fused((W1, W3), transposed=True),
+        "prefix.layers.{}.down": Fused((W2,), transposed=True),
+        "layers.{}.down_blocks": W2,
+    }
+
+
+class WithBias(KeyMapAdapter):
+    from_hf_map = {"layers.{}.bias": "layers.{}.moe.expert_bias", "norm": "norm"}
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (E, H, D), "w2": (E, D, H), "w3": (E, H, D)}
+    return {
+        f"layers.{layer}.moe.experts.{name}": torch.randn(shape, generator=generator)
+        for layer in (0, 11)
+        for name, shape in shapes.items()
+    }
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+def shares_memory(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_experts_are_named_one_by_one_and_stacked_again():
+    ours = weights()
+    adapter = PerExpert(None, None)
+    files = adapter.to_hf(ours)
+    assert len(files) == 2 * 3 * E
+    up = files["model.layers.11.mlp.experts.3.up_proj.weight"]
+    assert torch.equal(up, ours["layers.11.moe.experts.w3"][3])
+    copies = {name: files[name].clone() for name in reversed(files)}
+    assert same(PerExpert(None, None).from_hf(copies), ours)
+
+
+def test_reading_into_the_views_changes_the_parameter_without_a_copy():
+    ours = weights()
+    adapter = PerExpert(None, None)
+    files = adapter.to_hf(ours)
+    for tensor in files.values():
+        tensor.fill_(7)
+    assert all(tensor.eq(7).all() for tensor in ours.values())
+    back = adapter.from_hf(files)
+    assert all(shares_memory(back[name], tensor) for name, tensor in ours.items())
+    assert same(back, ours)
+
+
+def test_fused_names_of_transformers_5_are_read():
+    ours = weights()
+    layer = {name: ours[f"layers.0.moe.experts.{name}"] for name in ("w1", "w2", "w3")}
+    in_memory = {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.cat([layer["w1"], layer["w3"]], dim=1),
+        "model.layers.0.mlp.experts.down_proj": layer["w2"],
+    }
+    found = PerExpert(None, None).from_hf(in_memory)
+    assert same(found, {f"layers.0.moe.experts.{name}": t for name, t in layer.items()})
+
+
+def test_adapter_asks_for_the_names_that_the_files_have():
+    ours = weights()
+    fused_names = [
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    ]
+    adapter = PerExpert(None, None)
+    asked = adapter.spelled_like(fused_names).to_hf(ours)
+    assert {name.replace(".11.", ".0.") for name in asked} == set(fused_names)
+    assert same(adapter.spelled_like(fused_names).from_hf(asked), ours)
+    assert len(adapter.to_hf(ours)) == 2 * 3 * E  # writing does not change
+
+
+def test_joined_and_transposed_tensors_go_there_and_back():
+    ours = weights()
+    adapter = FusedExperts(None, None)
+    files = adapter.to_hf(ours)
+    w1, w2, w3 = (ours[f"layers.0.moe.experts.w{n}"] for n in (1, 2, 3))
+    expected = torch.cat([w1.transpose(1, 2), w3.transpose(1, 2)], dim=-1)
+    assert torch.equal(files["prefix.layers.0.gate_up"], expected)
+    assert torch.equal(files["prefix.layers.0.down"], w2.transpose(1, 2))
+    assert same(adapter.from_hf(files), ours)
+    assert set(adapter.spelled_like(["layers.0.down_blocks"]).to_hf(ours)) == {
+        "prefix.layers.0.gate_up",
+        "prefix.layers.11.gate_up",
+        "layers.0.down_blocks",
+        "layers.11.down_blocks",
+    }
+
+
+def test_half_of_a_fused_tensor_is_an_error():
+    ours = weights()
+    del ours["layers.11.moe.experts.w3"]
+    with pytest.raises(ValueError, match=r"only a part of prefix\.layers\.11\.gate_up"):
+        FusedExperts(None, None).to_hf(ours)
+
+
+def test_missing_expert_is_named():
+    files = PerExpert(None, None).to_hf(weights())
+    del files["model.layers.0.mlp.experts.2.down_proj.weight"]
+    with pytest.raises(ValueError, match=r"layers\.0\.moe\.experts\.w2 .* \[2\] are missing"):
+        PerExpert(None, None).from_hf(files)
+
+
+def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
+    bias = {"layers.0.moe.expert_bias": torch.ones(E), "norm": torch.ones(1)}
+    assert set(PerExpert(None, None).to_hf(bias)) == {"norm"}
+    assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
+    # Files of an older model have no such tensor.
+    assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "value", "is_told"),
+    [(PerExpert, 1, True), (PerExpert, 0, False), (WithBias, 1, False)],
+)
+def test_export_tells_of_an_expert_bias_that_files_have_no_place_for(
+    tmp_path, caplog, adapter, value, is_told
+):
+    state = {"layers.0.moe.expert_bias": torch.full((E,), value), "norm": torch.ones(1)}
+    save_to_hf(state, adapter(None, None), str(tmp_path / "export"))
+    assert ("cannot hold layers.0.moe.expert_bias" in caplog.text) == is_told
+
+
+def test_ignored_and_unknown_names():
+    adapter = PerExpert(None, None)
+    ignored = ["model.layers.2.anything", "vision_model.x.0", "model.old"]
+    assert all(adapter.ignores_hf_key(name) for name in ignored)
+    assert not adapter.ignores_hf_key("model.layers.21.mlp.gate.weight")
+    assert adapter.from_hf(dict.fromkeys(ignored, torch.ones(1))) == {}
+    with pytest.raises(ValueError, match=r"1 key\(s\) of the Hugging Face weights.*: model\.new;"):
+        adapter.from_hf({"model.new": torch.ones(1), "norm": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"the model's state dict.*: new;"):
+        adapter.to_hf({"new": torch.ones(1)})

@@ -1,0 +1,126 @@
+"""Compiled blocks with a mixture of experts equal eager ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.config.job_config import ActivationCheckpoint, Compile
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe import moe as moe_module
+from torchtitan.models.parallelize import apply_compile
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+
+pytestmark = pytest.mark.long
+
+# "eager" runs the graphs that dynamo traced, where a block would break; inductor is slow.
+COMPILE = Compile(enable=True, backend="eager")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def build(**changes):
+    moe_args = MoEArgs(num_experts=4, top_k=2, num_shared_experts=1, **changes)
+    args = Qwen3ModelArgs(
+        dim=32,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=2,
+        vocab_size=64,
+        head_dim=16,
+        max_seq_len=64,
+        moe_enabled=True,
+        moe_inter_dim=24,
+        moe_args=moe_args,
+    )
+    torch.manual_seed(0)
+    model = Qwen3Model(args)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def results(model, replays=False):
+    """(loss, gradients, tokens per expert) for two batches of different sizes."""
+    losses = []
+    for rows in (2, 3):
+        tokens = torch.randint(0, 64, (rows, 7), generator=torch.Generator().manual_seed(rows))
+        experts = {}
+        if replays:  # the last two, and for some tokens the router's own
+            experts["routed_experts"] = torch.tensor([3, 2], dtype=torch.int16).repeat(
+                rows, 7, 1, 1
+            )
+            experts["routed_experts"][:, ::2] = -1
+        losses.append(model(tokens, **experts).pow(2).mean())
+        losses[-1].backward()
+    return losses, [p.grad for p in model.parameters()], model.layers["0"].moe.tokens_per_expert
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
+def test_block_is_one_graph(dtype, replays):
+    model = build().to(dtype)
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, COMPILE)
+    assert isinstance(compiled.layers["0"], torch._dynamo.OptimizedModule)
+    torch.testing.assert_close(results(compiled, replays), results(model, replays))
+
+
+@pytest.mark.slow
+def test_block_whose_kernels_want_groups_padded_is_one_graph(monkeypatch):
+    monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)  # as on CUDA
+    model = build()
+    compiled = copy.deepcopy(model)
+    apply_compile(compiled, COMPILE)
+    torch.testing.assert_close(results(compiled), results(model))
+
+
+@pytest.mark.parametrize("ep_enabled, changes", [(True, {}), (False, {"use_grouped_mm": False})])
+def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled, changes):
+    model = build(**changes)
+    compiled = copy.deepcopy(model)
+    apply_ac(compiled, ActivationCheckpoint(mode="full"))
+    for _ in range(2):  # the second call does nothing
+        apply_compile(compiled, COMPILE, ep_enabled)
+    block = compiled.layers["0"]._checkpoint_wrapped_module
+    moe = block.moe
+    pieces = (block.attention, moe.router, moe.shared_experts)
+    assert all(piece._compiled_call_impl is not None for piece in pieces)
+    assert not any(part._compiled_call_impl for part in (block, moe, moe.experts))
+    losses, gradients, counts = results(compiled)
+    moe.tokens_per_expert //= 2  # includes the tokens of the recomputation
+    torch.testing.assert_close((losses, gradients, counts), results(model))
+
+
+def test_second_compile_of_whole_blocks_does_nothing():
+    model = build()
+    apply_compile(model, COMPILE)
+    block = model.layers["0"]
+    apply_compile(model, COMPILE)
+    assert model.layers["0"] is block
+
+
+class DenseBlock(nn.Module):
+    moe_enabled = False
+
+    def forward(self, x):
+        return x
+
+
+def test_experts_run_after_a_dense_model_was_compiled_twice():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": DenseBlock()})
+    for _ in range(2):
+        apply_compile(model, COMPILE, ep_enabled=True)
+    weights = [torch.randn(8, *shape) / 10 for shape in ((256, 128), (128, 256), (256, 128))]
+    counts = torch.tensor([10, 8, 12, 9, 11, 7, 10, 13], dtype=torch.int32)
+    x = torch.randn(80, 128)
+    out = moe_module._run_experts_grouped_mm(*weights, x, counts)
+    torch.testing.assert_close(out, moe_module._run_experts_for_loop(*weights, x, counts))

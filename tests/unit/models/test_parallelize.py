@@ -1,0 +1,238 @@
+"""The parallelize plan on a single process: what it applies, in which order, what it refuses."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Compile
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.decoder import FeedForward
+from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.parallelize import (
+    _ops_saved_by_selective_checkpointing,
+    apply_compile,
+    parallelize_decoder,
+)
+
+pytestmark = pytest.mark.long
+
+
+def dims(**degrees):
+    everything = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")}
+    everything |= degrees
+    world_size = 1
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        world_size *= everything[name]
+    return ParallelDims(**everything, world_size=world_size)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    # Otherwise all tests together exceed dynamo's limit of variants per function.
+    torch._dynamo.reset()
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "multiple_of": 16}
+    model = Transformer(TransformerModelArgs(**sizes | changes, max_seq_len=64))
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def test_one_process_without_options_gets_the_model_as_it_is():
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    model = tiny_model()
+    names = [name for name, _ in model.named_modules()]
+    assert parallelize_decoder(model, dims(), config) is model
+    assert [name for name, _ in model.named_modules()] == names
+
+
+QUICK = {("varlen", "full", "op"), ("varlen", "selective", "op"), ("sdpa", "selective", "1")}
+
+
+@pytest.mark.parametrize(
+    "attn_type, mode, option",
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(
+            ["sdpa", "flex", "varlen"], ["full", "selective"], ["op", "1"]
+        )
+        if case[1:] != ("full", "1")
+    ],
+)
+def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type, mode, option):
+    mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
+    changes = {"attn_type": attn_type, "attn_mask_type": mask_type}
+    plain, wrapped = tiny_model(**changes), tiny_model(**changes)
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = option
+    config.compile.enable = True
+    config.compile.backend = "aot_eager"
+    parallelize_decoder(wrapped, dims(), config)
+
+    tokens = torch.randint(0, 64, (2, 12))
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4])[None]
+    masks = None
+    if attn_type != "sdpa":
+        masks = plain.get_attention_masks(tokens, None, {"positions": positions})
+    for model in (plain, wrapped):
+        model(tokens, attention_masks=masks, positions=positions).pow(2).sum().backward()
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(
+    "mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"]
+)
+def test_all_blocks_share_one_compiled_graph(mode):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = tiny_model(n_layers=10)  # more than dynamo's limit of 8 variants
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.compile.enable = True
+    config.compile.backend = "aot_eager"
+    parallelize_decoder(model, dims(), config)
+    model(torch.randint(0, 64, (2, 12))).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_selective_checkpointing_keeps_what_attention_computed_on_the_cpu():
+    class Attentions(torch.utils._python_dispatch.TorchDispatchMode):
+        seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "document_attention.default" in str(func):
+                self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
+    config = JobConfig()
+    config.activation_checkpoint.mode = "selective"
+    config.activation_checkpoint.selective_ac_option = "op"
+    parallelize_decoder(model, dims(), config)
+    tokens, positions = torch.randint(0, 64, (1, 6)), torch.arange(6)[None]
+    masks = model.get_attention_masks(tokens, None, {"positions": positions})
+    with Attentions() as attentions:
+        model(tokens, attention_masks=masks, positions=positions).sum().backward()
+    # Once per layer: backward did not run it again.
+    assert len(attentions.seen) == 2
+
+
+def test_save_list_holds_matmul_and_every_attention_there_is():
+    saved = {str(op) for op in _ops_saved_by_selective_checkpointing(compile_blocks=False)}
+    assert {"aten.mm.default", "aten.max.default", "torchtitan.document_attention.default"} <= saved
+    assert "aten._scaled_dot_product_flash_attention.default" in saved
+    assert any("flex_attention" in name for name in saved)
+
+
+def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_parallelism():
+    config = JobConfig()
+    config.compile.enable = True
+    config.activation_checkpoint.mode = "full"
+    with pytest.raises(ValueError, match="activation_checkpoint.mode = 'full'.*option = 'op'"):
+        parallelize_decoder(tiny_model(), dims(tp=2), config)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_replicate": 2, "pp": 2}])
+def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(degrees, monkeypatch):
+    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.enable_cpu_offload = True
+    with pytest.raises(
+        ValueError, match="training.enable_cpu_offload .*data_parallel_shard_degree"
+    ):
+        parallelize_decoder(tiny_model(), dims(**degrees), config)
+
+
+def on_an_accelerator(monkeypatch, mixed_precision_param="bfloat16", **parallelism):
+    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
+    config = JobConfig()
+    config.model.name = "some_model"
+    config.activation_checkpoint.mode = "none"
+    config.training.mixed_precision_param = mixed_precision_param
+    for key, value in parallelism.items():
+        setattr(config.parallelism, key, value)
+    return config
+
+
+VARLEN = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
+
+
+def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
+    config = on_an_accelerator(monkeypatch, "float32")
+    with pytest.raises(
+        ValueError, match="'allgather'.*got training.mixed_precision_param = 'float32'"
+    ):
+        parallelize_decoder(tiny_model(), dims(cp=2), config)
+
+
+@pytest.mark.parametrize(
+    "degrees, mixed_precision_param, key",
+    [
+        ({}, "float32", "training.mixed_precision_param"),
+        ({"dp_shard": 2}, "float32", "training.mixed_precision_param"),
+        # Without FSDP nothing casts split models.
+        ({"tp": 2}, "bfloat16", "training.dtype"),
+        ({"pp": 2}, "bfloat16", "training.dtype"),
+    ],
+)
+def test_varlen_in_fp32_is_refused_on_accelerators_alone(
+    degrees, mixed_precision_param, key, monkeypatch
+):
+    config = on_an_accelerator(monkeypatch, mixed_precision_param)
+    with pytest.raises(ValueError, match=f"'varlen' needs 16.*got {key} = 'float32'.*'flex'"):
+        parallelize_decoder(tiny_model(**VARLEN), dims(**degrees), config)
+
+
+def test_varlen_in_bf16_and_fp32_on_the_cpu_are_not_refused(monkeypatch):
+    config = JobConfig()
+    config.activation_checkpoint.mode = "none"
+    config.training.mixed_precision_param = "float32"
+    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
+    parallelize_decoder(tiny_model(**VARLEN), dims(), on_an_accelerator(monkeypatch))
+    config = on_an_accelerator(monkeypatch, "float32")
+    config.training.dtype = "bfloat16"
+    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
+
+
+@pytest.mark.parametrize(
+    "attn_type, degrees, method, match",
+    [
+        ("varlen", {}, "allgather", "'varlen' gives no.*'some_model'.*set the type to 'flex'"),
+        ("varlen", {"cp": 2}, "alltoall", "'varlen' gives no gradient.*set the type to 'flex'"),
+        (
+            "flex",
+            {"cp": 2},
+            "allgather",
+            "'allgather' gives no gradient.*set the method to 'alltoall'",
+        ),
+    ],
+)
+def test_log_sum_exp_that_no_kernel_gives_is_refused(
+    attn_type, degrees, method, match, monkeypatch
+):
+    config = on_an_accelerator(monkeypatch, context_parallel_rotate_method=method)
+    with torch.device("meta"):
+        model = GptOssModel(replace(gptoss_configs["debugmodel_small"], attn_type=attn_type))
+    with pytest.raises(ValueError, match=match):
+        parallelize_decoder(model, dims(**degrees), config)
+
+
+def test_more_kinds_of_blocks_compile_than_torch_allows_a_function_by_itself():
+    model = tiny_model(n_layers=10)
+    for i, block in enumerate(model.layers.values()):
+        block.feed_forward = FeedForward(32, 16 * (i + 1))
+    apply_compile(model, Compile(backend="eager"))
+    assert model(torch.randint(0, 64, (1, 8))).isfinite().all()

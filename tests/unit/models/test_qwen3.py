@@ -1,0 +1,79 @@
+"""What qwen3 has of its own; `test_families.py` has what every family has."""
+
+import pytest
+import torch
+
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
+
+
+def meta_model(args):
+    with torch.device("meta"):
+        return Qwen3Model(args)
+
+
+def tiny_args(**changes):
+    sizes = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 64,
+        "head_dim": 16,
+        "hidden_dim": 48,
+        "max_seq_len": 64,
+    }
+    return Qwen3ModelArgs(**sizes | changes)
+
+
+def test_qwen2_has_biases_and_no_norms_in_attention():
+    args = tiny_args(qk_norm=False, qkv_bias=True)
+    names = [name for name, _ in meta_model(args).layers["0"].attention.named_parameters()]
+    assert names == [f"{w}.{kind}" for w in ("wq", "wk", "wv") for kind in ("weight", "bias")] + [
+        "wo.weight"
+    ]
+
+
+@pytest.mark.parametrize(
+    "there, here",
+    [({}, {"qk_norm": False, "qkv_bias": True}), ({"qk_norm": False, "qkv_bias": True}, {})],
+)
+def test_qwen2_weights_in_a_qwen3_model_are_named_and_the_reverse(there, here):
+    state = meta_model(tiny_args(**there)).state_dict()
+    files = Qwen3StateDictAdapter(tiny_args(**there), None).to_hf(state)
+    other = Qwen3StateDictAdapter(tiny_args(**here), None)
+    odd_one = "q_norm.weight" if there == {} else "q_proj.bias"
+    with pytest.raises(ValueError, match=rf"model.layers.1.self_attn.{odd_one}"):
+        other.from_hf(files)
+    with pytest.raises(ValueError, match=r"layers.1.attention.(q_norm|wq.bias)"):
+        other.to_hf(state)
+
+
+def test_tied_files_have_no_head_and_reading_gives_one_tensor_twice():
+    args = tiny_args(enable_weight_tying=True)
+    adapter = Qwen3StateDictAdapter(args, None)
+    state = Qwen3Model(args).state_dict()
+    files = adapter.to_hf(state)
+    assert "lm_head.weight" not in files and len(files) == len(state) - 1
+    back = adapter.from_hf(files)
+    assert back.keys() == state.keys()
+    assert back["output.weight"] is back["tok_embeddings.weight"]
+    untied = Qwen3StateDictAdapter(tiny_args(), None)
+    assert "lm_head.weight" in untied.to_hf(state)
+
+
+def test_normed_queries_and_keys_have_the_dtype_of_values():
+    model = Qwen3Model(tiny_args())
+    with torch.no_grad():
+        model.init_weights()
+    attention = model.layers["0"].attention
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.extend(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+    attention.inner_attention.register_forward_pre_hook(look, with_kwargs=True)
+    for norm in (attention.q_norm, attention.k_norm):  # as autocast on CUDA computes norms
+        norm.register_forward_hook(lambda module, args, output: output.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randint(0, 64, (1, 8)))
+    assert len(seen) == 3 and set(seen) == {torch.bfloat16}

@@ -1,0 +1,327 @@
+"""A value head in place of the output: the model, its files, and what is refused."""
+
+import dataclasses
+import json
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
+from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks import ConfigError
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
+from torchtitan.loss.cross_entropy import build_mse_loss
+from torchtitan.loss.logprobs import TokenLogProbs
+from torchtitan.models.hf_config import from_hf_config, main
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.protocols import train_spec as train_spec_module
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.testing.tiny_jobs import add_tiny_flavors, tiny_job
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
+SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
+HEAD = {"score.weight": (1, 32), "score.bias": (1,)}
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def tiny_value_model(seed=0, **changes):
+    model = Transformer(TransformerModelArgs(**SIZES | {"value_head": True} | changes))
+    with torch.no_grad(), seeded_init(model, seed):
+        model.init_weights()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def tiny_flavors():
+    with patch.dict(qwen3_args):
+        add_tiny_flavors()
+        yield
+
+
+def make_engine(folder, flavor="tiny_tied", value_head=True, **sections):
+    model = {"value_head": value_head}
+    return TrainingEngine(tiny_job(str(folder), flavor, "sdpa", "causal", model=model, **sections))
+
+
+def squared(values, labels, batch):
+    return values.square().sum()
+
+
+def step(engine, **options):
+    return engine.forward_backward_step(
+        input_dict={"input": TOKENS}, labels=TOKENS, global_valid_tokens=24, **options
+    )
+
+
+# ---- the model ----
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"])
+def test_every_family_gives_one_value_per_token(family):
+    spec = get_train_spec(family)
+    args = dataclasses.replace(spec.model_args["debugmodel"], value_head=True, max_seq_len=64)
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+        values = model(TOKENS, attention_masks=torch.ones_like(TOKENS))
+    assert values.shape == (2, 12, 1) and values.std() > 0
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes["score.weight"] == (1, args.dim) and shapes["score.bias"] == (1,)
+    assert not [name for name in shapes if name.startswith("output")]
+
+
+def test_tied_args_lose_their_tie_and_count_the_embedding():
+    model = tiny_value_model(enable_weight_tying=True)
+    assert not model.model_args.enable_weight_tying
+    names = [name for name, _ in model.named_parameters()]
+    assert names[0] == "tok_embeddings.weight" and names[-2:] == list(HEAD)
+    n_params, flops = model.model_args.get_nparams_and_flops(model, 0)
+    assert n_params == sum(p.numel() for p in model.parameters())
+    assert flops == 6 * (n_params - 64 * 32)
+    config = JobConfig()
+    config.model.value_head = True
+    args = TransformerModelArgs(**SIZES, enable_weight_tying=True)
+    args.update_from_config(config)
+    assert (args.value_head, args.enable_weight_tying) == (True, False)
+
+
+def test_value_is_the_product_with_the_last_hidden_state():
+    model = tiny_value_model()
+    with torch.no_grad():
+        model.score.bias.fill_(0.5)
+        hidden = []
+        model.norm.register_forward_hook(lambda _module, _args, h: hidden.append(h))
+        values = model(TOKENS)
+    expected = (hidden[0] * model.score.weight[0]).sum(-1, keepdim=True) + 0.5
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
+    wide = tiny_value_model(dim=1024, hidden_dim=16, n_layers=1)
+    assert wide.score.bias.item() == 0
+    assert wide.score.weight.std().item() == pytest.approx(0.02, rel=0.1)  # of 1024 draws
+    weights = [tiny_value_model(seed).score.weight for seed in (0, 0, 1)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    with_output = tiny_value_model(value_head=False).state_dict()
+    ours = tiny_value_model().state_dict()
+    assert ours.keys() - with_output.keys() == HEAD.keys()
+    assert with_output.keys() - ours.keys() == {"output.weight"}
+    assert all(torch.equal(ours[name], with_output[name]) for name in ours.keys() - HEAD.keys())
+
+
+# ---- Hugging Face files ----
+
+
+def folder_with(tmp_path, weights, name="hf"):
+    folder = tmp_path / name
+    folder.mkdir()
+    save_file(
+        {key: tensor.contiguous() for key, tensor in weights.items()}, folder / "model.safetensors"
+    )
+    return str(folder)
+
+
+def hf_weights(tmp_path, **options):
+    """Return HF name -> tensor of an engine with another seed."""
+    with make_engine(tmp_path, seed=7, **options) as engine:
+        return {name: tensor.clone() for name, tensor in engine.iter_hf_weights()}
+
+
+def weights_of(engine):
+    return {name: p.detach().clone() for name, p in engine.model_parts[0].named_parameters()}
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "tiny_tied"])
+def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
+    files = hf_weights(tmp_path, flavor=flavor, value_head=False)
+    folder = folder_with(tmp_path, files)
+    with make_engine(tmp_path, flavor) as engine, caplog.at_level(logging.INFO):
+        initial = weights_of(engine)
+        engine.load(folder)
+        loaded = weights_of(engine)
+        back = dict(engine.iter_hf_weights())
+        assert f"Not in {folder}, so left unchanged: score.bias, score.weight" in caplog.text
+        assert ("not read: lm_head.weight" in caplog.text) == ("lm_head.weight" in files)
+        for name in HEAD:
+            assert torch.equal(loaded[name], initial[name])
+        assert back.keys() == files.keys() - {"lm_head.weight"} | HEAD.keys()
+        assert all(torch.equal(back[name], files[name]) for name in back.keys() - HEAD.keys())
+
+
+def test_head_without_bias_is_read_and_the_log_says_what_was_left(tmp_path, caplog):
+    files = hf_weights(tmp_path)
+    files["score.weight"] = torch.randn(1, 32)
+    del files["score.bias"]
+    folder = folder_with(tmp_path, files)
+    with make_engine(tmp_path) as engine, caplog.at_level(logging.INFO):
+        engine.load(folder)
+        loaded = weights_of(engine)
+    assert f"Not in {folder}, so left unchanged: score.bias\n" in caplog.text
+    assert torch.equal(loaded["score.weight"], files["score.weight"])
+    assert loaded["score.bias"].item() == 0
+
+
+def test_files_with_two_labels_are_refused(tmp_path):
+    files = hf_weights(tmp_path) | {"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)}
+    folder = folder_with(tmp_path, files)
+    with (
+        make_engine(tmp_path) as engine,
+        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
+    ):
+        engine.load(folder)
+
+
+def test_value_models_files_are_refused_by_a_language_model(tmp_path):
+    folder = folder_with(tmp_path, hf_weights(tmp_path))
+    with (
+        make_engine(tmp_path, "tiny", value_head=False) as engine,
+        pytest.raises(
+            ValueError, match="not in the checkpoint: lm_head.weight; not in the model: s"
+        ),
+    ):
+        engine.load(folder)
+
+
+def test_dcp_checkpoint_loads_in_a_value_model_and_only_there(tmp_path):
+    for name, value_head in (("values", True), ("logits", False)):
+        with make_engine(tmp_path, seed=7, value_head=value_head) as engine:
+            engine.save(str(tmp_path / name))
+            saved = weights_of(engine)
+        if value_head:
+            expected = saved
+    with make_engine(tmp_path) as engine:
+        engine.load(str(tmp_path / "values"))
+        loaded = weights_of(engine)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+        with pytest.raises(ValueError, match="qwen3 tiny_tied with a value head, .* score.weight"):
+            engine.load(str(tmp_path / "logits"))
+
+
+CLASSIFIER = {
+    "model_type": "llama",
+    "architectures": ["LlamaForTokenClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypatch, capsys):
+    args = from_hf_config(CLASSIFIER).model_args
+    assert (args.value_head, args.enable_weight_tying) == (True, False)
+    reward = CLASSIFIER | {"architectures": ["LlamaForSequenceClassification"]}
+    assert from_hf_config(reward).model_args.value_head
+    language = from_hf_config(CLASSIFIER | {"architectures": ["LlamaForCausalLM"]}).model_args
+    assert (language.value_head, language.enable_weight_tying) == (False, True)
+    # A tied flavor is found, too.
+    flavors = get_train_spec("llama3").model_args
+    monkeypatch.setitem(flavors, "of this size", language)
+    assert from_hf_config(CLASSIFIER).flavor == "of this size"
+    (tmp_path / "config.json").write_text(json.dumps(CLASSIFIER))
+    monkeypatch.setattr("sys.argv", ["hf_config", str(tmp_path)])
+    main()
+    assert "head: one value per token, model.value_head = true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"id2label": {"0": "no", "1": "yes"}},
+        {"id2label": None},
+        {"id2label": None, "num_labels": 3},
+    ],
+)
+def test_config_with_several_labels_is_refused(labels):
+    with pytest.raises(
+        ValueError, match=r"a value head needs one label, not \d; .* num_labels = 1"
+    ):
+        from_hf_config(CLASSIFIER | labels)
+    assert from_hf_config(CLASSIFIER | {"id2label": None, "num_labels": 1}).model_args.value_head
+
+
+def test_conversion_by_config_goes_there_and_back(tmp_path):
+    args = from_hf_config(CLASSIFIER).model_args
+    model = tiny_value_model(hidden_dim=64, rope_scaling_args=None)
+    weights = get_train_spec("llama3").state_dict_adapter(args, None).to_hf(model.state_dict())
+    folder = folder_with(tmp_path, weights)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CLASSIFIER))
+    convert_from_hf(folder, str(tmp_path / "dcp"), "", "", hf_config=folder)
+    convert_to_hf(
+        str(tmp_path / "dcp"), str(tmp_path / "back"), "", "", None, "float32", hf_config=folder
+    )
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    written = load_file(file)
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
+
+
+# ---- what is refused ----
+
+
+def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
+    with make_engine(tmp_path) as engine:
+        with pytest.raises(ValueError, match=r"the default loss needs logits; give a loss_fn"):
+            step(engine)
+        with pytest.raises(ValueError, match="leave head out"):
+            step(engine, loss_fn=squared, head=TokenLogProbs())
+        with pytest.raises(ValueError, match="leave head out"):
+            engine.forward_step([{"input": TOKENS, "labels": TOKENS}], head=TokenLogProbs())
+        assert step(engine, loss_fn=squared) > 0
+        with pytest.raises(ValueError, match="call it without head"):
+            engine.model_parts[0](TOKENS, head=TokenLogProbs())
+
+
+def test_loss_of_the_train_spec_may_be_one_of_values(tmp_path, monkeypatch):
+    spec = dataclasses.replace(get_train_spec("qwen3"), build_loss_fn=build_mse_loss)
+    monkeypatch.setitem(train_spec_module._extra_train_specs, "critic", spec)
+    with make_engine(tmp_path) as engine:
+        expected = step(engine, loss_fn=lambda v, labels, _: (v[..., 0] - labels).square().sum())
+    job = tiny_job(
+        str(tmp_path), "tiny_tied", "sdpa", "causal", model={"name": "critic", "value_head": True}
+    )
+    with TrainingEngine(job) as engine:
+        # [B, T] against [B, T, 1] would be broadcast.
+        engine.loss_fn, mse_loss = lambda v, labels: mse_loss(v[..., 0], labels), engine.loss_fn
+        torch.testing.assert_close(step(engine), expected)
+
+
+def test_training_on_text_is_refused_unless_the_spec_has_another_loss(monkeypatch):
+    flags = ["--model.value_head", "--model.name=qwen3", "--model.flavor=debugmodel"]
+    config = ConfigManager().parse_args(flags)
+    with pytest.raises(
+        ConfigError, match="model.value_head = True .* train with an engine and a loss_fn"
+    ):
+        resolve_job(config)
+    resolve_job(config, builds_data=False)
+    spec = get_train_spec("qwen3")
+    for changes in ({"build_loss_fn": build_mse_loss}, {"build_dataloader_fn": None}):
+        changed = dataclasses.replace(spec, **changes)
+        monkeypatch.setitem(train_spec_module._extra_train_specs, "qwen3", changed)
+        resolve_job(config)
+
+
+def test_model_without_such_args_is_refused(monkeypatch):
+    @dataclasses.dataclass
+    class Args:
+        dim: int = 8
+
+    spec = dataclasses.replace(get_train_spec("llama3"), model_args={"debugmodel": Args()})
+    monkeypatch.setitem(train_spec_module._extra_train_specs, "foreign", spec)
+    config = ConfigManager().parse_args(["--model.value_head", "--model.name=foreign"])
+    with pytest.raises(ConfigError, match="got 'foreign', whose args have no value_head"):
+        resolve_job(config, builds_data=False)

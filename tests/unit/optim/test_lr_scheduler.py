@@ -1,0 +1,297 @@
+import math
+from functools import partial
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.config import ConfigManager, JobConfig, LRScheduler
+from torchtitan.config.checks import check_job_config
+from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
+from torchtitan.optim.optimizer import OptimizersContainer
+from torchtitan.tools.errors import ConfigError
+
+BASE_LR = 0.1
+
+
+def container(*optimizers):
+    """A container that can be iterated only once, like a mock."""
+    mock = MagicMock(spec=OptimizersContainer)
+    mock.__iter__.return_value = iter(optimizers)
+    mock.__len__.return_value = len(optimizers)
+    return mock
+
+
+def sgd():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE_LR)
+
+
+def factors(steps: int, **options) -> list[float]:
+    """Factor on the peak learning rate in each of `steps` training steps."""
+    training_steps = options.pop("training_steps", steps)
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        container(optimizer), LRScheduler(**options), training_steps=training_steps
+    )
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"] / BASE_LR)
+        optimizer.step()
+        schedulers.step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            ["--training.steps=10", "--lr_scheduler.warmup_steps=2"],
+            [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8],
+        ),
+        (
+            [
+                "--training.steps=10",
+                "--lr_scheduler.warmup_steps=2",
+                "--lr_scheduler.decay_ratio=0.5",
+                "--lr_scheduler.decay_type=linear",
+            ],
+            [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+        (
+            ["--training.steps=5", "--lr_scheduler.warmup_steps=10"],
+            [0.2, 0.4, 0.6, 0.8, 1.0],
+        ),
+        (
+            [
+                "--training.steps=10",
+                "--lr_scheduler.warmup_steps=2",
+                "--lr_scheduler.decay_ratio=0.0",
+            ],
+            [0.5] + [1.0] * 9,
+        ),
+        (
+            [
+                "--training.steps=10",
+                "--lr_scheduler.warmup_steps=5",
+                "--lr_scheduler.decay_ratio=0.8",
+            ],
+            [0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+    ],
+)
+def test_factors_are_those_worked_out_by_hand(flags, expected):
+    config = ConfigManager().parse_args(flags)
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        container(optimizer), config.lr_scheduler, config.training.steps
+    )
+    for factor in expected:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * factor, abs=1e-6)
+        optimizer.step()
+        schedulers.step()
+
+
+def test_learning_rate_after_the_last_step_is_the_floor():
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        container(optimizer), LRScheduler(warmup_steps=2, min_lr_factor=0.2), training_steps=10
+    )
+    for _ in range(10):
+        optimizer.step()
+        schedulers.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "decay_type, curve",
+    [
+        ("linear", lambda p: 1 - p),
+        ("sqrt", lambda p: 1 - math.sqrt(p)),
+        ("cosine", lambda p: 0.5 * (1 + math.cos(math.pi * p))),
+    ],
+)
+def test_decay_follows_its_curve_down_to_the_floor(decay_type, curve):
+    # T = 12, W = 2, D = 6: decay from k = 7 on, p = (k - 6) / 6.
+    seen = factors(12, warmup_steps=2, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
+    expected = [0.5] + [1.0] * 6 + [0.1 + 0.9 * curve(i / 6) for i in range(1, 6)]
+    assert seen == pytest.approx(expected)
+
+
+def test_decay_ratio_is_one_of_the_total_steps():
+    options = dict(training_steps=10, total_steps=20, warmup_steps=0, decay_ratio=0.5)
+    expected = [1.0] * 11 + [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert factors(20, **options) == pytest.approx(expected)
+
+
+def test_total_steps_stretch_the_schedule_beyond_the_training_steps():
+    assert factors(4, warmup_steps=0, total_steps=8) == pytest.approx([1.0, 7 / 8, 6 / 8, 5 / 8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 25),
+    warmup=st.integers(0, 30),
+    ratio=st.none() | st.floats(0, 1),
+    decay_type=st.sampled_from(["linear", "sqrt", "cosine"]),
+)
+def test_no_step_has_learning_rate_zero_nor_above_the_peak(steps, warmup, ratio, decay_type):
+    seen = factors(steps, warmup_steps=warmup, decay_ratio=ratio, decay_type=decay_type)
+    assert all(0 < factor <= 1 for factor in seen)
+
+
+def factors_of(schedule, steps: int) -> list[float]:
+    """The same as `factors`, for another library's scheduler, a function of an optimizer."""
+    optimizer = sgd()
+    scheduler, seen = schedule(optimizer), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"] / BASE_LR)
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5, 11])
+def test_schedules_that_count_from_zero_are_those_of_transformers_at_every_step(warmup):
+    from transformers import optimization as hf
+
+    steps = 12
+    for schedule, options in (
+        (partial(hf.get_linear_schedule_with_warmup, num_training_steps=steps), {}),
+        (
+            partial(hf.get_cosine_schedule_with_warmup, num_training_steps=steps),
+            {"decay_type": "cosine"},
+        ),
+        (hf.get_constant_schedule_with_warmup, {"decay_ratio": 0.0}),
+    ):
+        expected = factors_of(partial(schedule, num_warmup_steps=warmup), steps + 1)
+        seen = factors(
+            steps + 1, training_steps=steps, warmup_steps=warmup, step_offset=-1, **options
+        )
+        assert seen == pytest.approx(expected, abs=1e-12), options
+
+
+# verl 0.9.1's get_cosine_schedule_with_warmup(optimizer, 2, 6, min_lr_ratio=0.2, init_lr_ratio=0.4):
+# 0.4 + 0.6 e / 2, then 0.2 + 0.4 (1 + cos(pi (e - 2) / 4)) for e = 0, 1, ...; tests/verl calls verl.
+VERL_COSINE = [0.4, 0.7, 1.0, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2]
+
+
+def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
+    options = dict(warmup_steps=2, decay_type="cosine", min_lr_factor=0.2, init_lr_factor=0.4)
+    seen = factors(7, training_steps=6, step_offset=-1, **options)
+    assert seen == pytest.approx(VERL_COSINE)
+
+
+def test_step_offset_moves_the_warm_up_and_not_the_decay():
+    plain, shifted = (factors(10, warmup_steps=3, step_offset=offset) for offset in (0, -1))
+    assert plain[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert shifted[:3] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert shifted[3:] == pytest.approx(plain[3:])
+
+
+@pytest.mark.parametrize("offset", [-5, -2, 1, 10**12])
+def test_offset_that_would_run_into_the_decay_is_refused(offset):
+    message = rf"lr_scheduler.step_offset must be one of 0, -1, got {offset}"
+    config = JobConfig()
+    config.lr_scheduler.step_offset = offset
+    with pytest.raises(ConfigError, match=message):
+        check_job_config(config)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_training_on_past_the_end_stays_at_the_floor(decay_type):
+    seen = factors(10, training_steps=5, warmup_steps=1, decay_type=decay_type, min_lr_factor=0.3)
+    assert seen[5:] == pytest.approx([0.3] * 5)
+
+
+def test_training_on_past_a_schedule_without_decay_stays_at_the_peak():
+    assert factors(6, training_steps=3, warmup_steps=1, decay_ratio=0.0) == pytest.approx([1.0] * 6)
+
+
+def test_config_without_a_step_offset_works():
+    config = MagicMock(
+        spec=["warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"],
+        warmup_steps=2,
+        total_steps=None,
+        decay_ratio=None,
+        decay_type="linear",
+        min_lr_factor=0.0,
+    )
+    optimizer = sgd()
+    build_lr_schedulers([optimizer], config, training_steps=4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR / 2)
+
+
+def test_unknown_decay_type_is_refused_when_decay_begins():
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        [optimizer], LRScheduler(warmup_steps=1, decay_type="steps"), training_steps=4
+    )
+    with pytest.raises(
+        ValueError, match="decay_type must be 'linear', 'sqrt' or 'cosine'.*'steps'"
+    ):
+        optimizer.step()
+        schedulers.step()
+        schedulers.step()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"warmup_steps": 20}, "warmup_steps is 20"),
+        ({"warmup_steps": 5, "decay_ratio": 0.8}, "leave only 5 of 10"),
+    ],
+)
+def test_schedule_that_does_not_fit_is_cut_with_a_warning(options, words, caplog):
+    factors(10, **options)
+    assert words in caplog.text
+
+
+def test_one_state_restores_every_scheduler():
+    config = LRScheduler(warmup_steps=2)
+    first = build_lr_schedulers([sgd()], config, training_steps=10)
+    for _ in range(4):
+        first.step()
+    second = build_lr_schedulers([sgd(), sgd()], config, training_steps=10)
+    second.load_state_dict(first.state_dict())
+    assert len(second) == 2
+    for scheduler in second:
+        assert scheduler.last_epoch == 4
+        assert scheduler.get_last_lr() == first.schedulers[0].get_last_lr()
+    second.schedulers[0].step()
+    assert second.schedulers[1].last_epoch == 4
+    second.step()
+    assert [scheduler.last_epoch for scheduler in second] == [6, 5]
+    second.schedulers[0].base_lrs[0] = 7.0  # as a client may; the first container's rates stay
+    others = first.schedulers[0], second.schedulers[1]
+    assert [scheduler.base_lrs for scheduler in others] == [[BASE_LR], [BASE_LR]]
+
+
+def test_no_optimizer_is_an_assertion_error():
+    with pytest.raises(AssertionError):
+        build_lr_schedulers(container(), LRScheduler(), training_steps=10)
+
+
+def test_learning_rate_that_is_a_tensor_changes_in_place():
+    lr = torch.tensor(BASE_LR)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
+    lr = optimizer.param_groups[0]["lr"]  # the tensor that a compiled optimizer reads
+    set_lrs(optimizer, [0.25])
+    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
+
+
+def test_schedule_goes_to_the_step_it_is_told():
+    optimizer = sgd()
+    schedulers = build_lr_schedulers(
+        container(optimizer), LRScheduler(warmup_steps=4), training_steps=10
+    )
+    expected = factors(10, warmup_steps=4)
+    for n in (7, 2, 0):
+        schedulers.set_step(n)
+        assert schedulers.last_epoch == n
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[n])
+        assert schedulers.schedulers[0].get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    optimizer.step()
+    schedulers.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(BASE_LR * expected[1])

@@ -1,0 +1,431 @@
+"""Muon against torch.optim.Muon, groups against torch.optim.AdamW, and moments in bf16."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.config.test_config_checks import config_with
+from tests.unit.optim.test_optimizer import backward, one_rank, two_parts, weights
+from torchtitan.config import LRScheduler, Optimizer
+from torchtitan.config.checks import check_job_config
+from torchtitan.config.job_config import Muon as MuonOptions
+from torchtitan.config.job_config import ParameterGroup
+from torchtitan.engine import TrainingEngine
+from torchtitan.optim.adam import RoundedAdam, round_at_random
+from torchtitan.optim.groups import ParameterGroups, check_groups
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.muon import Muon, orthogonalize
+from torchtitan.optim.optimizer import build_optimizers
+from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, pack, run_step, tiny_job
+from torchtitan.tools.errors import ConfigError
+
+add_tiny_flavors()
+DECAYING = dict(warmup_steps=2, min_lr_factor=0.1)
+MUON = dict(name="Muon", lr=1e-2, weight_decay=0.1)
+
+
+def engine_of(folder, flavor="tiny", optimizer=None, **sections) -> TrainingEngine:
+    return TrainingEngine(
+        tiny_job(str(folder), flavor, optimizer=optimizer or {}, lr_scheduler=DECAYING, **sections)
+    )
+
+
+def parameters_of(engine) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in engine.model_parts[0].named_parameters() if p.requires_grad}
+
+
+def assert_follows(engine, make_oracles, steps=8) -> None:
+    """Train an engine, and copies of its parameters by torch's optimizers with the same gradients.
+
+    make_oracles: gets copies of the parameters, by name; returns [(optimizer, first peak)]. The
+    rates follow the engine's schedule.
+    """
+    live = parameters_of(engine)
+    twins = {name: nn.Parameter(p.detach().clone()) for name, p in live.items()}
+    oracles = make_oracles(twins)
+    peaks = [[group["lr"] for group in oracle.param_groups] for oracle in oracles]
+
+    def step_oracles(*_):
+        for name, p in live.items():
+            twins[name].grad = p.grad.clone()
+        factor = engine.lr / engine.job_config.optimizer.lr
+        for oracle, of_groups in zip(oracles, peaks, strict=True):
+            for group, peak in zip(oracle.param_groups, of_groups, strict=True):
+                group["lr"] = peak * factor
+            oracle.step()
+
+    engine.optimizers.register_step_pre_hook(step_oracles)
+    documents = make_documents(0)
+    losses = [run_step(engine, documents)[0] for _ in range(steps)]
+    assert losses[-1] < losses[0]
+    for name, p in live.items():
+        # The products of a rate and a factor of the schedule may differ in the last bit.
+        torch.testing.assert_close(p, twins[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+# --- Muon -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_every_matrix_is_updated_bit_for_bit_as_by_torch(adjust_lr_fn, nesterov):
+    torch.manual_seed(0)
+    shapes = [(24, 72), (72, 24), (64, 64), (5, 48, 96), (3, 40, 16)]  # the last two: of experts
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [[nn.Parameter(m.clone()) for m in p.detach().view(-1, *p.shape[-2:])] for p in ours]
+    options = dict(adjust_lr_fn=adjust_lr_fn, nesterov=nesterov, momentum=0.9, ns_steps=6)
+    common = dict(lr=0.02, weight_decay=0.1)
+    muon = Muon(
+        [{"params": ours}],
+        matrices=ours,
+        options=MuonOptions(**options),
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        **common,
+    )
+    oracle = torch.optim.Muon([m for matrices in theirs for m in matrices], **options, **common)
+    for _ in range(25):
+        for p, matrices in zip(ours, theirs, strict=True):
+            p.grad = p.detach() + torch.randn_like(p)
+            for matrix, grad in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
+                matrix.grad = grad.clone()
+        muon.step()
+        oracle.step()
+    for p, matrices in zip(ours, theirs, strict=True):
+        assert torch.equal(p, torch.stack(list(matrices)).view_as(p))
+
+
+@pytest.mark.parametrize("shape", [(24, 72), (72, 24), (3, 32, 32)])
+def test_iteration_in_fp32_applies_its_polynomial_to_the_singular_values(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    options = MuonOptions()
+    a, b, c = options.ns_coefficients
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.norm(dim=-1, keepdim=True)
+    for _ in range(options.ns_steps):
+        s = a * s + b * s**3 + c * s**5
+    expected = u @ torch.diag_embed(s) @ v
+    ours = orthogonalize(x, options.ns_coefficients, options.ns_steps)
+    # Five iterations multiply the rounding errors of small singular values by up to 3.4**5 = 485.
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "tiny_moe"])
+def test_layers_train_as_by_torchs_muon_and_the_rest_as_by_adamw(flavor, tmp_path):
+    def by_torch(twins):
+        matrices = {n: p for n, p in twins.items() if n.startswith("layers.") and p.ndim > 1}
+        others = [p for n, p in twins.items() if n not in matrices]
+        assert len(matrices) >= 14 and len(others) >= 3
+        stacked = [p for p in matrices.values() if p.ndim == 3]
+        views = [nn.Parameter(m) for p in stacked for m in p.detach()]  # share the memory of p
+        muon = torch.optim.Muon(
+            [p for p in matrices.values() if p.ndim == 2] + views,
+            lr=1e-2,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+        def split_gradients(*_):
+            grads = [grad for p in stacked for grad in p.grad]
+            for view, grad in zip(views, grads, strict=True):
+                view.grad = grad
+
+        muon.register_step_pre_hook(split_gradients)
+        adamw = torch.optim.AdamW(others, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-3)
+        return [muon, adamw]
+
+    with engine_of(tmp_path, flavor, {**MUON, "eps": 1e-3}) as engine:
+        assert_follows(engine, by_torch)
+
+
+def test_matrices_are_in_layers_and_no_biases():
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("tok_embeddings", "output")})
+    model["layers"] = nn.ModuleDict({"0": nn.Linear(2, 2)})
+    for name, shape in {"experts": (3, 2, 2), "experts_bias": (3, 2), "scale": (2,)}.items():
+        model["layers"]["0"].register_parameter(name, nn.Parameter(torch.ones(shape)))
+    layer = model["layers"]["0"]
+    found = ParameterGroups([model], Optimizer(name="Muon")).matrices()
+    assert len(found) == 2 and found[0] is layer.weight and found[1] is layer.experts
+
+
+def test_table_with_muon_off_trains_its_matrices_by_adamw(tmp_path):
+    table = ParameterGroup(pattern="attention", muon=False)
+    with engine_of(tmp_path, optimizer={**MUON, "groups": [table]}) as engine:
+        run_step(engine, make_documents(0))
+        for name, p in parameters_of(engine).items():
+            by_muon = "feed_forward" in name
+            assert ("momentum_buffer" in engine.optimizers.state[p]) == by_muon, name
+
+
+# --- Groups ---------------------------------------------------------------------------------
+
+
+def test_groups_train_as_those_of_torchs_adamw(tmp_path):
+    tables = [
+        ParameterGroup(pattern="norm|bias", weight_decay=0.0, beta1=0.8),
+        ParameterGroup(pattern=r"^layers\.1\.", lr=1e-3, eps=1e-4),
+        ParameterGroup(pattern="^(tok_embeddings|output)", lr=3e-2, beta2=0.99),
+    ]
+
+    def by_torch(twins):
+        def take(fits):
+            return [twins.pop(name) for name in list(twins) if fits(name)]
+
+        twins = dict(twins)
+        groups = [
+            {"params": take(lambda n: "norm" in n), "weight_decay": 0.0, "betas": (0.8, 0.95)},
+            {"params": take(lambda n: n.startswith("layers.1.")), "lr": 1e-3, "eps": 1e-4},
+            {"params": take(lambda n: n[0] != "l"), "lr": 3e-2, "betas": (0.9, 0.99)},
+            {"params": list(twins.values())},
+        ]
+        assert all(len(group["params"]) > 1 for group in groups)
+        return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)]
+
+    optimizer = dict(lr=1e-2, weight_decay=0.1, eps=1e-3, groups=tables)
+    with engine_of(tmp_path, optimizer=optimizer) as engine:
+        assert_follows(engine, by_torch)
+        assert type(engine.optimizers.optimizers[0]) is torch.optim.AdamW
+
+
+def test_adapters_have_rates_of_their_own(tmp_path):
+    """LoRA+ (Hayou et al. 2024): a larger rate for B."""
+
+    def by_torch(twins):
+        groups = [
+            {"params": [p for n, p in twins.items() if n.endswith("lora_a")]},
+            {"params": [p for n, p in twins.items() if n.endswith("lora_b")], "lr": 0.16},
+        ]
+        assert all(len(group["params"]) == 14 for group in groups)
+        return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0)]
+
+    optimizer = dict(lr=1e-2, eps=1e-3, groups=[ParameterGroup(pattern="lora_b$", lr=0.16)])
+    model = dict(converters=["lora"])
+    with engine_of(tmp_path, optimizer=optimizer, model=model) as engine:
+        assert_follows(engine, by_torch)
+
+
+def test_rate_of_one_step_keeps_the_ratios_of_the_groups(tmp_path):
+    tables = [ParameterGroup(pattern="norm", lr=1e-3), ParameterGroup(pattern="output")]
+    with engine_of(tmp_path, optimizer=dict(lr=1e-2, groups=tables)) as engine:
+        rates = []
+        engine.optimizers.register_step_pre_hook(
+            lambda *_: rates.append([group["lr"] for group in engine.optimizers.param_groups])
+        )
+        run_step(engine, make_documents(0))
+        batch, labels = pack(make_documents(1))
+        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=100)
+        assert engine.optim_step(lr=0.5).lr == 0.5
+    assert rates[0] == pytest.approx([0.5e-2, 0.5e-3, 0.5e-2])  # the first of two steps to warm up
+    assert rates[1] == pytest.approx([0.5, 0.05, 0.5])
+
+
+def parts_with_groups(seed=0, **options):
+    """Two parts, of which each has a group that is empty in the other."""
+    parts = two_parts(seed)
+    tables = [ParameterGroup(pattern="^first", lr=0.3), ParameterGroup(pattern="second", lr=0.2)]
+    config = Optimizer(lr=0.1, groups=tables, **options)
+    return parts, build_optimizers(parts, config, one_rank())
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["AdamW", "bf16"])
+def test_groups_that_are_empty_in_a_part_resume_bitwise(options):
+    parts, optimizers = parts_with_groups(**options)
+    assert [[len(g["params"]) for g in o.param_groups] for o in optimizers] == [
+        [0, 2, 0],
+        [0, 0, 2],
+    ]
+    schedule = LRScheduler(warmup_steps=0)
+    schedulers = build_lr_schedulers(optimizers, schedule, 10)
+    for step in range(2):
+        backward(parts, seed=step)
+        optimizers.step()
+        optimizers.zero_grad()
+        schedulers.step()
+    saved = copy.deepcopy((optimizers.state_dict(), schedulers.state_dict()))
+
+    resumed, loaded = parts_with_groups(seed=5, **options)
+    follower = build_lr_schedulers(loaded, schedule, 10)
+    for part, source in zip(resumed, parts, strict=True):
+        part.load_state_dict(source.state_dict())
+    loaded.load_state_dict(saved[0])
+    follower.load_state_dict(saved[1])
+    for modules, container in ((parts, optimizers), (resumed, loaded)):
+        backward(modules, seed=7)
+        container.step()
+    assert all(map(torch.equal, weights(parts), weights(resumed)))
+    rates = [group["lr"] for group in loaded.param_groups if group["params"]]
+    assert rates == [group["lr"] for group in optimizers.param_groups if group["params"]]
+    assert rates == pytest.approx([0.3 * 0.8, 0.2 * 0.8])
+
+
+# --- Moments in bf16 ------------------------------------------------------------------------
+
+
+def test_rounding_is_right_on_average_and_to_a_neighbour():
+    x = torch.tensor([1.001, -3.0e-5, 0.0, 2.0, math.inf]).repeat(40_000, 1)
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    round_at_random(x, out, torch.Generator().manual_seed(0))
+    error = (out.double() - x.double())[:, :4] / x.double()[:, :4].abs().clamp(min=1e-30)
+    assert error.abs().max() < 2**-7
+    # Standard deviation of the mean: at most 2**-8 / sqrt(40,000) = 2e-5.
+    assert error.mean(0).abs().max() < 8e-5
+    assert torch.equal(out[:, 2:], x[:, 2:].bfloat16())
+
+
+def train_one(make, steps: int, beta2: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """Train 4096 numbers on noise that is 10 times smaller from step 100 on."""
+    p = nn.Parameter(torch.zeros(4096))
+    settings = dict(lr=1e-3, betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
+    optimizer = make([{"params": [p]}], **settings)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        p.grad = torch.randn(4096, generator=generator) * (1.0 if step < 100 else 0.1)
+        optimizer.step()
+    return p, optimizer
+
+
+def test_moments_in_bf16_follow_those_in_fp32():
+    make = partial(RoundedAdam, state_dtype=torch.bfloat16)
+    for beta2 in (0.95, 0.999):  # the latter changes a second moment by 1/1000, rounding by 1/256
+        p, ours = train_one(make, 1000, beta2)
+        twin, theirs = train_one(torch.optim.AdamW, 1000, beta2)
+        moment, expected = (o.state[x]["exp_avg_sq"] for o, x in ((ours, p), (theirs, twin)))
+        assert moment.dtype == torch.bfloat16
+        assert (moment.double().mean() / expected.double().mean() - 1).abs() < 0.01
+        assert (p - twin).norm() / twin.norm() < 0.1
+
+
+def test_rounded_adam_without_rounding_is_torchs():
+    for cls, decoupled in ((torch.optim.AdamW, True), (torch.optim.Adam, False)):
+        p, _ = train_one(partial(RoundedAdam, decoupled_weight_decay=decoupled), 30, 0.95)
+        assert torch.equal(p, train_one(cls, 30, 0.95)[0])
+
+
+# --- Checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["fp32", "bf16"])
+def test_run_with_muon_and_groups_resumes_bitwise(options, tmp_path):
+    tables = [ParameterGroup(pattern="norm", lr=1e-3, weight_decay=0.0)]
+    job = partial(
+        engine_of,
+        tmp_path,
+        optimizer={**MUON, **options, "groups": tables},
+        checkpoint=dict(enable=True),
+    )
+    documents = make_documents(0)
+    with job() as engine:
+        for _ in range(3):
+            run_step(engine, documents)
+            engine.step += 1
+        engine.save()
+        expected = [run_step(engine, documents) for _ in range(3)]
+        weights_of_first = {name: p.detach().clone() for name, p in parameters_of(engine).items()}
+        dtypes = {
+            s["momentum_buffer"].dtype for s in engine.optimizers.state.values() if len(s) == 2
+        }
+        assert dtypes == {torch.bfloat16 if options else torch.float32}
+    with job() as engine:
+        assert engine.load()
+        assert [run_step(engine, documents) for _ in range(3)] == expected
+        for name, p in parameters_of(engine).items():
+            assert torch.equal(p, weights_of_first[name]), name
+
+
+def test_run_with_other_patterns_does_not_continue(tmp_path):
+    tables = [ParameterGroup(pattern="norm", lr=1e-3)]
+    sections = dict(checkpoint=dict(enable=True))
+    with engine_of(tmp_path, optimizer=dict(groups=tables), **sections) as engine:
+        run_step(engine, make_documents(0))
+        engine.step += 1
+        engine.save()
+    with engine_of(tmp_path, **sections) as engine:
+        with pytest.raises(ValueError, match="patterns of optimizer.groups.*norm.*exclude"):
+            engine.load()
+
+
+# --- Wrong settings -------------------------------------------------------------------------
+
+
+def table(**changes) -> dict:
+    return {"optimizer__groups": [ParameterGroup(**{"pattern": "norm", **changes})]}
+
+
+GROUPS = r"optimizer\.groups\[0\]\."
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (table(pattern=""), GROUPS + "pattern must name parameters, got ''"),
+        (table(pattern="(norm"), GROUPS + r"pattern must be a regular expression, got '\(norm': "),
+        (table(lr=-1.0), GROUPS + "lr must be at least 0, got -1.0"),
+        (table(lr=math.nan), GROUPS + "lr must be .* got nan"),
+        (table(eps=-1e-8), GROUPS + "eps must be at least 0"),
+        (table(weight_decay=math.inf), GROUPS + "weight_decay must be at most 1e[+]38, got inf"),
+        (table(beta1=1.0), GROUPS + "beta1 must be below 1, got 1.0"),
+        (table(beta2=-0.1), GROUPS + "beta2 must be at least 0, got -0.1"),
+        (table(muon=False), GROUPS + "muon = False has no effect .* 'AdamW'; remove it"),
+        ({"optimizer__groups": [{"pattern": "norm"}]}, r"groups\[0\] must be .*, got a dict"),
+        (
+            table() | {"optimizer__early_step_in_backward": True},
+            "got the number of optimizer.groups = 1",
+        ),
+        (
+            {"optimizer__name": "Muon", "optimizer__early_step_in_backward": True},
+            "early_step_in_backward .*got optimizer.name = 'Muon'; change one of the two",
+        ),
+        ({"optimizer__muon__momentum": 0.5}, "muon.momentum = 0.5 has no effect .*'AdamW'"),
+        ({"optimizer__muon__momentum": 1.0}, "muon.momentum must be below 1"),
+        ({"optimizer__muon__ns_steps": 0}, "muon.ns_steps must be at least 1"),
+        ({"optimizer__muon__ns_steps": 100}, "muon.ns_steps must be at most 99, got 100"),
+        ({"optimizer__muon__adjust_lr_fn": "orig"}, "adjust_lr_fn must be one of original"),
+        ({"optimizer__muon__ns_dtype": "float16"}, "ns_dtype must be one of bfloat16, float32"),
+        (
+            {"optimizer__name": "Muon", "optimizer__muon__ns_coefficients": [1.0, math.nan, 1.0]},
+            "muon.ns_coefficients must be three finite numbers",
+        ),
+        ({"optimizer__state_dtype": "int8"}, "state_dtype must be one of bfloat16, None"),
+        (
+            {"optimizer__state_dtype": "bfloat16", "training__dtype": "bfloat16"},
+            "state_dtype = 'bfloat16' .*got training.dtype = 'bfloat16'.*; remove it",
+        ),
+    ],
+)
+def test_wrong_setting_is_one_sentence_with_key_value_and_remedy(settings, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        check_job_config(config_with(**settings))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        (["norm", "nrom"], r"groups\[1\].pattern = 'nrom' fits no name of a parameter, such as "),
+        (["layers", "wq"], r"groups\[1\].* fits only parameters that earlier tables take, such as"),
+        (["wq", "frozen"], r"groups\[1\].* fits only frozen parameters, such as frozen.weight"),
+    ],
+)
+def test_table_without_parameters_is_refused_with_the_reason(patterns, message):
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("norm", "frozen")})
+    model["layers"] = nn.ModuleDict({"wq": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    config = Optimizer(groups=[ParameterGroup(pattern=pattern) for pattern in patterns])
+    with pytest.raises(ConfigError, match=message):
+        check_groups(model, config)
+    del config.groups[1]
+    check_groups(model, config)
+
+
+def test_engine_refuses_a_pattern_that_fits_nothing_before_it_has_memory(tmp_path):
+    with pytest.raises(ConfigError, match="fits no name of a parameter, such as tok_embeddings"):
+        engine_of(tmp_path, optimizer=dict(groups=[ParameterGroup(pattern="embed_tokens")]))
+
+
+def test_muon_without_matrices_in_layers_is_refused():
+    with pytest.raises(ConfigError, match="'Muon' needs matrices .*; set it to 'AdamW'"):
+        check_groups(nn.ModuleDict({"output": nn.Linear(2, 2)}), Optimizer(name="Muon"))

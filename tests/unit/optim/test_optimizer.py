@@ -1,0 +1,390 @@
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import LRScheduler, Optimizer
+from torchtitan.distributed import ParallelDims
+from torchtitan.optim.lr_scheduler import build_lr_schedulers
+from torchtitan.optim.optimizer import (
+    OptimizersContainer,
+    OptimizersInBackwardContainer,
+    build_optimizers,
+    build_optimizers_with_moe_load_balancing,
+)
+from torchtitan.testing.gloo import run_ranks
+
+ADAM_KWARGS = {
+    "lr": 0.1,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "fused": True,
+    "foreach": False,
+}
+
+
+def one_rank(**degrees) -> ParallelDims:
+    sizes = {name: degrees.get(name, 1) for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp")}
+    return ParallelDims(**sizes, dp_shard=-1, world_size=sizes["pp"] * sizes["tp"] * sizes["cp"])
+
+
+class Part(nn.Module):
+    def __init__(self, name: str, linear: nn.Linear):
+        super().__init__()
+        self.name = name
+        self.add_module(name, linear)
+
+    def forward(self, x):
+        return self.get_submodule(self.name)(x)
+
+
+def two_parts(seed: int = 0) -> list[nn.Module]:
+    """Two model parts with different parameter names, like pipeline stages."""
+    torch.manual_seed(seed)
+    return [Part("first", nn.Linear(4, 8)), Part("second", nn.Linear(8, 2))]
+
+
+def backward(parts: list[nn.Module], seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(3, 4, generator=generator)
+    parts[1](parts[0](inputs)).square().sum().backward()
+
+
+def weights(parts) -> list[torch.Tensor]:
+    return [p.detach().clone() for part in parts for p in part.parameters()]
+
+
+def plain_container(parts, **options) -> OptimizersContainer:
+    return build_optimizers(parts, Optimizer(lr=0.1, **options), one_rank())
+
+
+@pytest.mark.parametrize("name, cls", [("Adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)])
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+def test_container_steps_like_one_torch_optimizer_over_all_parts(name, cls, implementation):
+    parts, twins = two_parts(), two_parts()
+    optimizers = plain_container(
+        parts, name=name, implementation=implementation, beta1=0.8, eps=1e-6, weight_decay=0.01
+    )
+    expected = cls(
+        [p for part in twins for p in part.parameters()],
+        lr=0.1,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        weight_decay=0.01,
+        foreach=False,
+    )
+    for step in range(3):
+        for modules, optimizer in ((parts, optimizers), (twins, expected)):
+            backward(modules, seed=step)
+            optimizer.step()
+            optimizer.zero_grad()
+    # Adam's update is about lr whatever the gradient's size, so rounding is seen at lr * 1e-5.
+    torch.testing.assert_close(weights(parts), weights(twins), atol=1e-6, rtol=1e-5)
+    assert all(p.grad is None for part in parts for p in part.parameters())
+    assert all(
+        (group["fused"], group["foreach"])
+        == (implementation == "fused", implementation == "foreach")
+        for group in optimizers.param_groups
+    )
+
+
+def test_step_hooks_fire_once_per_container_step():
+    parts = two_parts()
+    optimizers = OptimizersContainer(
+        model_parts=parts, optimizer_cls=torch.optim.Adam, optimizer_kwargs=ADAM_KWARGS
+    )
+    calls = []
+
+    def hook(optimizer, args, kwargs, model_parts):
+        calls.append((optimizer, model_parts))
+
+    optimizers.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizers.register_step_post_hook(partial(hook, model_parts=parts))
+    backward(parts)
+    assert calls == []
+    optimizers.step()
+    assert calls == ["pre", (optimizers, parts)]
+    assert [type(optimizer) for optimizer in optimizers] == [torch.optim.Adam] * 2
+    assert len(optimizers) == 2 and optimizers.optimizers[0].defaults["fused"] is True
+
+
+def test_state_and_param_groups_are_those_of_the_optimizers_inside():
+    parts = two_parts()
+    optimizers = plain_container(parts)
+    params = [p for part in parts for p in part.parameters()]
+    assert not optimizers.state
+    assert [p for group in optimizers.param_groups for p in group["params"]] == params
+    assert params[0] not in optimizers.state and optimizers.state[params[0]] == {}
+    backward(parts)
+    optimizers.step()
+    assert len(optimizers.state) == len(params) and set(optimizers.state) == set(params)
+    assert optimizers.state[params[-1]] is optimizers.optimizers[1].state[params[-1]]
+    with pytest.raises(KeyError):
+        optimizers.state[nn.Parameter(torch.zeros(1))]
+
+
+def test_client_can_move_state_and_set_learning_rates_through_the_container():
+    parts = two_parts()
+    optimizers = plain_container(parts)
+    backward(parts)
+    optimizers.step()
+    for group in optimizers.param_groups:
+        group["lr"] = 0.5
+        for param in group["params"]:
+            state = optimizers.state[param]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.double()
+    for optimizer in optimizers:
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert all(state["exp_avg"].dtype == torch.float64 for state in optimizer.state.values())
+
+
+def test_frozen_parameters_get_no_optimizer():
+    parts = two_parts()
+    parts[0].first.weight.requires_grad = False
+    before = parts[0].first.weight.clone()
+    for in_backward in (False, True):
+        optimizers = plain_container(parts, early_step_in_backward=in_backward)
+        backward(parts)
+        optimizers.step()
+        assert "state.first.weight.exp_avg" not in optimizers.state_dict()
+        assert "state.first.bias.exp_avg" in optimizers.state_dict()
+        assert torch.equal(parts[0].first.weight, before)
+
+
+@pytest.mark.parametrize("saved_in_backward", [False, True])
+@pytest.mark.parametrize("loaded_in_backward", [False, True])
+def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in_backward):
+    parts = two_parts()
+    optimizers = plain_container(parts, early_step_in_backward=saved_in_backward)
+    for step in range(2):
+        backward(parts, seed=step)
+        optimizers.step()
+        optimizers.zero_grad()
+    saved = copy.deepcopy(optimizers.state_dict())
+    assert "state.first.weight.exp_avg" in saved and "param_groups.second.bias.lr" in saved
+
+    resumed = two_parts(seed=5)
+    for part, source in zip(resumed, parts, strict=True):
+        part.load_state_dict(source.state_dict())
+    loaded = plain_container(resumed, early_step_in_backward=loaded_in_backward)
+    loaded.load_state_dict(saved)
+    for modules, container in ((parts, optimizers), (resumed, loaded)):
+        backward(modules, seed=7)
+        container.step()
+    assert all(map(torch.equal, weights(parts), weights(resumed)))
+
+
+def test_state_before_the_first_step_can_be_saved_and_changes_no_weight():
+    parts = two_parts()
+    before = weights(parts)
+    optimizers = plain_container(parts)
+    backward(parts)
+    gradients = [p.grad for part in parts for p in part.parameters()]
+    state = optimizers.state_dict()
+    assert "state.first.weight.exp_avg" in state
+    assert all(map(torch.equal, weights(parts), before))
+    assert [id(p.grad) for part in parts for p in part.parameters()] == list(map(id, gradients))
+
+
+def test_stepping_in_backward_equals_stepping_after_it():
+    parts, twins = two_parts(), two_parts()
+    in_backward = plain_container(parts, early_step_in_backward=True)
+    after = plain_container(twins)
+    assert isinstance(in_backward, OptimizersInBackwardContainer) and len(in_backward) == 4
+    for step in range(3):
+        backward(parts, seed=step)
+        assert all(p.grad is None for part in parts for p in part.parameters())
+        in_backward.step()
+        in_backward.zero_grad()
+        backward(twins, seed=step)
+        after.step()
+        after.zero_grad()
+    assert all(map(torch.equal, weights(parts), weights(twins)))
+    assert len(in_backward.state) == 4
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_every_parameter_follows_the_learning_rate_schedule(early):
+    optimizers = plain_container(two_parts(), early_step_in_backward=early)
+    schedulers = build_lr_schedulers(optimizers, LRScheduler(warmup_steps=4), training_steps=8)
+    assert len(schedulers) == len(optimizers)
+    assert {group["lr"] for group in optimizers.param_groups} == {0.1 / 4}
+
+
+def test_unknown_optimizer_names_the_choices():
+    with pytest.raises(NotImplementedError, match=r"\['Adam', 'AdamW', 'Muon'\], got 'SGD'"):
+        plain_container(two_parts(), name="SGD")
+
+
+@pytest.mark.parametrize("degree, key", [("pp", "pipeline"), ("ep", "expert")])
+def test_stepping_in_backward_is_refused_with_pipeline_and_expert_parallelism(degree, key):
+    dims = SimpleNamespace(**{"pp": 1, "ep": 1, degree: 2})
+    with pytest.raises(NotImplementedError, match=f"early_step_in_backward.*{key}_parallel_degree"):
+        build_optimizers(two_parts(), Optimizer(early_step_in_backward=True), dims)
+
+
+def test_stepping_in_backward_says_what_it_makes_ineffective(caplog):
+    plain_container(two_parts(), early_step_in_backward=False)
+    assert not caplog.text
+    plain_container(two_parts(), early_step_in_backward=True)
+    assert "training.max_norm" in caplog.text and "training.nonfinite_grad_norm" in caplog.text
+
+
+def test_fault_tolerance_is_refused_only_when_enabled():
+    build_optimizers(two_parts(), Optimizer(), one_rank(), SimpleNamespace(enabled=False))
+    with pytest.raises(NotImplementedError, match="fault_tolerance.enable = false"):
+        build_optimizers(two_parts(), Optimizer(), one_rank(), SimpleNamespace(enabled=True))
+
+
+# --- MoE load balancing ---------------------------------------------------------------------
+
+
+class Moe(nn.Module):
+    def __init__(self, counts: list[float], coeff: float | None):
+        super().__init__()
+        self.load_balance_coeff = coeff
+        self.register_buffer("tokens_per_expert", torch.tensor(counts))
+        self.register_buffer("expert_bias", torch.zeros(len(counts)))
+
+
+class Block(nn.Module):
+    def __init__(self, moe: Moe | None):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.moe_enabled = moe is not None
+        self.moe = moe
+
+
+def moe_model(*moes: Moe) -> nn.Module:
+    model = nn.Module()
+    blocks = [Block(None), *(Block(moe) for moe in moes)]
+    model.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+    return model
+
+
+def balanced_step(model: nn.Module) -> None:
+    no_mesh = SimpleNamespace(get_optional_mesh=lambda name: None)
+    build_optimizers_with_moe_load_balancing([model], Optimizer(), no_mesh).step()
+
+
+def test_expert_bias_moves_towards_the_idle_experts_and_keeps_its_mean():
+    model = moe_model(Moe([8.0, 0.0, 2.0, 2.0], coeff=0.1), Moe([1.0, 1.0, 1.0, 5.0], coeff=0.2))
+    balanced_step(model)
+    # Signs of mean - count: (-, +, +, +) and (+, +, +, -), minus the mean of the changes.
+    moes = [model.layers["1"].moe, model.layers["2"].moe]
+    torch.testing.assert_close(
+        moes[0].expert_bias, torch.tensor([-0.1, 0.1, 0.1, 0.1]) - 0.05, atol=1e-7, rtol=0
+    )
+    torch.testing.assert_close(
+        moes[1].expert_bias, torch.tensor([0.2, 0.2, 0.2, -0.2]) - 0.1, atol=1e-7, rtol=0
+    )
+    assert all(moe.tokens_per_expert.count_nonzero() == 0 for moe in moes)
+
+
+def test_even_load_leaves_the_bias_alone():
+    model = moe_model(Moe([3.0, 3.0], coeff=0.1))
+    balanced_step(model)
+    assert model.layers["1"].moe.expert_bias.count_nonzero() == 0
+
+
+def test_recomputed_block_counts_each_token_once():
+    # Halved with rounding down: (3, 2) becomes (1, 1), which is even.
+    model = moe_model(Moe([3.0, 2.0], coeff=0.1))
+    model.layers["1"].checkpoint_impl = CheckpointImpl.NO_REENTRANT
+    balanced_step(model)
+    assert model.layers["1"].moe.expert_bias.count_nonzero() == 0
+
+
+def test_recomputed_block_that_is_compiled_has_counted_once():
+    model = moe_model(Moe([3.0, 2.0], coeff=0.1))
+    block = model.layers["1"]
+    block.checkpoint_impl = CheckpointImpl.NO_REENTRANT
+    block._orig_mod = None  # the attribute of a compiled module
+    balanced_step(model)
+    torch.testing.assert_close(block.moe.expert_bias, torch.tensor([-0.1, 0.1]))
+
+
+@pytest.mark.parametrize("coeff", [None, 0.0])
+def test_without_a_coefficient_nothing_is_balanced(coeff):
+    model = moe_model(Moe([5.0, 1.0], coeff=coeff))
+    balanced_step(model)
+    moe = model.layers["1"].moe
+    assert moe.expert_bias.count_nonzero() == 0 and moe.tokens_per_expert.tolist() == [5.0, 1.0]
+
+
+def balanced_bias_of_this_rank() -> list[float]:
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=world_size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world_size
+    )
+    model = moe_model(Moe([4.0, 0.0, 1.0] if rank == 0 else [0.0, 6.0, 1.0], coeff=1.0))
+    build_optimizers_with_moe_load_balancing([model], Optimizer(), dims).step()
+    return model.layers["1"].moe.expert_bias.tolist()
+
+
+def test_expert_load_is_summed_over_ranks():
+    # Counts 4, 6, 2 with mean 4: changes 0, -1, +1.
+    assert run_ranks(balanced_bias_of_this_rank, 2) == [[0.0, -1.0, 1.0]] * 2
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------
+
+
+def sharded_steps_equal_unsharded_ones(implementation: str, in_backward: bool) -> None:
+    parts, twins = two_parts(), two_parts()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+    options = {"implementation": implementation, "early_step_in_backward": in_backward}
+    sharded, whole = plain_container(parts, **options), plain_container(twins, **options)
+    for step in range(3):
+        for modules, optimizers in ((parts, sharded), (twins, whole)):
+            # The same batch on both ranks: the averaged gradient is the single-process one.
+            backward(modules, seed=step)
+            optimizers.step()
+            optimizers.zero_grad()
+        # A forward without gradient leaves the modules gathered; saving must handle that.
+        with torch.no_grad():
+            parts[1](parts[0](torch.zeros(3, 4)))
+        state = sharded.state_dict()
+        assert isinstance(state["state.first.weight.exp_avg"], DTensor)
+        sharded.load_state_dict(state)
+        for name, value in whole.state_dict().items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                # Two ways to add the same numbers; Adam's first steps are about lr = 0.1 each.
+                torch.testing.assert_close(state[name].full_tensor(), value, atol=1e-5, rtol=1e-5)
+    for part, twin in zip(parts, twins, strict=True):
+        for p, q in zip(part.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.data, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+def test_sharded_parameters_step_and_save_like_whole_ones(implementation, in_backward):
+    run_ranks(sharded_steps_equal_unsharded_ones, 2, implementation, in_backward)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_saving_before_the_first_step_changes_no_step(implementation):
+    trained = []
+    for saves in (False, True):
+        parts = two_parts()
+        config = Optimizer(implementation=implementation, lr=0.1)
+        optimizers = build_optimizers(parts, config, one_rank())
+        if saves:
+            optimizers.load_state_dict(optimizers.state_dict())
+        for _ in range(2):
+            backward(parts)
+            optimizers.step()
+            optimizers.zero_grad()
+        trained.append(weights(parts))
+    for without, with_save in zip(*trained, strict=True):
+        assert torch.equal(without, with_save)

@@ -1,0 +1,355 @@
+"""What the documentation names is there, and its examples run."""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import tomli
+import torch
+
+from scripts import architecture, changelog
+from tests.unit.models.test_hf_config import LLAMA_3_2_3B
+from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Checkpoint
+from torchtitan.config.toml_values import with_values
+from torchtitan.data.text_datasets import DATASETS
+from torchtitan.distributed import ParallelDims
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import find_train_spec
+from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
+from torchtitan.protocols import train_spec
+from torchtitan.rl.job_config import JobConfig as RLJobConfig
+from torchtitan.rl.losses import GSPOLoss
+from torchtitan.tools.logging import logger
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+ROOT_PAGES = ("CHANGELOG", "CONTRIBUTING", "README")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*sorted(DOCS.glob("*.md")), *(ROOT / f"{name}.md" for name in ROOT_PAGES)]
+}
+
+FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page])
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the documentation site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_links_are_headings(page):
+    missing = []
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[page]):
+        target = (ROOT / page).parent.joinpath(file) if file else ROOT / page
+        if anchor not in anchors_of(target.read_text()):
+            missing.append(f"{file}#{anchor}")
+    assert missing == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = {
+        "index.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        *(path.name for path in DOCS.glob("*.md")),
+    }
+    assert sorted(listed) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_repository_that_a_page_names_are_there(page):
+    named = re.findall(
+        r"(?<![\w/.])(?:\./)?((?:torchtitan|tests|scripts|benchmarks|examples|docs|\.ci)/[\w./-]+)",
+        PAGES[page],
+    )
+    missing = {path for path in named if not (ROOT / path.rstrip(".")).exists()}
+    assert {path for path in missing if "NAME" not in path} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_that_a_page_names_are_keys_of_the_config(page):
+    config = RLJobConfig()
+    sections = "|".join(field.name for field in dataclasses.fields(config))
+    for key in re.findall(rf"(?:`|--)((?:{sections})(?:\.[a-z]\w*)+)[`\s=]", PAGES[page]):
+        value = config
+        for name in [] if key.endswith(FILES) else key.split("."):
+            assert hasattr(value, name), f"{page}: {key}"
+            value = getattr(value, name)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
+    missing = []
+    for path in sorted(set(re.findall(r"(?<![\w./-])torchtitan(?:\.[A-Za-z_]\w*)+", PAGES[page]))):
+        try:
+            value = pkgutil.resolve_name(path)
+            if isinstance(value, ModuleType):  # an attribute would be no path of a module
+                importlib.import_module(path)
+        except (ImportError, AttributeError) as error:
+            package = (getattr(error, "name", None) or "torchtitan").partition(".")[0]
+            missing += [path] if package == "torchtitan" else []  # others may not be installed
+    assert missing == []
+
+
+# ---- architecture.md ----
+
+
+def test_every_part_of_the_package_is_described():
+    page = PAGES["docs/architecture.md"]
+    parts = [part for row in architecture.LAYERS for part in row]
+    assert [part for part in parts if f"**`{part}`**" not in page] == []
+
+
+# ---- metrics.md ----
+
+
+def test_every_metric_of_training_is_described():
+    class Recorder(BaseLogger):
+        names: set[str] = set()
+
+        def log(self, metrics, step):
+            self.names |= metrics.keys()
+
+    dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
+    processor = MetricsProcessor(JobConfig(), dims)
+    processor.logger, processor.num_flops_per_token = Recorder(), 1
+    processor.gpu_peak_flops = 1.0
+    processor.log(1, 1.0, 1.0, 1.0, extra_metrics={"n_tokens_seen": 1, "lr": 1.0})
+    processor.log_validation(1.0, 1)
+    page = PAGES["docs/metrics.md"]
+    described = {name for name in Recorder.names if f"`{name}`" in page}
+    rest = {name for name in Recorder.names - described if "validation_metrics/memory/" not in name}
+    assert rest == set()
+
+
+def test_every_metric_of_rl_is_described():
+    source = "".join(
+        (ROOT / "torchtitan/rl" / name).read_text() for name in ("controller.py", "losses.py")
+    )
+    names = set(re.findall(r'"((?:rl|time|loss)/[\w()]+)"', source))
+    names |= {f"loss/{name}" for name in re.findall(r'metrics\["(\w+)"\]', source)}
+    guarded = GSPOLoss(correction="sequence", max_token_mismatch=1.0, max_sequence_mismatch=1.0)
+    names |= {f"loss/{name}" for name in guarded.metric_names}
+    assert names
+    assert {name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]} == set()
+
+
+# ---- extending.md ----
+
+
+def test_module_of_the_page_on_extending_trains(tmp_path):
+    page = PAGES["docs/extending.md"]
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "my_ideas.py").write_text("\n\n".join(blocks))
+    (command,) = re.findall(r"```bash\npython (.*?)```", page, flags=re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, *command.replace("\\\n", "").split()]
+        + ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2"]
+        + ["--parrot.z_loss=0.5", f"--job.dump_folder={tmp_path}"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    # ln(2048) = 7.6, and half of its square for the loss's own term.
+    (loss,) = re.findall(r"step:  2 .*?loss: +([\d.]+)", result.stdout)
+    assert 30 < float(loss) < 45
+
+
+# ---- Python in the pages ----
+
+NOT_RUN = "# Not run by the tests: "  # and why
+# Blocks of one page continue each other. Those on extending are a module, which trains above; those of
+# the quickstart run in tests/reliability/test_quickstart.py.
+PYTHON_PAGES = {page for page in PAGES if "```py" in PAGES[page]}
+PYTHON_PAGES = sorted(PYTHON_PAGES - {"docs/extending.md", "docs/quickstart.md"})
+
+
+def names_of_checkpoint_page():
+    """An engine, the folders that the page reads, and a place to send weights to."""
+    for folder in ("assets/hf/Llama-3.2-3B", "hf_folder"):
+        Path(folder).mkdir(parents=True)
+    Path("assets/hf/Llama-3.2-3B/config.json").write_text(json.dumps(LLAMA_3_2_3B))
+    llama3 = train_spec.get_train_spec("llama3")
+    flavors = {"debugmodel": dataclasses.replace(llama3.model_args["debugmodel"], dim=32)}
+    engine = TrainingEngine(
+        JobConfig(checkpoint=Checkpoint(enable=True)),
+        train_spec=dataclasses.replace(llama3, model_args=flavors),
+    )
+    engine.save_hf("hf_folder")
+    sent: dict = {}
+    return {
+        "engine": engine,
+        "sent": sent,
+        "send": sent.__setitem__,
+        "send_last": lambda version, digest: None,
+    }
+
+
+# What a page takes for granted.
+def batches_of_embedding_page():
+    """Two microbatches of 8 and 6 labels, and the mean over their tokens as a loss of one's own."""
+    batches = []
+    for n_tokens in (8, 6):
+        batch = {"input": torch.arange(n_tokens)[None], "labels": torch.arange(n_tokens)[None] + 1}
+        ones = torch.ones(1, n_tokens)
+        batches.append(
+            batch | {"old_logprobs": -7 * ones, "advantages": ones, "weights": ones / 14}
+        )
+
+    def my_loss(logits, labels, batch):
+        return torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
+
+    given = {"my_loss": my_loss, "num_valid_of_the_step": 14}
+    return given | {"microbatches": batches, "batches": batches}
+
+
+GIVEN = {
+    "docs/embedding.md": batches_of_embedding_page,
+    "docs/checkpoint.md": names_of_checkpoint_page,
+    "docs/report.md": lambda: {"job_config": JobConfig(), "step": 3},
+}
+
+
+def readme_trained(names, output):
+    assert "OptimStepResult" in output and names["logits"].shape == (4, 128, 2048)
+    controller = names["controller"]
+    assert (
+        controller.trainer.policy_version == 2
+        and Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
+    )
+
+
+def weights_were_sent(names, output):
+    (table,) = re.findall(r"^```toml\n(.*?)^```$", PAGES["docs/checkpoint.md"], re.M | re.S)
+    args = find_train_spec(with_values(JobConfig(), tomli.loads(table))).model_args
+    assert args["debugmodel"].dim == LLAMA_3_2_3B["hidden_size"]
+    assert args["debugmodel"].n_layers == 4
+    (file,) = Path("hf_folder").glob("*.safetensors")
+    assert {path.name for path in Path("outputs/checkpoint").iterdir()} >= {"step-0"}
+    for name, weight in safetensors.torch.load_file(file).items():
+        assert torch.equal(names["sent"].pop(name), weight.bfloat16()), name
+    assert not names["sent"]
+
+
+def labels_are_left_out(names, output):
+    ignored = (names["labels"] == -100).nonzero().tolist()
+    assert ignored == [[0, 3], [0, 6], [0, 7]] and names["num_valid"] == 5
+    documents = [0, 0, 0, 0, 1, 1, 1, 2]
+    places = [torch.tensor(place) for place in range(8)]
+    zero, seen = torch.tensor(0), names["mask"].mask_mod
+    for q, k in itertools.product(places, places):
+        assert bool(seen(zero, zero, q, k)) == (documents[q] == documents[k] and k <= q)
+
+
+def metrics_and_the_critics_gradient_are_those_by_hand(names, output):
+    assert names["step"].metrics["tokens"] == 14
+    # 14 labels of weight 1/14 and ratio exp(log-prob + 7): about minus the largest ratio, or above.
+    assert -names["step"].metrics["largest_ratio"] <= names["step"].loss < 0
+    (values,) = names["critic"].forward_step({"input": names["tokens"]})
+    slope = 2 * (values.squeeze(-1) - names["returns"]) * names["mask"]
+    bias = names["critic"].model_parts[0].score.bias.grad
+    torch.testing.assert_close(bias, slope.mean()[None])
+
+
+def dataset_is_registered(names, output):
+    assert DATASETS["wiki"].sample_processor({"title": "a", "body": "b"}) == "a\n\nb"
+
+
+def phase_is_on_record(names, output):
+    kinds = [json.loads(line)["kind"] for line in open("outputs/events.jsonl")]
+    assert kinds == ["start", "phase", "end"]
+
+
+def policy_took_a_step(names, output):
+    assert names["done"].policy_version == 1 and names["done"].lr == 1e-4
+    assert not any(Path().iterdir())  # nothing was asked to be written
+
+
+def prompt_was_scored(names, output):
+    assert [len(row or ()) for row in names["response"].topk_prompt_logprobs] == [0, 3, 3]
+
+
+def guesses_are_answered(names, output):
+    prompt, turn = names["Prompt"]("?", (1,), "5"), names["Turn"]
+    replies = [names["Guess"].reply(None, prompt, [turn(guess)]) for guess in "375"]
+    assert replies == [">", "<", None]
+
+
+THEN = {
+    "README.md": readme_trained,
+    "docs/checkpoint.md": weights_were_sent,
+    "docs/datasets.md": dataset_is_registered,
+    "docs/documents.md": labels_are_left_out,
+    "docs/embedding.md": metrics_and_the_critics_gradient_are_those_by_hand,
+    "docs/report.md": phase_is_on_record,
+    "docs/rl.md": policy_took_a_step,
+    "docs/rl_reference.md": guesses_are_answered,
+    "docs/rl_serve.md": prompt_was_scored,
+}
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGES[page], re.M | re.S)
+    assert len(blocks) == PAGES[page].count("```py")
+    level, names = logger.level, GIVEN.get(page, dict)()
+    with mock.patch.dict(train_spec._extra_train_specs), mock.patch.dict(DATASETS):
+        try:
+            for block in blocks:
+                block = re.sub(r"--training\.steps=\d+", "--training.steps=2", block)
+                code = compile(block.replace("/tmp/", f"{tmp_path}/"), page, "exec")
+                if NOT_RUN not in block:
+                    exec(code, names)
+            if any(NOT_RUN not in block for block in blocks):
+                THEN[page](names, capfd.readouterr().out)
+        finally:
+            logger.setLevel(level)
+            for value in names.values():
+                if isinstance(value, TrainingEngine):
+                    value.close()
+
+
+# ---- CHANGELOG.md ----
+
+
+def test_release_moves_the_fragments_above_the_earlier_versions(tmp_path):
+    (tmp_path / "changelog.d").mkdir()
+    for name, text in {"b": "Second.\n", "a": "First, on\ntwo lines.\n"}.items():
+        (tmp_path / f"changelog.d/{name}.md").write_text(text)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\nHead.\n\n## 0.2.100\n\n- Old.\n")
+    changelog.release("0.2.101", tmp_path)
+    assert (tmp_path / "CHANGELOG.md").read_text() == (
+        "# Changelog\n\nHead.\n\n## 0.2.101\n\n- First, on two lines.\n- Second.\n"
+        "\n## 0.2.100\n\n- Old.\n"
+    )
+    assert not list((tmp_path / "changelog.d").iterdir())
+
+
+def test_version_is_none_that_the_reference_has_published():
+    version = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version.startswith("0.2.100")

@@ -1,0 +1,44 @@
+"""The documentation site: it builds without a warning, and its links lead to its own pages."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[docs]'")
+
+
+def build(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, *options],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_site_builds_strictly_and_links_within_itself(tmp_path):
+    result = build(tmp_path)
+    assert result.returncode == 0, result.stderr
+    links = re.findall(r'href="([^"#]+)', (tmp_path / "index.html").read_text())
+    inside = [link for link in links if not link.startswith(("http", "data:"))]
+    assert {"rl.html", "differences.html", "CONTRIBUTING.html"} <= set(inside)
+    assert [link for link in inside if not (tmp_path / link).exists()] == []
+    assert (tmp_path / "examples/embedding/sft.py").read_text().startswith('"""')
+
+
+def test_link_to_a_missing_anchor_fails_the_build(tmp_path):
+    config = (ROOT / "mkdocs.yml").read_text()
+    pages = tmp_path / "docs"
+    pages.mkdir()
+    (pages / "index.md").write_text("# Home\n\n[nowhere](#no-such-heading)\n")
+    config = config.partition("nav:\n")[0].replace("docs_dir: docs", f"docs_dir: {pages}")
+    config = config.replace("hooks: [scripts/docs_site.py]\n", "")
+    (tmp_path / "mkdocs.yml").write_text(config)
+    result = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert result.returncode == 1 and "#no-such-heading" in result.stderr

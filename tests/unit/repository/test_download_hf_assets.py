@@ -1,0 +1,129 @@
+"""The files that the script requests from a fake hub."""
+
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("huggingface_hub")
+pytest.importorskip("tqdm")
+HTTPError = pytest.importorskip("requests.exceptions").HTTPError
+
+import requests  # noqa: E402
+
+from scripts.download_hf_assets import download_hf_assets, main  # noqa: E402
+
+REPO = "meta-llama/Llama-3.1-8B"
+TOKENIZER = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "original/tokenizer.model",
+    "chat_template.jinja",
+]
+CONFIG = ["config.json", "generation_config.json"]
+INDEX = ["model.safetensors.index.json"]
+SAFETENSORS = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)] + INDEX
+OTHERS = ["README.md", "LICENSE", "USE_POLICY.txt", "original/consolidated.00.pth"]
+ALL = TOKENIZER + CONFIG + SAFETENSORS + OTHERS
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with the files of Llama 3.1 8B, and a chat template; call it to download, and get the file names."""
+    with (
+        mock.patch("huggingface_hub.list_repo_files", return_value=ALL) as listing,
+        mock.patch("huggingface_hub.hf_hub_download") as download,
+    ):
+
+        def fetch(asset_types, **options) -> list[str]:
+            download_hf_assets(
+                repo_id=REPO, local_dir=str(tmp_path), asset_types=asset_types, **options
+            )
+            for call in download.call_args_list:
+                assert call.args == ()
+                assert call.kwargs["repo_id"] == REPO
+                assert call.kwargs["local_dir"] == str(tmp_path / "Llama-3.1-8B")
+            return [call.kwargs["filename"] for call in download.call_args_list]
+
+        fetch.listing, fetch.download = listing, download
+        yield fetch
+
+
+def http_error(status: int) -> HTTPError:
+    response = requests.Response()
+    response.status_code = status
+    return HTTPError(response=response)
+
+
+@pytest.mark.parametrize(
+    ("asset_types", "files"),
+    [
+        ("tokenizer", TOKENIZER),
+        (["config"], CONFIG),
+        ("safetensors", SAFETENSORS),
+        ("index", INDEX),
+        (["tokenizer", "config", "safetensors", "index"], TOKENIZER + CONFIG + SAFETENSORS),
+    ],
+)
+def test_asset_types_choose_their_files_once_each(hub, asset_types, files):
+    assert sorted(hub(asset_types)) == sorted(files)
+
+
+def test_download_all_takes_every_file(hub):
+    assert sorted(hub([], download_all=True)) == sorted(ALL)
+
+
+def test_type_without_files_is_warned_of_and_nothing_downloaded(hub, capsys):
+    hub.listing.return_value = OTHERS
+    assert hub("tokenizer") == []
+    expected = f"Warning: No matching files found for asset_type 'tokenizer' in {REPO}"
+    assert expected in capsys.readouterr().out
+
+
+def truthy_http_error(status: int) -> HTTPError:
+    error = HTTPError()
+    error.response = SimpleNamespace(status_code=status)
+    return error
+
+
+@pytest.mark.parametrize("make_error", [http_error, truthy_http_error])
+def test_file_that_is_listed_but_not_there_is_skipped(hub, capsys, make_error):
+    hub.listing.return_value = [*CONFIG, "missing_file.json"]
+
+    def download(filename, **_):
+        if filename == "missing_file.json":
+            raise make_error(404)
+
+    hub.download.side_effect = download
+    assert len(hub("config", additional_patterns=["missing_file.json"])) == 3
+    assert "File missing_file.json not found, skipping..." in capsys.readouterr().out
+
+
+def test_other_download_errors_are_raised(hub):
+    hub.download.side_effect = http_error(500)
+    with pytest.raises(HTTPError):
+        hub("config")
+
+
+def test_listing_without_permission_hints_at_the_token(hub, capsys):
+    hub.listing.side_effect = http_error(401)
+    with pytest.raises(HTTPError):
+        hub("config")
+    assert "--hf_token" in capsys.readouterr().out
+
+
+def test_malformed_repository_and_unknown_type_are_refused_before_the_hub_is_asked(tmp_path):
+    with pytest.raises(ValueError, match="Invalid repo_id format.*'llama'"):
+        download_hf_assets("llama", str(tmp_path), "tokenizer")
+    with pytest.raises(ValueError, match="Unknown asset type weights, known are tokenizer"):
+        download_hf_assets(REPO, str(tmp_path), ["config", "weights"])
+
+
+def test_command_line_fetches_what_it_names(hub, monkeypatch, tmp_path):
+    arguments = ["--repo_id", REPO, "--local_dir", str(tmp_path), "--assets", "config", "index"]
+    monkeypatch.setattr(sys, "argv", ["download", *arguments])
+    main()
+    files = [call.kwargs["filename"] for call in hub.download.call_args_list]
+    assert sorted(files) == sorted(CONFIG + INDEX)

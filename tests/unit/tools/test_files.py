@@ -1,0 +1,286 @@
+"""Only regular files are opened, and files are not written through links."""
+
+import os
+import re
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
+from torchtitan.adapters import peft_files
+from torchtitan.checkpoint import folder as checkpoint_folder
+from torchtitan.checkpoint import hf
+from torchtitan.checkpoint.folder import HF_INDEX
+from torchtitan.config import JobConfig
+from torchtitan.data import counts
+from torchtitan.data.chat_template import ChatTemplate
+from torchtitan.data.local_files import load_local_documents
+from torchtitan.data.token_files import TokenDocuments
+from torchtitan.data.tokenizer_files import load as load_tokenizer
+from torchtitan.distributed.pipeline_order import compute_order
+from torchtitan.listeners.metrics import JsonlLogger
+from torchtitan.listeners.profiling import MemorySnapshot
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.rl.jsonl_task import JsonlTask
+from torchtitan.rl.metrics import append_episodes
+from torchtitan.tools import events
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import open_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def a_pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def a_socket(folder: Path) -> Path:
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))  # a socket's path has at most 107 characters
+    return path
+
+
+@pytest.mark.parametrize("mode", ["r", "rb", "w", "a", "rb+", "x"])
+@pytest.mark.parametrize("make", [a_pipe, a_socket, lambda _: Path("/dev/zero"), lambda f: f])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch, mode, make):
+    monkeypatch.chdir(tmp_path)
+    path = make(tmp_path)
+    with pytest.raises(OSError, match=r"not a regular file|Is a directory|File exists"):
+        open_file(path, mode)
+
+
+def test_links_are_read_through_and_not_written_through(tmp_path):
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "folder").symlink_to(tmp_path)  # a link of the folder itself, as to a larger disk
+    with open_file(tmp_path / "link") as file:
+        assert file.read() == "mine"
+    for mode in ("w", "a", "r+"):
+        for name in ("link", "dangling", "folder/link"):
+            with pytest.raises(
+                OSError, match="it is a link, and files are not written through links; remove"
+            ):
+                open_file(tmp_path / name, mode)
+    with open_file(tmp_path / "folder" / "new", "w") as file:
+        file.write("text")
+    assert (tmp_path / "new").read_text() == "text"
+    assert (tmp_path / "there").read_text() == "mine" and not (tmp_path / "nowhere").exists()
+
+
+def save(folder: Path) -> None:
+    run = Run(folder)
+    run.manager.claim_folder()
+    run.manager.run_record = {"optimizer.name": "AdamW"}
+    try:
+        run.train_and_save(1)
+    finally:
+        run.manager.close()
+
+
+def save_by_path(folder: Path) -> None:
+    Run(folder).manager.save(1, path=str(folder / "checkpoint/step-1"))
+
+
+def save_hf(folder: Path) -> None:
+    run = Run(folder, adapter=NetAdapter(None, None))
+    run.manager.save_hf(str(folder / "checkpoint/step-1"))
+
+
+def save_config(folder: Path) -> None:
+    config = JobConfig()
+    config.job.dump_folder, config.job.save_config_file = str(folder), "config.json"
+    config.maybe_log()
+
+
+def record(folder: Path) -> None:
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    with events.recording(config):
+        pass
+
+
+def append_sample(folder: Path) -> None:
+    append_episodes(str(folder / "episodes.jsonl"), 1, [SimpleNamespace(to_dict=dict)])
+
+
+def snapshot(folder: Path) -> None:
+    MemorySnapshot(SimpleNamespace(_snapshot=list), str(folder), "", 1, 0).step()
+
+
+WRITERS = {
+    "checkpoint/.lock": save,
+    "checkpoint/step-1/.incomplete": save,
+    "checkpoint/step-1/.metadata.tmp": save,
+    "checkpoint/step-1/.metadata": save,
+    "checkpoint/step-1/.sha256sums": save,
+    "checkpoint/step-1/run.json": save,
+    "checkpoint/step-1/__0_0.distcp": save,
+    "checkpoint/step-1/.keep": save_by_path,
+    f"checkpoint/step-1/{HF_INDEX}": save_hf,
+    "checkpoint/step-1/model-00001-of-00001.safetensors": save_hf,
+    "config.json": save_config,
+    events.FILE_NAME: record,
+    "metrics.jsonl": lambda folder: JsonlLogger(str(folder / "metrics.jsonl")).close(),
+    "episodes.jsonl": append_sample,
+    "iteration_1/rank0_memory_snapshot.pickle": snapshot,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("exists", [True, False])
+def test_no_link_in_a_run_folder_is_written_through(tmp_path, monkeypatch, name, exists):
+    monkeypatch.setattr(dist, "is_initialized", lambda: WRITERS[name] is save_config)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    mine, folder = tmp_path / "mine", tmp_path / "run"
+    if exists:
+        mine.write_text("without a line end")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(mine)
+    error = None
+    try:
+        WRITERS[name](folder)
+    except (OSError, RunError) as refusal:
+        error = str(refusal)
+    assert mine.exists() == exists and (not exists or mine.read_text() == "without a line end")
+    # The link is refused, or was replaced by a file.
+    assert (
+        "it is a link" in (error or "")
+        or name == events.FILE_NAME
+        or not os.path.islink(folder / name)
+    )
+
+
+def test_shards_go_to_no_linked_folder(tmp_path, monkeypatch):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoint/step-1"
+    for place in (elsewhere, folder):
+        place.mkdir(parents=True)
+    (elsewhere / "mine").touch()
+    (folder / "sharded").symlink_to(elsewhere)
+    save_hf(tmp_path)
+    assert [entry.name for entry in elsewhere.iterdir()] == ["mine"]
+    assert not (folder / "sharded").exists()
+
+
+@pytest.mark.parametrize("make", [a_pipe, lambda _: Path("/dev/zero"), lambda _: Path("/dev/full")])
+def test_run_goes_on_without_its_history_where_that_is_no_file(tmp_path, caplog, make):
+    (tmp_path / events.FILE_NAME).symlink_to(make(tmp_path))
+    record(tmp_path)
+    assert "The run goes on, but without a record of its events" in caplog.text
+
+
+def tokenizer_folder(folder: Path) -> None:
+    for name, content in {"vocab.json": '{"a": 0}', "merges.txt": ""}.items():
+        if not (folder / name).exists():
+            (folder / name).write_text(content)
+    load_tokenizer(folder)
+
+
+def chat_template(folder: Path) -> None:
+    tokenizer = SimpleNamespace(config={}, tokenizer_path=folder)
+    ChatTemplate.of_tokenizer(tokenizer, path=str(folder / "own.jinja"))
+
+
+def copies_in_folder(folder: Path) -> None:
+    entry = SimpleNamespace(relative_path=str(folder / "model.safetensors"))
+    names = [SimpleNamespace(fqn="a"), SimpleNamespace(fqn="b")]
+    metadata = SimpleNamespace(
+        storage_data=SimpleNamespace(items=lambda: [(n, entry) for n in names])
+    )
+    hf._check_copies({"a": "b"}, metadata, str(folder))
+
+
+def hashes(folder: Path) -> None:
+    checkpoint_folder.recorded_hashes(str(folder))
+
+
+READERS = {
+    "model.safetensors": lambda folder: hf.check_files(str(folder)),
+    "config.json": lambda folder: from_hf_config(folder),
+    ".sha256sums": hashes,
+    "adapter_config.json": lambda folder: peft_files.read_config(str(folder)),
+    "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
+        str(folder / "adapter_model.safetensors")
+    ),
+    "tokenizer.json": tokenizer_folder,
+    "merges.txt": tokenizer_folder,
+    "vocab.json": tokenizer_folder,
+    "tokenizer_config.json": tokenizer_folder,
+    "own.jinja": chat_template,
+    "prompts.jsonl": lambda folder: JsonlTask(str(folder / "prompts.jsonl"), len, None),
+    "order.csv": lambda folder: compute_order(type, [], 1, str(folder / "order.csv")),
+    "tokens.json": lambda folder: TokenDocuments(str(folder)),
+    "a.idx": lambda folder: (Path(folder, "a.bin").touch(), TokenDocuments(str(folder))),
+    **{
+        f"a{suffix}": lambda folder, suffix=suffix: load_local_documents(str(folder / f"a{suffix}"))
+        for suffix in (".jsonl", ".txt", ".jsonl.gz", ".parquet")
+    },
+}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", READERS)
+def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypatch, name, make):
+    make(tmp_path / name)
+    system, opened = os.open, []
+    monkeypatch.setattr(
+        os, "open", lambda path, *a, **k: opened.append(path) or system(path, *a, **k)
+    )
+    with pytest.raises((OSError, ValueError), match="not a regular file|leads out of") as refusal:
+        READERS[name](tmp_path)
+    assert name in str(refusal.value) and str(tmp_path / name) not in map(str, opened)
+
+
+def test_copy_of_a_weight_in_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(OSError, match="not a regular file"):
+        copies_in_folder(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_kept_counts_that_are_no_file_are_counted_again(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counts.kept("key", lambda: np.arange(3))
+    (file,) = Path(tmp_path, "torchtitan").iterdir()
+    file.unlink()
+    make(file)
+    for _ in range(2):
+        assert counts.kept("key", lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert file.is_file() and not file.is_symlink()
+
+
+# Files of the system and of this program itself, which nobody else prepares.
+OPENED_OTHERWISE = {
+    "config/checks/files.py": "with open(os.path.join(trial",
+    "data/python_docs.py": "text.read_bytes()",
+    "numerics/products.py": 'open("/proc/cpuinfo")',
+    "tools/logging.py": "os.devnull",
+    "testing/gloo.py": "",
+    "tools/files.py": "",
+    "tools/host.py": 'open("/proc/self/',
+    "tools/torch_parts.py": "path.read_text()",
+    "tools/utils.py": 'Path("/proc/meminfo")',
+    "train.py": 'with open(path, "w")',  # torchrun's file for errors
+    "report/page.py": 'f"page.{name}"',
+    "rl/weight_sync.py": "os.scandir(folder)",  # a folder of the process's own
+}
+OPENS = re.compile(r"(?<![\w.])open\(|\.(read_text|read_bytes|from_file)\(|safe_open\(|load_file\(|ParquetFile\(")  # fmt: skip
+
+
+def test_every_file_is_opened_by_the_module_that_refuses_pipes():
+    package = Path(peft_files.__file__).parents[1]
+    others = [
+        f"{name}: {line.strip()}"
+        for file in package.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if OPENS.search(line) and not re.search(r"regular_file\(|def open\(", line)
+        for name in [str(file.relative_to(package))]
+        if OPENED_OTHERWISE.get(name, "\0") not in line
+    ]
+    assert others == []

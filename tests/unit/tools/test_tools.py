@@ -1,0 +1,336 @@
+import gc
+import json
+import logging
+import os
+import pickle
+import platform
+import re
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.config import Profiling
+from torchtitan.listeners import profiling
+from torchtitan.tools import host, torch_versions, utils
+from torchtitan.tools import logging as titan_logging
+
+
+@pytest.fixture
+def untouched_logger():
+    logger = titan_logging.logger
+    before = logger.handlers, logger.level, logger.propagate
+    yield logger
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logger, capsys):
+    root_handlers = list(logging.getLogger().handlers)
+    titan_logging.init_logger()
+    titan_logging.init_logger()
+    untouched_logger.info("hello")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert re.fullmatch(r"\[titan\] \d\d:\d\d:\d\d hello", lines[0])
+    assert logging.getLogger().handlers == root_handlers
+
+
+def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert utils.device_type is None
+    assert utils.get_device_info() == ("cpu", torch.cpu)
+    assert utils.device_module is torch.cpu
+    monkeypatch.setattr(utils, "device_type", "cuda")
+    assert utils.get_device_info() == ("cuda", torch.cuda)
+    assert utils.get_device_type() == "cuda"
+
+
+def test_apple_gpu_is_passed_over_for_the_cpu(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
+    )
+    assert utils.get_device_type() == "cpu"
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B300 SXM6 AC", 2.25e15),
+        ("NVIDIA GB300", 2.5e15),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI355X", 2500e12),
+        ("AMD Instinct MI300X", 1300e12),
+        ("AMD Instinct MI325X OAM", 1300e12),
+        ("AMD Instinct MI250X / MI250", 191.5e12),
+        ("NVIDIA L40S", 362e12),
+        ("x86_64", None),
+        ("", None),
+    ],
+)
+def test_peak_flops_come_from_the_data_sheet_or_not_at_all(name, peak):
+    assert utils.get_peak_flops(name) == peak
+
+
+def test_capability_is_a_lower_bound(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert utils.has_cuda_capability(8, 9) and utils.has_cuda_capability(9, 0)
+    assert not utils.has_cuda_capability(10, 0)
+    assert not utils.has_rocm_capability(9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert utils.has_rocm_capability(9, 0)
+
+
+@pytest.fixture
+def collector_on():
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_garbage_collection_is_off_until_closed(collector_on):
+    handler = utils.GarbageCollection(gc_freq=2)
+    assert not gc.isenabled()
+    handler.close()
+    handler.close()
+    assert gc.isenabled()
+
+
+def test_close_leaves_a_collector_alone_that_the_host_had_off(collector_on):
+    gc.disable()
+    utils.GarbageCollection().close()
+    assert not gc.isenabled()
+
+
+def test_garbage_is_collected_every_gc_freq_steps_but_not_on_the_first(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=2)
+    generations = []
+    monkeypatch.setattr(gc, "collect", generations.append)
+    collected_at = []
+    for step in range(1, 7):
+        before = len(generations)
+        handler.run(step)
+        if len(generations) > before:
+            collected_at.append(step)
+    assert collected_at == [2, 4, 6] and set(generations) == {1}
+    handler.close()
+
+
+def test_debug_collects_all_generations_every_step(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=100, debug=True)
+    generations = []
+    monkeypatch.setattr(gc, "collect", generations.append)
+    for step in range(1, 4):
+        handler.run(step)
+    assert generations == [2, 2, 2]
+    handler.close()
+
+
+def test_watch_for_cycles_ends_with_the_memory_history_that_it_began(collector_on, monkeypatch):
+    from torch.utils.viz import _cycles
+
+    events = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_cycles, "warn_tensor_cycles", lambda: lambda: events.append("unwatched"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda enabled: events.append(enabled)
+    )
+    handler = utils.GarbageCollection(debug=True)
+    assert not events
+    handler.close()
+    handler.close()
+    assert events == ["unwatched", None]
+
+
+def test_gc_freq_of_zero_is_refused_by_name():
+    with pytest.raises(ValueError, match="training.gc_freq.*got 0"):
+        utils.GarbageCollection(gc_freq=0)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A folder that looks like a virtual environment, and the command that prepares it.
+
+    environment(extras, torch) returns what pip was asked to install, and the constraints.
+    """
+    log = tmp_path / "log"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    (tmp_path / "bin/python").chmod(0o755)
+
+    def prepare(extras: str, torch: str = "") -> tuple[str, str]:
+        log.write_text("")
+        variables = os.environ | {"VENV": str(tmp_path), "TORCH": torch, "CONSTRAINTS": ""}
+        command = f'set -eu; source scripts/setup_env.sh; prepare_python "{extras}"'
+        subprocess.run(["bash", "-c", command], env=variables, check=True)
+        return log.read_text(), (tmp_path / "constraints.txt").read_text()
+
+    return prepare
+
+
+def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
+    monkeypatch.setattr(
+        torch, "__version__", torch.torch_version.TorchVersion("2.11.0.dev20260101")
+    )
+    utils.check_if_feature_in_pytorch("f", "PR 1", "2.11.0.dev20260102")
+    assert "f needs torch 2.11.0.dev20260102" in caplog.text
+    caplog.clear()
+    utils.check_if_feature_in_pytorch("f", "PR 1", "2.11.0.dev20251231")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "version, newer",
+    [("2.15.9", False), ("2.15.0+cpu", False), ("2.16.0.dev20270101", True), ("3.0.0", True)],
+)
+def test_torch_newer_than_the_tested_ones_is_named_once_on_one_rank(
+    caplog, monkeypatch, version, newer
+):
+    monkeypatch.setattr(torch_versions, "TESTED", {"2.9.0": "", "2.15.0": ""})
+    line = f"torch {version} is newer than 2.15, the newest this version was tested with"
+    monkeypatch.setenv("RANK", "1")
+    torch_versions.warn_if_newer(version)
+    assert not caplog.messages
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(2):
+        torch_versions.warn_if_newer(version)
+    assert caplog.messages == newer * [line]
+
+
+# --- profiling ----------------------------------------------------------------------------
+
+
+def test_profiling_is_off_by_default():
+    with (
+        profiling.maybe_enable_profiling(Profiling()) as profiler,
+        profiling.maybe_enable_memory_snapshot(Profiling()) as snapshot,
+    ):
+        assert profiler is None and snapshot is None
+
+
+def test_profiler_writes_one_trace_per_cycle_counting_from_global_step(tmp_path):
+    config = Profiling(enable_profiling=True, profile_freq=3, profiler_active=1, profiler_warmup=1)
+    with profiling.maybe_enable_profiling(
+        config, global_step=6, base_folder=str(tmp_path), leaf_folder="leaf"
+    ) as profiler:
+        for _ in range(7):
+            torch.ones(4).sum()
+            profiler.step()
+    traces = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json"))
+    assert traces == [
+        "profile_traces/iteration_12/leaf/rank0_trace.json",
+        "profile_traces/iteration_9/leaf/rank0_trace.json",
+    ]
+    assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
+
+
+def test_profiler_cycle_too_short_names_the_least_that_fits():
+    config = Profiling(enable_profiling=True, profile_freq=3)
+    with pytest.raises(ValueError, match="profile_freq.*3 with 3 \\+ 1.*set it to 4"):
+        with profiling.maybe_enable_profiling(config):
+            pass
+
+
+def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(utils, "device_type", "cpu")
+    with profiling.maybe_enable_memory_snapshot(Profiling(enable_memory_snapshot=True)) as snapshot:
+        assert snapshot is None
+    assert "enable_memory_snapshot is ignored" in caplog.text
+
+
+class FakeMemory:
+    """Replaces torch.cuda.memory."""
+
+    def __init__(self):
+        self.recording = []
+
+    def _record_memory_history(self, **kwargs):
+        self.recording.append(kwargs)
+
+    def _snapshot(self):
+        return {"segments": []}
+
+
+def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_path, monkeypatch):
+    memory = FakeMemory()
+    monkeypatch.setattr(
+        profiling, "get_device_info", lambda: ("cuda", SimpleNamespace(memory=memory))
+    )
+    config = Profiling(enable_memory_snapshot=True, profile_freq=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        with profiling.maybe_enable_memory_snapshot(
+            config, global_step=4, base_folder=str(tmp_path)
+        ) as snapshot:
+            for _ in range(3):
+                snapshot.step()
+            raise torch.OutOfMemoryError
+    written = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.pickle"))
+    assert written == [
+        "memory_snapshot/iteration_6/rank0_memory_snapshot.pickle",
+        "memory_snapshot/iteration_7_exit/rank0_memory_snapshot.pickle",
+    ]
+    assert pickle.loads((tmp_path / written[0]).read_bytes()) == {"segments": []}
+    assert memory.recording == [
+        {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
+        {"enabled": None},
+    ]
+
+
+def test_freed_memory_is_returned_with_every_twentieth_collection(collector_on, monkeypatch):
+    handler = utils.GarbageCollection(gc_freq=2)
+    returned = []
+    monkeypatch.setattr(host, "return_freed_memory", lambda: returned.append(step))
+    for step in range(1, 100):
+        handler.run(step)
+    handler.close()
+    assert returned == [40, 80]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a call of glibc's malloc")
+def test_returned_memory_is_not_resident_any_more():
+    code = """if True:
+        from torchtitan.tools import host
+        host.keep_freed_memory()
+        blocks = [bytearray(1 << 20) for _ in range(64)]
+        del blocks[:-1]  # the last keeps the heap from shrinking by itself
+        kept, _ = host.resident_bytes()
+        host.return_freed_memory()
+        print(kept - host.resident_bytes()[0])
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 50 << 20
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+def test_freed_memory_is_reused_unless_the_environment_sets_a_threshold(chosen):
+    code = """if True:
+        import resource
+        from torchtitan.tools.host import keep_freed_memory
+        keep_freed_memory()
+        for _ in range(4):
+            started = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [bytearray(24 << 20) for _ in range(4)]
+            del tensors
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - started)
+    """
+    env = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env | chosen, capture_output=True, text=True, check=True
+    )
+    pages = 4 * (24 << 20) // resource.getpagesize()
+    assert (int(run.stdout) < pages / 4) == (not chosen)
