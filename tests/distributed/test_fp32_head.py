@@ -39,7 +39,7 @@ def errors_on_this_rank(dump_folder, overrides):
             toy_samples(8)[: 4 * engine.dp_size]
         )
         (microbatch,) = batch.of_rank(engine.dp_rank)
-        labels = microbatch.labels
+        labels = microbatch.inputs["labels"]
         output = engine.model_parts[-1].output
         seen = []
         if output is not None:

@@ -90,8 +90,7 @@ def test_labels_of_the_example_are_the_completions_of_trl(models, kind, tmp_path
     theirs.chat_template, theirs.pad_token = TEMPLATE, "<|end_of_text|>"
     theirs.save_pretrained(tmp_path / "tokenizer")
     trainer = trl.DPOTrainer(
-        models[0],
-        models[1],
+        *map(copy.deepcopy, models),  # TRL freezes some of their parameters
         args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False),
         train_dataset=datasets.Dataset.from_list([PAIRS[kind]]),
         processing_class=theirs,

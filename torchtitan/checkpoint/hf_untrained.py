@@ -38,8 +38,8 @@ class UntrainedParts(NamedTuple):
             """Return file name -> SHA-256, bytes of its tensors."""
             written = {}
             for source in own_share(list(self.names)):
-                found = regular_file(path_inside(self.folder, source))
-                with safe_open(found, framework="pt") as file:
+                path = path_inside(self.folder, source)
+                with safe_open(regular_file(path), framework="pt") as file:
                     tensors = {name: file.get_tensor(name) for name in self.names[source]}
                 path = os.path.join(folder, copies[source])
                 save_tensors(tensors, path)

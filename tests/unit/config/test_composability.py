@@ -21,10 +21,9 @@ REFUSED = {
     },
     "layout.tensor_parallel": {
         "TP 2 + experts, float8",
-        "TP 2 + float8",
         "TP 2, asynchronous + experts, float8",
-        "TP 2, asynchronous + float8",
     },
+    "model.output_in_high_precision": {"TP 2 + float8", "TP 2, asynchronous + float8"},
     "layout.pipeline_schedule": {
         "PP 2, ZBVZeroBubble + compile",
         "PP 2, ZBVZeroBubble + memory budget AC",

@@ -409,7 +409,7 @@ def test_text_alone_is_on_stdout(checkpoints):
         (["--checkpoint=/nowhere"], 1, "error: --checkpoint must be a step folder of a run"),
         (["--max_new_tokens=300"], 1, "RoPE table holds 256 positions"),
         (["--batch_size=0"], 1, "--batch_size must be at least 1, got 0"),
-        (["--model.flavor=9B"], 1, "model.flavor must be a flavor of 'llama3'"),
+        (["--model.flavor=9B"], 1, "model.flavor of 'llama3' must be one of"),
         ([], 2, "one process, got 2: tensor parallelism is not available yet"),
     ],
 )

@@ -203,7 +203,7 @@ def test_graded_text_ends_before_the_stop_string(lines):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rl__task__reward_processes": -1}, "rl.task.reward_processes must be 0 to 1024"),
+        ({"rl__task__reward_processes": -1}, "rl.task.reward_processes must be at least 0, got -1"),
         ({"rl__task__reward_timeout_seconds": 0.0}, "rl.task.reward_timeout_seconds must be above"),
         (
             {"rl__sampling__stop_strings": [""]},
