@@ -81,7 +81,7 @@ def count_rows() -> list[int]:
 def compare_lengths(args: argparse.Namespace) -> None:
     n_new, stop, rng = args.new_tokens, VOCAB - 1, random.Random(0)
     model = toy_model(args.dim, args.prompt_tokens + n_new)
-    decoder, spent = LocalDecoder.of_model(model), count_rows()
+    decoder, spent = LocalDecoder.from_model(model), count_rows()
     sampling = SamplingConfig(max_tokens=n_new, stop_token_ids=(stop,))
     lengths = [
         min(n_new, 1 + round(n_new / 16 * rng.lognormvariate(0, args.sigma))) for _ in range(N_ROWS)
@@ -136,7 +136,7 @@ def main() -> None:
         return compare_lengths(args)
     n_prompt, n_new = args.prompt_tokens, args.new_tokens
     model = toy_model(args.dim, n_prompt + n_new)
-    decoder, sampling = LocalDecoder.of_model(model), SamplingConfig(max_tokens=n_new)
+    decoder, sampling = LocalDecoder.from_model(model), SamplingConfig(max_tokens=n_new)
     uniform = torch.rand(N_ROWS, n_new, dtype=torch.float64)
 
     def drawing(n_prompts: int, shorter: int = 0) -> Callable[[], object]:

@@ -24,6 +24,7 @@ from torchtitan.checkpoint.states import LR_SCHEDULER, OPTIMIZER
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import has_value_head
 from torchtitan.config.job_config import Training
+from torchtitan.config.pipeline_layout import splits_backward
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -120,7 +121,9 @@ def build(
     num_params, num_flops_per_token = count(model, training.seq_len)
     flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{num_params:,}")
-    use_onednn(model, device)
+    if not (dims.pp_enabled and splits_backward(config.parallelism)):
+        # Its backward computes both gradients at once, and such a pipeline asks for one at a time.
+        use_onednn(model, device)
     global_batch_size = training.global_batch_size
     rows_at_once = training.local_batch_size * dp_size
     if global_batch_size < 0:

@@ -29,6 +29,7 @@ class ResolvedJob(NamedTuple):
     train_spec: "train_spec_module.TrainSpec"
     builds_data: bool
     world_size: int
+    settings: dict[str, Any]  # that were checked; lists in the config can still be changed
 
 
 def resolve_job(
@@ -44,7 +45,7 @@ def resolve_job(
     """
     known, world_size = resolved_job(job_config), _world_size(job_config)
     if known is not None and train_spec is None and known.world_size == world_size:
-        if known.builds_data or not builds_data:
+        if (known.builds_data or not builds_data) and known.settings == job_config.to_dict():
             return known
     job_config = copy.deepcopy(job_config)
     # Before the checks, because the module may register converters.
@@ -63,7 +64,7 @@ def resolve_job(
             known_datasets = train_spec.fact("registered_datasets")
         if isinstance(known_datasets, Mapping):
             check_datasets(job_config, known_datasets)
-    job = ResolvedJob(job_config, train_spec, builds_data, world_size)
+    job = ResolvedJob(job_config, train_spec, builds_data, world_size, job_config.to_dict())
     freeze(job_config, job)
     return job
 

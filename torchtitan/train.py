@@ -131,9 +131,8 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
                 trainer_class = Trainer
             else:
-                config = copy.deepcopy(
-                    config
-                )  # a client may change it before it builds its trainer
+                # A client may change it before it builds its trainer.
+                config = copy.deepcopy(config)
             trainer = trainer_class(config)
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)

@@ -296,10 +296,10 @@ def with_untrained_parts(folder, kind):
     return model, untrained
 
 
-def exported(folder, choice):
+def exported(folder, choice, to="out"):
     config = job(checkpoint=Checkpoint(initial_load_in_hf=True, untrained_weights=choice))
     with TrainingEngine.from_hf(folder, config) as engine:
-        engine.save_hf(folder / "out")
+        engine.save_hf(folder / to)
     weight_map = json.loads((folder / "out" / INDEX).read_text())["weight_map"]
     files = {name: load_file(folder / "out" / name) for name in set(weight_map.values())}
     return {name: files[file][name] for name, file in weight_map.items()}
@@ -350,6 +350,8 @@ def test_untrained_parts_are_refused_if_the_user_says_so_or_they_cannot_be_copie
         ValueError, match=r"layers.2.eh_proj.*; checkpoint.untrained_weights = 'refuse'"
     ):
         exported(tmp_path, "refuse")
+    with pytest.raises(ValueError, match="export to another folder"):
+        exported(tmp_path, "copy", to=".")
     tensors = quantized(load_file(tmp_path / "model.safetensors"))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     quantized_too = dict(initial_load_in_hf=True, initial_load_in_hf_quantized=True)

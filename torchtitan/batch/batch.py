@@ -45,7 +45,7 @@ class Batch(TypedDict, total=False):
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
-"""What a caller passes to a step: a batch or a list. `step.forward.Microbatch` is one that was prepared."""
+"""What a caller passes to a step: a batch or a list. `step.runner.Microbatch` is one that was prepared."""
 
 # Key of a batch -> its value at padding tokens that are appended to a row; 0 for other keys.
 _PADDING_OF = {

@@ -366,6 +366,11 @@ def save_to_hf(
             "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
             "without expert_bias"
         )
+    if untrained is not None and os.path.realpath(untrained.folder) == os.path.realpath(folder):
+        raise ValueError(
+            f"{folder} holds the weights that checkpoint.untrained_weights = 'copy' copies, and an export "
+            "there would remove them first; export to another folder"
+        )
     from_rank_zero(lambda: start_writing(folder))
     if dist.is_initialized():
         names = _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)

@@ -171,7 +171,12 @@ def fit_to_checkpoint(
     }
     # The keys under which DCP stores the components.
     keys = {name: set(torch_parts.flatten_states({name: x})[0]) for name, x in contents.items()}
-    of_ranks = all_ranks((shapes_of(weights), keys))
+    # Other ranks need to know only what the checkpoint lacks, which is little.
+    unsaved = {
+        name: by_name if name == DATALOADER else by_name - saved.keys()
+        for name, by_name in keys.items()
+    }
+    of_ranks = all_ranks((shapes_of(weights), unsaved))
     if wanted := {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}:
         saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
         check_same_model(wanted, saved_weights, path, model_description)

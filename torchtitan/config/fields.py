@@ -22,6 +22,10 @@ class Section:
             )
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)  # refused if it is frozen
+        object.__delattr__(self, name)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__  # of copies, which are not frozen
 

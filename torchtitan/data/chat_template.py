@@ -33,8 +33,12 @@ class CannotRenderError(ValueError):
     """A template cannot render messages. reason: without the names of both."""
 
     def __init__(self, name: str, messages: Sequence[Message], reason: str) -> None:
-        super().__init__(f"{name} cannot render {reprlib.repr(messages)}: {reason}")
+        super().__init__(name, messages, reason)  # as pickle makes it again
         self.reason = " ".join(reason.split())
+
+    def __str__(self) -> str:
+        name, messages, reason = self.args
+        return f"{name} cannot render {reprlib.repr(messages)}: {reason}"
 
 
 class ChatTemplate:
@@ -150,6 +154,8 @@ class ChatTemplate:
         except bounded.OutOfBoundsError as error:
             sentence = f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}"
             raise RunError(f"{sentence}; correct the template, or name another file") from error
+        except OSError:  # no process could be started
+            raise
         except Exception as error:  # pickle raises several types
             results = [(None, str(error))] * len(calls)
         return [

@@ -140,10 +140,11 @@ class Source:
         if self._has_separators:
             return
         tokens = {getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos")}
-        counts = {token: text.count(token) for token in tokens if token}
-        if any(counts.values()):
+        if tokens := {token for token in tokens if token and token in text}:
             self._has_separators = True
-            found = " and ".join(f"{token!r} ({n} times)" for token, n in counts.items() if n)
+            found = " and ".join(
+                f"{token!r} ({text.count(token)} times)" for token in sorted(tokens)
+            )
             logger.warning(
                 f"{self.where(index)}: the text has {found} inside, which is encoded as that control "
                 "token, as transformers does, and begins no document; take it out if it should separate "

@@ -81,8 +81,10 @@ class Packing:
 
     def _filled(self, parts: list[NDArray[Any]], padding: int) -> NDArray[np.int64]:
         """Return the parts one after the other, cut or filled up to T."""
+        numbers = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+        if len(numbers) >= self.seq_len:
+            return numbers[: self.seq_len].astype(np.int64)
         filled = np.full(self.seq_len, padding, np.int64)
-        numbers = np.concatenate([np.empty(0, np.int64), *parts])[: self.seq_len]
         filled[: len(numbers)] = numbers
         return filled
 

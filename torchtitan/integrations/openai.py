@@ -177,7 +177,12 @@ class OpenAIGenerator(ForeignGenerator):
                 self._lane = WeightLane(
                     self._weight_transfer, self._call, self._url, self._timeout_seconds, self._delta
                 )
-            self._lane.send(pairs, version)
+            try:
+                self._lane.send(pairs, version)
+            except BaseException:  # parts of the update may be on the way: never send after them
+                self._lane.close()
+                self._lane = None
+                raise
             self._call("reset_prefix_cache", {})
             return
         folder, takes_adapters = self._folder_of(version), self.weight_names == "adapters"

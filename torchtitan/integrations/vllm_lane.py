@@ -11,6 +11,7 @@ from a token in the first message. With NCCL, torch's store listens for anybody:
 others.
 """
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -140,6 +141,14 @@ class WeightLane:
                 lambda info=info: self._call("update_weights", {"update_info": info}),
             )
         self._call("finish_weight_update", {"weight_version": str(version)})
+
+    def close(self) -> None:
+        """End the connections over TCP, and a thread that sends on one."""
+        if self._device.type == "cpu":
+            for worker in self._workers:
+                with contextlib.suppress(OSError):  # the worker has gone
+                    worker.shutdown(socket.SHUT_RDWR)
+                worker.close()
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":

@@ -53,7 +53,7 @@ def is_slow_product(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
     if not is_slow_product(x):
-        if bias is None and products.is_used(x, weight):
+        if bias is None and x.dim() > 1 and products.is_used(x, weight):
             product = torch.ops.torchtitan.mm(x.flatten(0, -2), weight.t())
             return product.view(*x.shape[:-1], len(weight))
         return F.linear(x, weight, bias)

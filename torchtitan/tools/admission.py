@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 SECRET_BYTES = 32
 _SECONDS_TO_GREET = 30
-_MOST_STRANGERS = 64  # connections that have not sent a whole secret
+_MOST_STRANGERS = 64  # connections without a whole secret, beside those that are expected
 
 
 def digest_of(secret: bytes) -> str:
@@ -44,7 +44,7 @@ def admit(
             refused = [
                 x for x, (came_at, _) in strangers.items() if now - came_at > _SECONDS_TO_GREET
             ]
-            refused += list(strangers)[:-_MOST_STRANGERS]
+            refused += list(strangers)[: -_MOST_STRANGERS - len(expected)]
             for connection in strangers.keys() & ready:
                 came_at, sent = strangers[connection]
                 try:

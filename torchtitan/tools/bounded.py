@@ -5,7 +5,7 @@ in another process, which the system ends at the bounds.
 """
 
 import functools
-import multiprocessing
+import multiprocessing.spawn
 import os
 import pkgutil
 import re
@@ -21,8 +21,10 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.signals import SIGNALS
 
 SECONDS = 10.0  # processor time of a call, which hardly grows on a busy machine
+_OUT_OF_TIME = "it takes more than"
 _BYTES = 2**30  # memory of the process; only Linux keeps to it
 
 
@@ -64,12 +66,14 @@ class _Process:
 
     def call(self, function: str, arguments: tuple[Any, ...]) -> Any:
         with self._lock:
-            if self._process is None:
-                self._start()
             try:
-                self._pipe.send((function, arguments, SECONDS))
-                error, answer = self._pipe.recv()
-            except (EOFError, OSError):
+                try:
+                    error, answer = self._ask(function, arguments)
+                except (EOFError, BrokenPipeError, ConnectionResetError):
+                    if (reason := self._end()).startswith(_OUT_OF_TIME):
+                        raise OutOfBoundsError(reason) from None
+                    error, answer = self._ask(function, arguments)  # it was killed: once more
+            except (EOFError, BrokenPipeError, ConnectionResetError):
                 raise OutOfBoundsError(self._end()) from None
             except BaseException:  # the answer of an interrupted call must not answer the next one
                 self._end()
@@ -78,6 +82,12 @@ class _Process:
             raise error(answer)
         return answer
 
+    def _ask(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        if self._process is None:
+            self._start()
+        self._pipe.send((function, arguments, SECONDS))
+        return self._pipe.recv()
+
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         # Not with multiprocessing, which would run the user's script again, or fork our threads.
@@ -85,7 +95,7 @@ class _Process:
             f"import sys; sys.path[:] = {sys.path!r}; from torchtitan.tools import bounded; "
             f"bounded._answer_calls({theirs.fileno()})"
         )
-        command = [sys.executable, "-c", code]
+        command = [os.fsdecode(multiprocessing.spawn.get_executable()), "-c", code]
         with theirs:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -95,13 +105,14 @@ class _Process:
     def _end(self) -> str:
         """End the process; return why it has ended, if it had."""
         process, self._process = self._process, None
+        if process is None:  # the end of this process came between
+            return "this process ends"
         self._pipe.close()
         self._at_exit.cancel()
-        assert process is not None
         process.kill()  # forked data workers hold the pipe open; one that has ended keeps its exit code
         code = process.wait()
         if code == -signal.SIGPROF:
-            return f"it takes more than {SECONDS:g} seconds of processor time"
+            return f"{_OUT_OF_TIME} {SECONDS:g} seconds of processor time"
         return f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
 
 
@@ -111,7 +122,7 @@ _processes: dict[int, _Process] = {}  # process id -> its process for calls
 def _answer_calls(file: int) -> None:
     """Answer the calls that come through a pipe until its other end is closed."""
     global SECONDS
-    for number in (signal.SIGINT, signal.SIGTERM):  # the process of the calls decides when to end
+    for number in SIGNALS:  # the process of the calls decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, most in ((resource.RLIMIT_DATA, _BYTES), (resource.RLIMIT_CORE, 0)):

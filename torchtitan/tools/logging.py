@@ -43,9 +43,8 @@ def init_logger() -> None:
 
     Another call replaces the handler, and so binds it to the present sys.stdout.
     """
-    if (
-        sys.stdout is None
-    ):  # closed by `>&-`; the next file would get its number, and all that is printed
+    if sys.stdout is None:
+        # Closed by `>&-`: the next file would get its number, and all that is printed.
         sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")

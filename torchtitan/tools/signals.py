@@ -17,7 +17,7 @@ from torchtitan.tools.host import has_peers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` sends its signal twice: to its child, and to the child's process group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
-_SECONDS_TO_MEET = 15  # after a signal before training, to import and to reach the other ranks
+_SECONDS_TO_MEET = 60  # after a signal before training, to import and to reach the other ranks
 
 
 class SignalThread:

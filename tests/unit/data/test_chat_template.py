@@ -1,9 +1,11 @@
 """Chat templates: their source, their permissions, and the rule that earlier turns stay unchanged."""
 
+import pickle
+
 import pytest
 
 from tests.unit.data.chats import FORGETFUL, LLAMA_LIKE, QWEN_LIKE, write_tokenizer
-from torchtitan.data.chat_template import SEAM, ChatTemplate
+from torchtitan.data.chat_template import SEAM, CannotRenderError, ChatTemplate
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import bounded
 from torchtitan.tools.errors import RunError
@@ -147,3 +149,12 @@ def test_turns_stay_as_they_were_or_the_template_is_refused():
             ValueError, match=f"differently once .* '{reply['role']}' follows.*set rl"
         ):
             chat.check_turns(QUESTION, reply)
+
+
+def test_error_of_rendering_goes_from_rank_to_rank():
+    error = CannotRenderError("chat.jinja", [{"role": "tool"}], "no such\n role")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (
+        str(copied) == str(error) == "chat.jinja cannot render [{'role': 'tool'}]: no such\n role"
+    )
+    assert copied.reason == error.reason == "no such role"

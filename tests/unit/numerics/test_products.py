@@ -64,6 +64,13 @@ def test_large_products_of_our_layers_are_onednns_while_an_engine_lives(fast_one
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     step_of(of_host, x)
     assert len(multiplied) == 2  # the host's products are torch's
+    frozen = x.clone().requires_grad_() * 1
+    layer.weight.requires_grad_(False)
+    out = layer(frozen).sum()
+    frozen.zero_()  # torch.mm keeps no first factor for the gradient of a weight that is frozen
+    out.backward()
+    layer.weight.requires_grad_(True)
+    del multiplied[2:]
     host.move_out(tenants[0])
     step_of(layer, x)
     assert len(multiplied) == 4

@@ -241,6 +241,7 @@ def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, 
     with pytest.raises(WeightMismatchError, match="not configured.*--weight-transfer-config"):
         WeightSync(engine, generator).update()
     assert time.monotonic() - started < 10
+    assert generator._lane is None  # parts of the update may be on the way in its connections
     engine.close()
 
 

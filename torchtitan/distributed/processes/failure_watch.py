@@ -107,8 +107,9 @@ class FailureWatch(Watch):
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        if self._listening.done():
-            self._listening.result()  # raises the error that ended it
+        if self._listening.done() and (error := self._listening.exception()) is not None:
+            self._lose(error)
+            raise error
         if self._lost is not None:
             raise self._lost_error()
         if (late := self._take_failure()) is not None:

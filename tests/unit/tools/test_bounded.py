@@ -10,6 +10,7 @@ import time
 import pytest
 
 from torchtitan.tools import bounded
+from torchtitan.tools.signals import SIGNALS
 
 MATCHES = "torchtitan.tools.bounded:first_matches"
 
@@ -46,11 +47,19 @@ def test_call_that_takes_too_much_memory_ends():
             bounded.call("operator:mul", "a", 2 * 10**9)
 
 
-def test_process_that_is_killed_is_told_and_replaced():
+def test_process_that_is_killed_is_replaced_and_a_call_that_kills_it_is_told():
     process = bounded.call("os:getpid")
-    with pytest.raises(bounded.OutOfBoundsError, match="^its process ended with signal 9$"):
-        bounded.call("os:kill", process, signal.SIGKILL)
+    os.kill(process, signal.SIGKILL)
     assert bounded.call("os:getpid") != process
+    with pytest.raises(bounded.OutOfBoundsError, match="^its process ended with signal 6$"):
+        bounded.call("os:abort")
+
+
+def test_signals_that_end_a_run_leave_the_process_to_it():
+    process = bounded.call("os:getpid")
+    for number in SIGNALS:
+        os.kill(process, number)
+    assert bounded.call("os:getpid") == process
 
 
 def test_interrupted_call_answers_no_other_one(monkeypatch):
