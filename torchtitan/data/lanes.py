@@ -60,7 +60,7 @@ class Packing:
             a row of padding.
         """
         # T + 1 in all if the last document goes on
-        lengths = np.array([len(part.ids) for part in parts], np.int64)
+        lengths = [len(part.ids) for part in parts]
         if self.method == "concat":
             parts = [join(parts)]
         labels = self._filled([_labels_of(part) for part in parts], IGNORE_INDEX)
@@ -69,10 +69,11 @@ class Packing:
             entries["positions"] = self._filled([np.arange(n) for n in lengths], PADDING)
         if self.document_ids:
             numbers = np.arange(len(lengths), dtype=np.int32)
-            entries["document_ids"] = self._filled([np.repeat(numbers, lengths)], PADDING)
+            ids = np.repeat(numbers, np.array(lengths, np.int64))
+            entries["document_ids"] = self._filled([ids], PADDING)
         if self.sources:
             sources = np.array([document.source for document in documents], np.int64)
-            entries["sources"] = self._filled([np.repeat(sources, lengths)], 0)
+            entries["sources"] = self._filled([np.repeat(sources, np.array(lengths, np.int64))], 0)
         row = {key: torch.from_numpy(x) for key, x in entries.items()}
         # From numpy, which is several times as fast as torch.tensor.
         ends = [documents[0].index, documents[-1].index] if documents else [-1, -1]
@@ -91,8 +92,8 @@ class Packing:
 
 def _labels_of(part: Tokens) -> NDArray[np.int64]:
     """Return the next token of each token of a part, IGNORE_INDEX if it is unknown or not trained."""
-    labels = np.full(len(part.ids), IGNORE_INDEX, np.int64)
-    labels[:-1] = part.ids[1:]
+    labels = np.empty(len(part.ids), np.int64)
+    labels[:-1], labels[-1:] = part.ids[1:], IGNORE_INDEX
     if part.trained is not None:
         labels[:-1][~part.trained[1:]] = IGNORE_INDEX
     return labels

@@ -49,9 +49,13 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
-    if os.path.exists(path):
+    try:
         # Before it is opened, which wakes the writer of a pipe, or rewinds a tape.
-        _check_regular(os.stat(path), path)
+        before = os.stat(path)
+    except OSError:  # opening it says why, or makes it
+        pass
+    else:
+        _check_regular(before, path)
     try:
         # Without NONBLOCK, opening a pipe waits for its other end. Regular files ignore the flag.
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
