@@ -9,6 +9,7 @@ answered before anything heavy is imported.
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import re
@@ -54,6 +55,8 @@ _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE
     "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
 )
+
+_mains = itertools.count()
 
 __all__ = ["Trainer", "main"]
 __getattr__ = load_on_access(__name__, {"Trainer": "torchtitan.trainer"})
@@ -115,8 +118,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         if has_peers() and config.comm.mode == "default" and not is_guest:
             world_size = int(os.environ["WORLD_SIZE"])
             helpers = range(config.trainer_ranks(world_size), world_size)
-            timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-            peers = Peers(*find_peers(timeout), helpers)
+            peers = _find_peers(config.comm.init_timeout_seconds, helpers)
             signals.at_start.tell_by(peers.report)
             peers.compare(config.to_dict())
         else:
@@ -160,6 +162,13 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         peers.leave()
 
 
+def _find_peers(seconds: float, helpers: range = range(0)) -> Peers:
+    """Meet the other ranks; once for each call of `main`, which may be repeated in one process."""
+    store, rank, world_size = find_peers(timedelta(seconds=seconds))
+    store = torch.distributed.PrefixStore(f"torchtitan_main_{next(_mains)}", store)
+    return Peers(store, rank, world_size, helpers)
+
+
 def _report_config_error(message: str) -> None:
     """Have rank 0 print the message, once for all ranks with the same message, and end all ranks."""
     is_first = os.environ["RANK"] == "0"
@@ -167,7 +176,7 @@ def _report_config_error(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     _write_for_torchrun(message)
     try:
-        Peers(*find_peers(timedelta(seconds=SECONDS_TO_REPORT))).compare(None, message)
+        _find_peers(SECONDS_TO_REPORT).compare(None, message)
     except PeerError:
         return
     except Exception:  # rank 0 is not there to print it

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan import train
 from torchtitan.distributed.processes import peers as peers_module
 from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
 from torchtitan.distributed.processes.process_group import find_peers
@@ -298,3 +299,17 @@ def test_ranks_that_are_done_are_not_missed():
 
 def test_store_of_this_process_alone_is_enough():
     Peers(dist.HashStore(), 0, 1).compare({"a": 1})
+
+
+def meet_twice():
+    problems = []
+    for setting in (1, 2):
+        peers = train._find_peers(20)
+        peers.compare({"a": setting})
+        peers.leave()
+        problems.append(peers.rank)
+    return problems
+
+
+def test_ranks_of_one_process_meet_again_in_a_second_run():
+    assert run_ranks(meet_twice, 2, init_process_group=False) == [[0, 0], [1, 1]]
