@@ -301,10 +301,24 @@ def test_store_of_this_process_alone_is_enough():
     Peers(dist.HashStore(), 0, 1).compare({"a": 1})
 
 
+class SlowToRead:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, name):
+        time.sleep(1)
+        return self.store.get(name)
+
+
 def meet_twice():
     problems = []
     for setting in (1, 2):
         peers = train._find_peers(20)
+        if peers.rank == 1:
+            peers._store = SlowToRead(peers._store)
         peers.compare({"a": setting})
         peers.leave()
         problems.append(peers.rank)

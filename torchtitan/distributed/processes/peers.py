@@ -125,19 +125,19 @@ class Peers:
                 self._leaving.set()  # before other ranks read the verdict and end
             store.set("verdict", json.dumps(problem))
         problem = json.loads(store.get("verdict"))
-        if not problem:
-            return
         if self.rank > 0:
-            self.leave()
-            store.add("read", 1)
-            raise PeerError(problem)
-        if problem != error:
+            if problem:
+                self.leave()
+            store.set(f"read_{self.rank}", "")
+        elif problem and problem != error:
             print(problem, file=sys.stderr, flush=True)
-        # This process may hold the store, so wait until all ranks have read the verdict.
-        deadline = time.monotonic() + SECONDS_TO_REPORT
-        while store.add("read", 0) < num_ranks - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        raise PeerError(problem)
+        if self.rank == 0 and num_ranks > 1:
+            # This process may hold the store, so it goes on when all ranks have read the verdict.
+            readers = [f"read_{rank}" for rank in range(1, num_ranks)]
+            with suppress(dist.DistStoreError):
+                store.wait(readers, timedelta(seconds=SECONDS_TO_REPORT))
+        if problem:
+            raise PeerError(problem)
 
     # ---- from the start on ----
 
