@@ -110,7 +110,7 @@ def compare_kernels(
     """Print the time of each kernel and how many times faster flex and varlen are."""
     ids = ids_of(lengths)
     inputs = random_inputs(sum(lengths), heads, head_dim, dtype)
-    mask = DocumentMask.of_documents(ids)
+    mask = DocumentMask.from_documents(ids)
     kernels = {name: kernel_of(name, mask.lower(name)) for name in KERNELS}
     kernels["plain causal"] = kernel_of("sdpa", None)
     if with_dense:
@@ -143,7 +143,7 @@ def show_cost_of_layouts(seq_len: int, heads, head_dim: int) -> None:
     inputs = random_inputs(seq_len, heads, head_dim, torch.float32)
     print(f"\n{'documents':12} {'sum of len^2':>12} {'varlen, fp32':>14} {'per 1e6 pairs':>14}")
     for name, lengths in layouts.items():
-        mask = DocumentMask.of_documents(ids_of(lengths)).lower("varlen")
+        mask = DocumentMask.from_documents(ids_of(lengths)).lower("varlen")
         kernel = kernel_of("varlen", mask)
         milliseconds = 1e3 * best_seconds(lambda kernel=kernel: train(kernel, *inputs), 3)
         pairs = sum(n * n for n in lengths)
@@ -172,7 +172,7 @@ def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:
             )
         )
         mask = best_seconds(
-            lambda attn_type=attn_type: DocumentMask.of_documents(ids).lower(attn_type), 3
+            lambda attn_type=attn_type: DocumentMask.from_documents(ids).lower(attn_type), 3
         )
         started = clock()
         engine.forward_backward_step(
@@ -193,7 +193,7 @@ def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) ->
     layouts = [ids_of(uneven_lengths(seq_len, n_documents, seed)) for seed in range(15)]
     stalls = {}
     for attn_type in KERNELS:
-        masks = [DocumentMask.of_documents(ids).lower(attn_type) for ids in layouts]
+        masks = [DocumentMask.from_documents(ids).lower(attn_type) for ids in layouts]
         for mask in masks[:5]:
             train(kernel_of(attn_type, mask), *inputs)
         before = num_graphs()

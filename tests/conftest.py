@@ -40,7 +40,7 @@ ON_THE_DEVICE = (
     "tests/unit/batch/test_document_training.py",
     "tests/unit/test_engine.py",
     "tests/unit/test_guest.py",
-    "tests/unit/listeners/test_isolation_probe.py",
+    "tests/unit/callbacks/test_isolation_probe.py",
     "tests/unit/optim/test_offload.py",
     "tests/unit/tools/test_tools.py",
 )

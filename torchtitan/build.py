@@ -114,7 +114,7 @@ def build(
     training, dims, device = config.training, layout.parallel_dims, layout.device
     dp_size = layout.dp_size
     dp_group = layout.dp_group if dp_size > 1 else None
-    context_sharding = ContextSharding.of(dims, config.parallelism)
+    context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
     model_args = derive_model_args(config, spec)
     model, converters = build_on_meta(config, spec, model_args, dims)
     count = model_args.get_nparams_and_flops

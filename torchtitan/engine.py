@@ -38,13 +38,13 @@ from torchtitan.batch.batch import Batch, Entries, Microbatches, TokenBatch, ten
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.states import USER_STATE, UserState
 from torchtitan.checkpoint.stream import WeightStream
+from torchtitan.compat import is_overridden
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
-from torchtitan.reference import is_overridden
 from torchtitan.step import forward as step_forward
 from torchtitan.step.forward import Labels
 from torchtitan.step.outputs import Reductions, StepOutput

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 
 from torchtitan.batch.batch import Batch
+from torchtitan.callbacks.isolation_probe import IsolationProbe
+from torchtitan.callbacks.metrics import build_metrics_processor
+from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.callbacks.source_losses import SourceLosses
 from torchtitan.checkpoint.saver import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
+from torchtitan.compat import Batches, is_overridden
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
 from torchtitan.config.checks.common import refuse
@@ -23,12 +28,7 @@ from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
-from torchtitan.listeners.isolation_probe import IsolationProbe
-from torchtitan.listeners.metrics import build_metrics_processor
-from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan.listeners.source_losses import SourceLosses
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
-from torchtitan.reference import Batches, is_overridden
 from torchtitan.step.runner import on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils

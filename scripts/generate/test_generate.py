@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scripts.generate._loading import load_model
+from torchtitan.callbacks.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Debug
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -26,7 +27,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 from torchtitan.generation.sampling import end_ids, generate
 from torchtitan.job import find_train_spec
-from torchtitan.listeners.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type

@@ -90,17 +90,17 @@ REFERENCE_PATHS = {
     "torchtitan.components.ft.manager": "torchtitan.distributed.fault_tolerance",
     "torchtitan.components.loss": "torchtitan.loss.cross_entropy",
     "torchtitan.components.lr_scheduler": "torchtitan.optim.lr_scheduler",
-    "torchtitan.components.metrics": "torchtitan.listeners.metrics",
+    "torchtitan.components.metrics": "torchtitan.callbacks.metrics",
     "torchtitan.components.optimizer": "torchtitan.optim.optimizer",
     "torchtitan.components.quantization": "torchtitan.quantization",
     "torchtitan.components.quantization.float8": "torchtitan.quantization.float8",
     "torchtitan.components.quantization.mx": "torchtitan.quantization.mx",
     "torchtitan.components.quantization.utils": "torchtitan.quantization.utils",
     "torchtitan.components.tokenizer": "torchtitan.data.tokenizer",
-    "torchtitan.components.validate": "torchtitan.listeners.validate",
+    "torchtitan.components.validate": "torchtitan.callbacks.validate",
     "torchtitan.hf_datasets": "torchtitan.data",
     "torchtitan.hf_datasets.text_datasets": "torchtitan.data.text_datasets",
-    "torchtitan.tools.profiling": "torchtitan.listeners.profiling",
+    "torchtitan.tools.profiling": "torchtitan.callbacks.profiling",
 }
 
 

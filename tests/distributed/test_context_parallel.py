@@ -26,8 +26,8 @@ def document_ids(n_tokens=TOKENS):
 
 def masks():
     """Return a model's masks, from which `DocumentMask.of` recovers the value, and bare VarlenMetadata."""
-    documents = DocumentMask.of_documents(document_ids())
-    causal = DocumentMask.of_rows(ROWS, TOKENS, torch.device("cpu"))
+    documents = DocumentMask.from_documents(document_ids())
+    causal = DocumentMask.from_rows(ROWS, TOKENS, torch.device("cpu"))
     return {
         "sdpa": ("sdpa", None),
         "flex causal": ("flex", causal.lower("flex").lowered),
@@ -85,7 +85,7 @@ def every_mask_and_balancer():
                         random_inputs(), return_lse=True
                     )
     tensors = random_inputs(n_tokens=1024)
-    mask = DocumentMask.of_documents(document_ids(1024)).lower("varlen")
+    mask = DocumentMask.from_documents(document_ids(1024)).lower("varlen")
     for method in METHODS:
         differences["ptrr", method] = largest_difference_over_ranks(
             "varlen", mask, "ptrr", method, tensors
@@ -128,7 +128,7 @@ def test_attention_layers_copy_no_order_of_chunks_to_the_device():
     # "meta" stands for the accelerator.
     group = SimpleNamespace(group_name="")
     axis = SimpleNamespace(device_type="meta", get_group=lambda: group, get_local_rank=lambda: 1)
-    shards = TokenShards.of(torch.tensor([[0, 3], [1, 2]]), axis)
+    shards = TokenShards.from_chunks(torch.tensor([[0, 3], [1, 2]]), axis)
     x = torch.empty(8, 2, device="meta")
     with Operators() as operators:
         shards.in_order(x)

@@ -76,7 +76,7 @@ def assert_same(actual, expected, inputs):
 def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, heads):
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, *heads)
-    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 
 
@@ -84,7 +84,7 @@ def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, 
 def test_values_may_be_smaller_than_keys(attn_type):
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, 4, 4, head_dim=192, value_dim=128)
-    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 
 
@@ -108,7 +108,7 @@ def test_changing_layouts_neither_recompile_nor_wait_for_the_device(attn_type):
 
     def train(lengths):
         with counting_waits() as waits:
-            mask = DocumentMask.of_documents(ids_of_on_device[tuple(lengths)])
+            mask = DocumentMask.from_documents(ids_of_on_device[tuple(lengths)])
             out = attend(inner, *inputs, mask)
             torch.autograd.grad(out, inputs, out.detach())
         return sum(waits.values())

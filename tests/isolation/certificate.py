@@ -89,7 +89,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tenso
 
 def _attend_flex_blocks(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
     """Flex as if a client had built the mask: block structure and mask function alone."""
-    mask = DocumentMask.of_documents(document_ids).block_mask(block_size=16)
+    mask = DocumentMask.from_documents(document_ids).block_mask(block_size=16)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
 

@@ -171,7 +171,7 @@ def ignore_the_mask_in_the_second_layer(decoder):
     attention = decoder.layers["1"].attention
     forward = attention.forward
     attention.forward = lambda x, rope, masks=None: forward(
-        x, rope, DocumentMask.of_rows(*x.shape[:2], x.device)
+        x, rope, DocumentMask.from_rows(*x.shape[:2], x.device)
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.reliability import jobs
 from tests.reliability.browser import CHROMIUM, browser
 from tests.reliability.faults import SAVING
-from torchtitan.listeners.metrics import JsonlLogger, TensorBoardLogger
+from torchtitan.callbacks.metrics import JsonlLogger, TensorBoardLogger
 from torchtitan.report.page import page_of
 from torchtitan.report.read import read_run, thin_out
 

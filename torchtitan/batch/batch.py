@@ -76,7 +76,7 @@ class TokenBatch:
     sample_ids: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
+    def from_dict(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
         """Return a caller's batch as a value.
 
         Raises ValueError if `batch["input"]` is not [B, T] or has no token, for a known entry that is no

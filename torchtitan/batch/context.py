@@ -42,7 +42,9 @@ class ContextSharding:
     rotate_method: str
 
     @classmethod
-    def of(cls, parallel_dims: ParallelDims, config: Parallelism) -> "ContextSharding | None":
+    def from_parallelism(
+        cls, parallel_dims: ParallelDims, config: Parallelism
+    ) -> "ContextSharding | None":
         """Return the sharding of a job, or None without context parallelism."""
         if not parallel_dims.cp_enabled:
             return None
@@ -159,7 +161,7 @@ def cp_shard(
             "a padding mask [B, T] cannot be spread over context-parallel ranks; first make the "
             "kernel's mask of it with the model's get_padding_masks(padding_mask)"
         )
-    masks = {name: DocumentMask.of(mask) for name, mask in given.items()}
+    masks = {name: DocumentMask.from_mask(mask) for name, mask in given.items()}
     boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}
     unknown = [name for name, x in boundaries.items() if x is None]
     if rotate_method is None:
@@ -179,7 +181,7 @@ def cp_shard(
     if attention_masks is not None and starts:
         widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
     chunks = deal_chunks(load_balancer_type, cp_mesh.size(), seq_len, widest)
-    shards = TokenShards.of(chunks, cp_mesh)
+    shards = TokenShards.from_chunks(chunks, cp_mesh)
     sharded = {}
     for name, mask in masks.items():
         keys = None

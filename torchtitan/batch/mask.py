@@ -55,7 +55,7 @@ class DocumentMask:
     part: ContextPart | None = None
 
     @classmethod
-    def of(cls, mask: Any) -> "DocumentMask":
+    def from_mask(cls, mask: Any) -> "DocumentMask":
         """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal.
 
         Starts and window are known again if the BlockMask was made by this class.
@@ -68,7 +68,7 @@ class DocumentMask:
         return replace(mask_mod if isinstance(mask_mod, cls) else cls(), lowered=mask)
 
     @classmethod
-    def of_documents(
+    def from_documents(
         cls, document_ids: Tensor, device: torch.device | None = None
     ) -> "DocumentMask":
         """document_ids: [B, T]; a copy on the host is read, if there is one. device: of the mask."""
@@ -76,7 +76,7 @@ class DocumentMask:
         return cls(starts)
 
     @classmethod
-    def of_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
+    def from_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
         starts = torch.zeros((1, seq_len), device=device, dtype=torch.int32)
         return cls(starts.expand(n_rows, -1), rows_are_documents=True)
 

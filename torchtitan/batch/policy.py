@@ -78,7 +78,7 @@ class DocumentPolicy:
         for a batch that lacks the source of its documents' boundaries.
         """
         if not isinstance(batch, TokenBatch):
-            batch = TokenBatch.of(batch, labels)
+            batch = TokenBatch.from_dict(batch, labels)
             if batch.tokens.dim() == 2:
                 check_ids("the batch's 'input'", batch.tokens, self.vocab_size)
         elif labels is not None:

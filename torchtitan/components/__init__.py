@@ -1,1 +1,1 @@
-"""The reference's import paths. The package itself doesn't import from here."""
+"""The import path in torchtitan 0.2.xs. The package itself doesn't import from here."""

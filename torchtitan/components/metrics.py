@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.listeners.metrics`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.callbacks.metrics`."""
 
-from torchtitan.listeners.metrics import *  # noqa: F403
+from torchtitan.callbacks.metrics import *  # noqa: F403

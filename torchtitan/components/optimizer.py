@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.optim.optimizer`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.optim.optimizer`."""
 
 from torchtitan.optim.optimizer import *  # noqa: F403

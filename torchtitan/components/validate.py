@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.listeners.validate`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.callbacks.validate`."""
 
-from torchtitan.listeners.validate import *  # noqa: F403
+from torchtitan.callbacks.validate import *  # noqa: F403

@@ -72,7 +72,7 @@ class ChatTemplate:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
 
     @classmethod
-    def of_tokenizer(
+    def from_tokenizer(
         cls,
         tokenizer: HuggingFaceTokenizer,
         variables: Mapping[str, Any] | None = None,

@@ -86,7 +86,7 @@ class ChatEncoder:
         self._backend = backend
 
     @classmethod
-    def of_tokenizer(
+    def from_tokenizer(
         cls,
         tokenizer: HuggingFaceTokenizer,
         path: str = "",
@@ -97,7 +97,8 @@ class ChatEncoder:
         Raises ValueError for a template that cannot be read.
         """
         templates = (
-            ChatTemplate.of_tokenizer(tokenizer, path=path, tools=tools) for tools in (False, True)
+            ChatTemplate.from_tokenizer(tokenizer, path=path, tools=tools)
+            for tools in (False, True)
         )
         return cls(tokenizer, *templates, keys=keys)
 

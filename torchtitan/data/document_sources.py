@@ -131,7 +131,7 @@ class Source:
             self._warn_of_separators(content, index)
             document = OpenDocument(index, self.tokenizer, content, source=self.number)
         else:
-            document = OpenDocument.of_tokens(index, self.tokenizer, content, self.number)
+            document = OpenDocument.from_tokens(index, self.tokenizer, content, self.number)
         document.index = -1 if index is None else index
         return document
 
@@ -172,7 +172,7 @@ class Source:
         if isinstance(place, dict):
             trained = place.get("trained")
             tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            document = OpenDocument.of_tokens(None, self.tokenizer, tokens, self.number)
+            document = OpenDocument.from_tokens(None, self.tokenizer, tokens, self.number)
             document.text, document.is_begun = place["text"], place["is_begun"]
             return document
         _, number, start, used = place

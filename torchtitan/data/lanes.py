@@ -183,7 +183,7 @@ class Lane:
         rest = join([tokens for _, tokens in pieces])
         self.num_left_over = len(rest.ids)
         if pieces:
-            self.open.append(OpenDocument.of_tokens(None, pieces[0][0].tokenizer, rest))
+            self.open.append(OpenDocument.from_tokens(None, pieces[0][0].tokenizer, rest))
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the document that has waited longest, and then the longest document that still fits.

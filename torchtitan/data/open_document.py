@@ -67,7 +67,7 @@ class OpenDocument:
     read: "Callable[[], OpenDocument] | None" = None
 
     @classmethod
-    def of_tokens(
+    def from_tokens(
         cls, number: int | None, tokenizer: BaseTokenizer, tokens: Tokens, source: int = 0
     ) -> "OpenDocument":
         """Return a document whose tokens are known."""

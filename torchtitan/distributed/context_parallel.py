@@ -69,7 +69,7 @@ class TokenShards:
     group_name: str
 
     @classmethod
-    def of(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
+    def from_chunks(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
         """Return the shards for `chunks`, a tensor in host memory."""
         place_of_chunk = chunks.flatten().argsort()
         on_device = (to_device(x, mesh.device_type) for x in (chunks, place_of_chunk))

@@ -159,7 +159,7 @@ class CachedForward:
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]
         self._parts, self._layers, self._run = parts, layers, run
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
-        row = DocumentMask.of_rows(1, max_length, self._device)
+        row = DocumentMask.from_rows(1, max_length, self._device)
         self._masks = parts[0].layer_masks(row)
         self._output = parts[-1].output
         self._is_plain = is_plain(parts)

@@ -150,7 +150,7 @@ def create_attention_mask(
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
     """Return cumulative lengths of tokens [B, T]; a document ends at `eos_id` or at its row's end."""
     document_ids = document_ids_from_eos(input_batch, eos_id)
-    return DocumentMask.of_documents(document_ids).lower("varlen").lowered
+    return DocumentMask.from_documents(document_ids).lower("varlen").lowered
 
 
 # ---- compiling on first use ----
@@ -442,7 +442,7 @@ def attend(
     Raises TypeError if the wrapper takes another kind of mask, and ValueError for sdpa with a
     window or `return_lse`.
     """
-    mask = DocumentMask.of(mask)
+    mask = DocumentMask.from_mask(mask)
     window = window if mask.window is None else mask.window
     rows, part = (q.shape[0], q.shape[2]), mask.part
     if part is not None and part.rotate_method == "allgather":

@@ -118,7 +118,7 @@ class Attention(nn.Module):
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M]."""
         if self.mask_name is not None and isinstance(attention_masks, dict):
             attention_masks = attention_masks[self.mask_name]
-        mask = DocumentMask.of(attention_masks)
+        mask = DocumentMask.from_mask(attention_masks)
         part = mask.part
         if part is not None and part.rotate_method == "allgather":
             # Gather keys and values from the other ranks while the queries are computed.
@@ -347,7 +347,7 @@ class Decoder(ModelProtocol):
             masks = self.get_padding_masks(attention_masks)
         else:
             attn_type = self.model_args.attn_type
-            masks = map_masks(lambda x: DocumentMask.of(x).lower(attn_type), attention_masks)
+            masks = map_masks(lambda x: DocumentMask.from_mask(x).lower(attn_type), attention_masks)
         shards = shards_of(masks)
         row_len = seq_len if shards is None else shards.cp * seq_len
         self.check_rows(attention_masks, row_len)
@@ -489,13 +489,13 @@ class Decoder(ModelProtocol):
         Raises ValueError for varlen without document ids.
         """
         if document_ids is not None:
-            return self._lowered_masks(DocumentMask.of_documents(document_ids, tokens.device))
+            return self._lowered_masks(DocumentMask.from_documents(document_ids, tokens.device))
         if self.model_args.attn_type == "varlen":
             raise ValueError(
                 "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
                 "set model.attn_mask_type to 'block_causal' or 'position_block_causal'"
             )
-        return self._lowered_masks(DocumentMask.of_rows(*tokens.shape, tokens.device))
+        return self._lowered_masks(DocumentMask.from_rows(*tokens.shape, tokens.device))
 
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
         """Return `document_masks` for rows [B, T] of one document each, for any mask type.

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from torchtitan.callbacks.validate import build_validator
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.listeners.validate import build_validator
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder import Decoder

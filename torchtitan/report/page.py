@@ -29,7 +29,7 @@ MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
 SECONDS_OF_SILENCE = 600  # after which an unfinished run counts as dead
 
-# panel, metric, label; metrics are those of torchtitan.listeners.metrics and torchtitan.rl
+# panel, metric, label; metrics are those of torchtitan.callbacks.metrics and torchtitan.rl
 PANELS = [
     ("Loss", "loss_metrics/global_avg_loss", "training"),
     ("Loss", "validation_metrics/loss", "validation"),

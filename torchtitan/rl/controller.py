@@ -21,12 +21,12 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.checkpoint.run_record import record_of_task
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
-from torchtitan.listeners.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_not_divided, check_rl_config

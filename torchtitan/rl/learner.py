@@ -241,7 +241,7 @@ class Learner(ABC):
         of_rank = [microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)]
         if not self.replays_experts:
             of_rank = [{k: x for k, x in b.items() if k != "routed_experts"} for b in of_rank]
-        return [TokenBatch.of(inputs, inputs["labels"]) for inputs in of_rank]
+        return [TokenBatch.from_dict(inputs, inputs["labels"]) for inputs in of_rank]
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last stage."""

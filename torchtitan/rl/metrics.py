@@ -10,8 +10,8 @@ from statistics import fmean
 
 import torch.distributed as dist
 
+from torchtitan.callbacks.metrics import build_metrics_processor, memory_metrics
 from torchtitan.engine import TrainingEngine
-from torchtitan.listeners.metrics import build_metrics_processor, memory_metrics
 from torchtitan.rl.advantages import advantage_metrics
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Episode

@@ -35,7 +35,7 @@ PRELOADED_MODULES = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "torchtitan.config.manager",
-    "torchtitan.listeners.metrics",
+    "torchtitan.callbacks.metrics",
     "torchtitan.models.llama3",
     "torchtitan.trainer",
 ]

@@ -40,7 +40,7 @@ Spans = list[list[tuple[int, int]]]
 
 
 def attend_by(attn_type: str, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    mask = DocumentMask.of_documents(document_ids)
+    mask = DocumentMask.from_documents(document_ids)
     return attend(build_inner_attention(attn_type), q, k, v, mask)
 
 

@@ -1,3 +1,3 @@
-"""The reference's path of `torchtitan.listeners.profiling`."""
+"""The reference's path of `torchtitan.callbacks.profiling`."""
 
-from torchtitan.listeners.profiling import *  # noqa: F403
+from torchtitan.callbacks.profiling import *  # noqa: F403

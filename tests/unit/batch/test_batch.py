@@ -17,7 +17,7 @@ TOKENS = torch.arange(6).view(2, 3)
 
 def test_value_cannot_be_changed_and_leaves_the_callers_dict_alone():
     given = {"input": TOKENS, "positions": TOKENS % 3, "names": ["a", "b"]}
-    batch = TokenBatch.of(given)
+    batch = TokenBatch.from_dict(given)
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.labels = TOKENS
     given["more"] = 1
@@ -33,7 +33,7 @@ def test_what_has_a_value_per_token_follows_the_tokens():
         "offset": torch.tensor(3),
         "names": ["a", "b"],
     }
-    batch = TokenBatch.of(entries, labels=TOKENS + 1)
+    batch = TokenBatch.from_dict(entries, labels=TOKENS + 1)
     longer = batch.with_tokens(
         lambda x, padding: torch.cat((x, torch.full_like(x[:, :1], padding)), dim=1)
     )
@@ -50,8 +50,8 @@ def test_known_entry_that_is_no_tensor_is_named(kind):
         with pytest.raises(
             ValueError, match=f"the batch's '{key}' must be a tensor, got (nd|list)"
         ):
-            TokenBatch.of({"input": TOKENS, key: kind(TOKENS)})
-        TokenBatch.of({"input": TOKENS, key: None, "names": ["a", "b"]})
+            TokenBatch.from_dict({"input": TOKENS, key: kind(TOKENS)})
+        TokenBatch.from_dict({"input": TOKENS, key: None, "names": ["a", "b"]})
 
 
 @pytest.mark.parametrize("steps_ahead", [True, False])

@@ -241,7 +241,7 @@ def test_chunks_begin_every_so_many_tokens_of_a_document(rows, chunk_size):
             count += position >= 0 and position % chunk_size == 0
             chunks.append(PADDING if position < 0 else count)
         expected.append(chunks)
-    starts = DocumentMask.of_documents(ids).in_chunks(chunk_size).starts
+    starts = DocumentMask.from_documents(ids).in_chunks(chunk_size).starts
     assert starts.dtype == torch.int32
     assert torch.equal(starts, document_starts(torch.tensor(expected)))
 

@@ -118,7 +118,7 @@ def numbers_of(masks):
     """Return the host's numbers of a mask, or of each mask in a dict."""
     if isinstance(masks, dict):
         return {name: numbers_of(mask) for name, mask in masks.items()}
-    mask = DocumentMask.of(masks)
+    mask = DocumentMask.from_mask(masks)
     if isinstance(mask.lowered, VarlenMetadata):
         lengths = mask.lowered
         return on_host(lengths.cu_seq_q).tolist(), lengths.max_q, lengths.max_k
@@ -172,8 +172,8 @@ def axis(device_type, rank):
 
 def masks_on(device, n_tokens):
     ids = to_device(document_ids_from_lengths(LENGTHS * (n_tokens // 8), n_tokens), device)
-    documents = DocumentMask.of_documents(ids)
-    causal = DocumentMask.of_rows(2, n_tokens, torch.device(device))
+    documents = DocumentMask.from_documents(ids)
+    causal = DocumentMask.from_rows(2, n_tokens, torch.device(device))
     return {
         "none": None,
         "causal": causal.lower("flex"),
@@ -214,7 +214,7 @@ def as_list(masks):
 def test_masks_that_nobody_asks_for_their_documents_are_not_read():
     ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    mask = DocumentMask.of_documents(ids).lower("flex").lowered
+    mask = DocumentMask.from_documents(ids).lower("flex").lowered
     _, sharded = cp_shard(axis("meta", 0), (tokens,), mask, rotate_method="alltoall")
     assert sharded.lowered is mask
 
@@ -229,7 +229,7 @@ def test_masks_from_the_device_alone_are_read_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", read)
     ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    one, other = DocumentMask.of_documents(ids), DocumentMask.of_documents(ids + 0)
+    one, other = DocumentMask.from_documents(ids), DocumentMask.from_documents(ids + 0)
     cp_shard(axis("meta", 0), (tokens,), {"a": one.lower("flex"), "b": None})
     masks = {"a": one.lower("flex"), "b": other.lower("flex")}
     cp_shard(axis("meta", 0), (tokens,), masks)

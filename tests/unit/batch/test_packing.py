@@ -96,12 +96,12 @@ def test_tokens_and_positions_that_are_no_whole_numbers_are_refused(dtype):
     wrong = torch.ones(1, 6, dtype=dtype)
     for batch in ({"input": wrong}, {"input": TOKENS, "positions": wrong}):
         with pytest.raises(ValueError, match=f"must be whole numbers, got a tensor of {dtype}"):
-            TokenBatch.of(batch)
+            TokenBatch.from_dict(batch)
 
 
 def test_labels_that_count_are_those_that_are_not_ignored():
     labels = torch.tensor([[0, 0, IGNORE_INDEX, 1, 3, 2]])
-    assert TokenBatch.of({"input": TOKENS}, labels).num_valid == 5
+    assert TokenBatch.from_dict({"input": TOKENS}, labels).num_valid == 5
 
 
 def test_labels_are_not_changed_in_place():
@@ -219,7 +219,7 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
         "source": "text5",
         "names": ["a", "b"],
     }
-    batches = TokenBatch.of(batch, rows + 2).split(2)
+    batches = TokenBatch.from_dict(batch, rows + 2).split(2)
     assert [part.tokens.tolist() for part in batches] == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
@@ -236,7 +236,7 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
 
 
 def test_batch_that_needs_no_split_stays_one():
-    batch = TokenBatch.of({"input": TOKENS, "attention_masks": "own"}, TOKENS)
+    batch = TokenBatch.from_dict({"input": TOKENS, "attention_masks": "own"}, TOKENS)
     assert batch.split(8) == batch.split(1) == [batch]
 
 
@@ -252,7 +252,7 @@ def test_batch_that_needs_no_split_stays_one():
 def test_what_cannot_be_split_by_rows_is_named(key, value):
     batch = {"input": torch.zeros(4, 2).long(), key: value}
     with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
-        TokenBatch.of(batch).split(2)
+        TokenBatch.from_dict(batch).split(2)
 
 
 def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
@@ -275,7 +275,7 @@ def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_row
 def test_padding_for_context_parallelism_counts_nowhere():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), "headtail", "allgather")
     rows = {"input": torch.ones(2, 3).long(), "positions": torch.arange(3)[None]}
-    packed = TokenBatch.of(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
+    packed = TokenBatch.from_dict(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
     padded = two_ranks.pad(packed)
     assert padded.tokens.tolist() == [[1, 1, 1, 0]] * 2
     assert padded.labels.tolist() == [[5, 5, 5, IGNORE_INDEX]] * 2

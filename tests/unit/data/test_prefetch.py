@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from torchtitan.batch.batch import TokenBatch
+from torchtitan.compat import Batches
 from torchtitan.data import prefetch
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.prefetch import StepsAhead
-from torchtitan.reference import Batches
 
 
 class Numbers(BaseDataLoader):

@@ -75,7 +75,7 @@ def allowed_pairs(document_ids):
 
 
 def varlen_metadata(document_ids):
-    return DocumentMask.of_documents(document_ids).lower("varlen").lowered
+    return DocumentMask.from_documents(document_ids).lower("varlen").lowered
 
 
 def assert_same(actual, expected, inputs, **tolerance):
@@ -123,7 +123,7 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
     wanted = create_block_mask(
         by_lookup, n_rows, None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
     )
-    mask = DocumentMask.of_documents(document_ids).block_mask(block_size)
+    mask = DocumentMask.from_documents(document_ids).block_mask(block_size)
     assert mask.shape == wanted.shape
     for kind in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(mask, f"{kind}_num_blocks")
@@ -140,7 +140,7 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
 
 
 def test_causal_block_mask_has_one_row_for_the_whole_batch():
-    mask = DocumentMask.of_rows(3, 40, torch.device("cpu")).lower("flex").lowered
+    mask = DocumentMask.from_rows(3, 40, torch.device("cpu")).lower("flex").lowered
     assert mask.shape == (1, 1, 40, 40)
     inputs = tensors(3, 40, 2, 2)
     out = FlexAttentionWrapper()(*inputs, block_mask=mask)
@@ -222,7 +222,7 @@ def test_score_mod_changes_the_scores():
         return score + 0.1 * (kv_idx - q_idx) * (h + 1)
 
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = DocumentMask.of_documents(ids).block_mask(block_size=4)
+    mask = DocumentMask.from_documents(ids).block_mask(block_size=4)
     inputs = tensors(1, 6, 2, 2)
     out = FlexAttentionWrapper()(*inputs, score_mod=bias, block_mask=mask)
     q, k, v = (x.double() for x in inputs)
@@ -234,7 +234,7 @@ def test_score_mod_changes_the_scores():
 
 def test_log_sum_exp_is_returned_and_has_a_gradient():
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = DocumentMask.of_documents(ids).lower("flex").lowered
+    mask = DocumentMask.from_documents(ids).lower("flex").lowered
     q, k, v = inputs = tensors(1, 6, 2, 2)
     out, lse = FlexAttentionWrapper()(*inputs, block_mask=mask, return_lse=True)
     scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed_pairs(ids), float("-inf"))
@@ -265,7 +265,7 @@ def test_log_sum_exp_of_an_accelerator_is_asked_for_without_a_deprecated_argumen
 @pytest.mark.parametrize("attn_type", ["flex", "varlen", "sdpa"])
 def test_values_may_have_another_head_size(attn_type):
     ids = torch.zeros(2, 7, dtype=torch.int32)
-    mask = None if attn_type == "sdpa" else DocumentMask.of_documents(ids)
+    mask = None if attn_type == "sdpa" else DocumentMask.from_documents(ids)
     inputs = tensors(2, 7, 4, 2, head_dim=12, value_dim=8)
     out = attend(build_inner_attention(attn_type), *inputs, mask)
     assert out.shape == (2, 7, 4, 8)
@@ -277,7 +277,7 @@ def test_values_may_have_another_head_size(attn_type):
 def test_bf16_differs_from_fp32_by_its_own_rounding(attn_type):
     ids = torch.tensor([[0] * 20 + [1] * 11 + [-1]])
     inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(1, 32, 4, 2)]
-    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.of_documents(ids))
+    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
     assert out.dtype == torch.bfloat16
     expected = dense(*inputs, allowed_pairs(ids)).transpose(1, 2)
     # bf16 keeps 8 bits: 4e-3 relative per rounding, a few of them.
@@ -361,7 +361,7 @@ def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
 )
 def test_wrong_kind_of_mask_is_named(attn_type, mask, what):
     if mask is not None:
-        mask = DocumentMask.of_documents(torch.zeros(1, 4, dtype=torch.int32)).lower(mask).lowered
+        mask = DocumentMask.from_documents(torch.zeros(1, 4, dtype=torch.int32)).lower(mask).lowered
     with pytest.raises(TypeError, match=what):
         attend(build_inner_attention(attn_type), *tensors(1, 4, 2, 2), mask)
 
@@ -413,7 +413,7 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
     n_compiled = []
     for lengths in ([10, 14], [5, 5, 14], [24], [3, 3, 3, 15], [1] * 24, [20, 4]):
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-        mask = DocumentMask.of_documents(ids).lower(attn_type)
+        mask = DocumentMask.from_documents(ids).lower(attn_type)
         out = compiled(inner, *inputs, mask)
         torch.testing.assert_close(
             out.double(), dense(*inputs, allowed_pairs(ids)).transpose(1, 2), **FP32

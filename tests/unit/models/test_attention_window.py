@@ -80,7 +80,7 @@ def test_window_and_log_sum_exp_with_gradients_equal_dense_attention(ids, heads,
     expected_grads = torch.autograd.grad(
         (expected_out, expected_lse), inputs, (grad_out.double(), grad_lse.double())
     )
-    documents = DocumentMask.of_documents(ids)
+    documents = DocumentMask.from_documents(ids)
     metadata = documents.lower("varlen").lowered  # which has no window
     for attn_type, mask, of_layer in (
         ("flex", documents.with_window(window), None),
@@ -104,7 +104,7 @@ def test_gradient_is_right_when_only_one_result_is_used(used):
     inputs = tensors(*ids.shape, 4, 2, dtype=torch.float64)
     which = ["output", "lse"].index(used)
     expected = dense(*inputs, allowed_pairs(ids, 4))[which].transpose(1, 2)
-    mask = DocumentMask.of_documents(ids).with_window(4)
+    mask = DocumentMask.from_documents(ids).with_window(4)
     actual = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)[which]
     weight = torch.arange(actual.numel(), dtype=torch.float64).view(actual.shape)
     for got, want in zip(
@@ -130,7 +130,7 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
     out, lse = attend(
         build_inner_attention("varlen"),
         *inputs,
-        DocumentMask.of_documents(ids).with_window(200),
+        DocumentMask.from_documents(ids).with_window(200),
         return_lse=True,
     )
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -146,9 +146,9 @@ def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
 @given(packings(), st.sampled_from([4, 16]), st.sampled_from([1, 3, 16, 50]))
 def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block_size, window):
     n_rows, seq_len = ids.shape
-    whole_rows = DocumentMask.of_rows(n_rows, seq_len, ids.device).with_window(window)
+    whole_rows = DocumentMask.from_rows(n_rows, seq_len, ids.device).with_window(window)
     for documents, mask in (
-        (ids, DocumentMask.of_documents(ids).with_window(window)),
+        (ids, DocumentMask.from_documents(ids).with_window(window)),
         (ids[:1] * 0, whole_rows),
     ):
         mask = mask.block_mask(block_size)
@@ -171,7 +171,7 @@ def test_windowed_block_mask_from_boundaries_equals_the_evaluated_one(ids, block
 def test_mask_without_boundaries_gives_the_same_under_a_window():
     ids = ids_of([30, 1, 50])
     inputs = tensors(*ids.shape, 4, 2)
-    mask = DocumentMask.of_documents(ids).with_window(9)
+    mask = DocumentMask.from_documents(ids).with_window(9)
     by_document, by_mask = (
         attend(build_inner_attention("flex"), *inputs, one, return_lse=True)
         for one in (mask, mask.block_mask(block_size=16))
@@ -184,7 +184,7 @@ def test_window_below_one_and_kernels_that_cannot_are_refused():
     ids = ids_of([4])
     inputs = tensors(1, 4, 2, 2)
     with pytest.raises(ValueError, match="holds at least the query itself, got window_size=0"):
-        DocumentMask.of_documents(ids).with_window(0)
+        DocumentMask.from_documents(ids).with_window(0)
     for request in ({"window": 2}, {"return_lse": True}):
         with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
             attend(build_inner_attention("sdpa"), *inputs, None, **request)
@@ -214,7 +214,7 @@ def test_large_scores_of_either_sign_neither_overflow_nor_vanish(size):
 
 
 def check_long_documents(inputs, ids, window, return_lse, digits=2e-5):
-    mask = DocumentMask.of_documents(ids).lower("varlen")
+    mask = DocumentMask.from_documents(ids).lower("varlen")
     attention = build_inner_attention("varlen")
     results = attend(attention, *inputs, mask, 0.3, window, return_lse)
     out, lse = results if return_lse else (results, None)

@@ -136,7 +136,7 @@ def test_document_mask_itself_is_a_mask(attn_type):
     tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2]])
     masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
-    documents = DocumentMask.of_documents(ids)
+    documents = DocumentMask.from_documents(ids)
     assert torch.equal(model(tokens, documents), model(tokens, masks))
     # A chunk of 2 tokens equals a window of 2 only for the second token.
     chunks, window = (model(tokens, m) for m in (documents.in_chunks(2), documents.with_window(2)))

@@ -136,7 +136,7 @@ def test_documents_see_neither_each_other_nor_the_future(attn_type):
 @pytest.mark.parametrize(("attn_type", "last"), [("flex", 23), ("varlen", 8)])
 def test_clients_mask_replaces_the_windows_under_flex_only(attn_type, last, monkeypatch):
     args = tiny_args(n_layers=1, attn_type=attn_type, attn_mask_type="position_block_causal")
-    documents = DocumentMask.of_documents(torch.zeros(1, 24, dtype=torch.int32))
+    documents = DocumentMask.from_documents(torch.zeros(1, 24, dtype=torch.int32))
     kernels_form = documents.lower(attn_type).lowered
     # A mask with a window of its own replaces them under both.
     for mask, end in ((documents, last), (kernels_form, last), (documents.with_window(8), 12)):

@@ -20,6 +20,7 @@ import torch
 
 from scripts import architecture, changelog
 from tests.unit.models.test_hf_config import LLAMA_3_2_3B
+from torchtitan.callbacks.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.config.toml_values import with_values
@@ -27,7 +28,6 @@ from torchtitan.data.text_datasets import DATASETS
 from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
-from torchtitan.listeners.metrics import BaseLogger, MetricsProcessor
 from torchtitan.protocols import train_spec
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 from torchtitan.rl.losses import GSPOLoss

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
 from torchtitan.adapters import peft_files
+from torchtitan.callbacks.metrics import JsonlLogger
+from torchtitan.callbacks.profiling import MemorySnapshot
 from torchtitan.checkpoint import folder as checkpoint_folder
 from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HF_INDEX
@@ -22,8 +24,6 @@ from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer_files import load as load_tokenizer
 from torchtitan.distributed.pipeline_order import compute_order
-from torchtitan.listeners.metrics import JsonlLogger
-from torchtitan.listeners.profiling import MemorySnapshot
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.metrics import append_episodes
@@ -184,7 +184,7 @@ def tokenizer_folder(folder: Path) -> None:
 
 def chat_template(folder: Path) -> None:
     tokenizer = SimpleNamespace(config={}, tokenizer_path=folder)
-    ChatTemplate.of_tokenizer(tokenizer, path=str(folder / "own.jinja"))
+    ChatTemplate.from_tokenizer(tokenizer, path=str(folder / "own.jinja"))
 
 
 def copies_in_folder(folder: Path) -> None:

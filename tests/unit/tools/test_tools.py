@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.callbacks import profiling
 from torchtitan.config import Profiling
-from torchtitan.listeners import profiling
 from torchtitan.tools import host, torch_versions, utils
 from torchtitan.tools import logging as titan_logging
 

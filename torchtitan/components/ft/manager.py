@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.distributed.fault_tolerance`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.distributed.fault_tolerance`."""
 
 from torchtitan.distributed.fault_tolerance import *  # noqa: F403

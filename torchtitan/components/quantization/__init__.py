@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.quantization`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.quantization`."""
 
 from torchtitan.quantization import *  # noqa: F403

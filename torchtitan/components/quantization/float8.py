@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.quantization.float8`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.quantization.float8`."""
 
 from torchtitan.quantization.float8 import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The reference's import path of `torchtitan.quantization.mx`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.quantization.mx`."""
 
 from torchtitan.quantization.mx import *  # noqa: F403

@@ -7,9 +7,9 @@ from torch import nn
 from tests.unit.batch.document_runs import make_trainer, short_documents
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.batch.policy import DocumentPolicy
+from torchtitan.callbacks.isolation_probe import IsolationProbe
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError, check_job_config
-from torchtitan.listeners.isolation_probe import IsolationProbe
 from torchtitan.testing.gloo import run_ranks
 
 pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
@@ -23,7 +23,7 @@ def ignore_mask(trainer, layer: str) -> None:
     forward = attention.forward
 
     def seeing_the_row(x, rope, attention_masks=None):
-        return forward(x, rope, DocumentMask.of_rows(*x.shape[:2], x.device))
+        return forward(x, rope, DocumentMask.from_rows(*x.shape[:2], x.device))
 
     attention.forward = seeing_the_row
 

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.listeners import metrics as metrics_module
-from torchtitan.listeners.metrics import (
+from torchtitan.callbacks import metrics as metrics_module
+from torchtitan.callbacks.metrics import (
     BaseLogger,
     DeviceMemoryMonitor,
     DeviceMemStats,
@@ -27,6 +25,8 @@ from torchtitan.listeners.metrics import (
     build_metrics_processor,
     ensure_pp_loss_visible,
 )
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools import host, utils
 

@@ -12,15 +12,15 @@ from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.fillers import num_fillers
 from torchtitan.batch.policy import DocumentPolicy
+from torchtitan.callbacks.metrics import MetricsProcessor
+from torchtitan.compat import is_overridden
 from torchtitan.config import JobConfig
 from torchtitan.data import text_datasets
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.listeners.metrics import MetricsProcessor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
-from torchtitan.reference import is_overridden
 from torchtitan.step.runner import ModelInputs, Runner, model_inputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
@@ -102,7 +102,7 @@ class Validator(BaseValidator):
         A subclass may override it, and then gets the batch as a dict.
         """
         policy = self._policy(model_parts)
-        sharding = ContextSharding.of(self.parallel_dims, self.job_config.parallelism)
+        sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
         batch = policy.token_batch(input_dict, labels)
         return model_inputs(policy, batch, model_parts[0], sharding)
 
@@ -128,7 +128,9 @@ class Validator(BaseValidator):
             torch.device(get_device_type()),
             self.validation_context,
             self.maybe_enable_amp,
-            sharding=ContextSharding.of(self.parallel_dims, self.job_config.parallelism),
+            sharding=ContextSharding.from_parallelism(
+                self.parallel_dims, self.job_config.parallelism
+            ),
             schedule=self.pp_schedule,
             has_outputs=self.pp_has_last_stage is not False,
             client_inputs=client_inputs,

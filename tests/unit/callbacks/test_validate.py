@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchtitan.callbacks.metrics import MetricsProcessor
+from torchtitan.callbacks.validate import BaseValidator, Validator, build_validator
 from torchtitan.config import JobConfig
 from torchtitan.data import text_datasets
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.distributed import ParallelDims
-from torchtitan.listeners.metrics import MetricsProcessor
-from torchtitan.listeners.validate import BaseValidator, Validator, build_validator
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.testing.gloo import run_ranks
 
