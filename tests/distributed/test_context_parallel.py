@@ -25,7 +25,7 @@ def document_ids(n_tokens=TOKENS):
 
 
 def masks():
-    """Return a model's masks, from which `DocumentMask.of` recovers the value, and bare VarlenMetadata."""
+    """Return a model's masks, from which `DocumentMask.from_mask` recovers the value, and bare VarlenMetadata."""
     documents = DocumentMask.from_documents(document_ids())
     causal = DocumentMask.from_rows(ROWS, TOKENS, torch.device("cpu"))
     return {

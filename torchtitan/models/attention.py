@@ -4,7 +4,7 @@ B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value he
 Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask` to
 `attend`. It was lowered once per batch to the form that the kernel takes: a bool tensor or nothing
 (sdpa), a `BlockMask` (flex) or a `VarlenMetadata` (varlen). Clients may bring the last two, which
-`DocumentMask.of` wraps.
+`DocumentMask.from_mask` wraps.
 
 torch trains flex and varlen on accelerators only. On the CPU the same wrappers run
 `attention_cpu.document_attention` if the mask was made from documents, else
@@ -433,7 +433,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    mask: a `DocumentMask`, or an argument of `DocumentMask.of`. If it has a `part`, the T tokens
+    mask: a `DocumentMask`, or an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
     window: a query sees itself and the window - 1 tokens before it; used if the mask has no window,
         because a layer's window is lost in a VarlenMetadata. flex ignores it, because a BlockMask

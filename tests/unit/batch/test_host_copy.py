@@ -143,7 +143,7 @@ def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, sour
     inputs, _, extra_inputs, extra_kwargs = model_inputs(moved(batch))
     assert inputs.device.type == "meta"
     masks = extra_kwargs["attention_masks"]
-    for mask in as_list(map_masks(DocumentMask.of, masks)):
+    for mask in as_list(map_masks(DocumentMask.from_mask, masks)):
         lowered = mask.lowered
         tensor = lowered.cu_seq_q if isinstance(lowered, VarlenMetadata) else lowered.kv_indices
         assert tensor.device.type == "meta"

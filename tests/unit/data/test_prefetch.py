@@ -42,7 +42,7 @@ def ahead(loader, n_steps=5):
         loader,
         batches_per_step=2,
         n_steps=n_steps,
-        to_batch=TokenBatch.of,
+        to_batch=TokenBatch.from_dict,
         device=torch.device("cpu"),
         n_duplicates=None,
         timeout=timedelta(seconds=5),
@@ -114,7 +114,9 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
     )
     monkeypatch.setattr(prefetch, "dist", group)
     second = timedelta(seconds=1)
-    steps = prefetch.StepsAhead(Numbers(), 2, 5, TokenBatch.of, torch.device("cpu"), 2, second)
+    steps = prefetch.StepsAhead(
+        Numbers(), 2, 5, TokenBatch.from_dict, torch.device("cpu"), 2, second
+    )
     step = steps.next_step()
     assert numbers(step) == [1, 2]
     assert step.counts == prefetch.StepCounts(3, 0, 1)
