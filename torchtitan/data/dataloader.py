@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.batch.documents import SAMPLE_IDS
-from torchtitan.data.lanes import Row
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Row
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain

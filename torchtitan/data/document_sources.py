@@ -1,7 +1,7 @@
-"""Sources of documents: what each lane of the global batch reads next, and where it stands.
+"""Sources of documents, and the part of each that one row stream (see `row_streams`) reads.
 
-`lanes.py` says what a lane is. A source is indexed (it has `len()` and `[i]`) or a stream; `feed` makes
-the part of it that one lane reads.
+A source is indexed (it has `len()` and `[i]`) or a stream of `datasets`. The documents of an indexed
+source are numbered without end: number n is document n % N of pass n // N over N documents.
 """
 
 import copy
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.document_share import DocumentShare
 from torchtitan.data.open_document import OpenDocument, Tokens
 from torchtitan.data.order import Order
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -31,6 +30,57 @@ Encoder = Callable[[Any], str | Tokens]
 
 
 @dataclass
+class DocumentShare:
+    """The documents of one of S readers: the numbers base + reader, base + reader + S, and so on."""
+
+    reader: int
+    num_readers: int  # S above
+    base: int = 0
+    num_taken: int = 0  # documents taken from the stride
+    # Numbers below `base` that readers of an earlier run did not take, ascending. They come first.
+    pending: deque[int] = field(default_factory=deque)
+
+    @property
+    def next_in_stride(self) -> int:
+        return self.base + self.reader + self.num_taken * self.num_readers
+
+    def peek(self) -> int:
+        """Return the number of the next document, which `advance` marks as taken."""
+        return self.pending[0] if self.pending else self.next_in_stride
+
+    def advance(self) -> None:
+        if self.pending:
+            self.pending.popleft()
+        else:
+            self.num_taken += 1
+
+    def state(self) -> tuple[int, int, list[int]]:
+        """Return the progress as plain data; `resumed` makes a share of it."""
+        return self.base, self.num_taken, list(self.pending)
+
+    def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
+        base, num_taken, pending = state
+        return DocumentShare(self.reader, self.num_readers, base, num_taken, deque(pending))
+
+    def not_taken_below(self, limit: int) -> list[int]:
+        return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]
+
+
+def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
+    """Return shares of new readers of all documents that the old readers did not take.
+
+    The new strides begin where the fastest old reader would have continued. The documents that slower
+    readers did not take below that are dealt out one by one.
+    """
+    base = max(share.next_in_stride for share in shares)
+    not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
+    return [
+        DocumentShare(reader, num_readers, base, pending=deque(not_taken[reader::num_readers]))
+        for reader in range(num_readers)
+    ]
+
+
+@dataclass
 class Source:
     """A data set as a source of documents.
 
@@ -38,6 +88,7 @@ class Source:
     weight: this source's share of the tokens of a mixture, relative to the other sources' weights.
     limit: the number of passes after which the source has no document left; None: no limit.
     seed: of the order of documents; None keeps the data set's order.
+    number: among the sources of a mixture. counts: see `counts.count_tokens`.
     """
 
     name: str
@@ -49,12 +100,14 @@ class Source:
     limit: float | None = None
     seed: int | None = None
     is_text: bool = True
-    number: int = 0  # among the sources of a mixture
+    number: int = 0
     order: Order | None = field(init=False, default=None)
-    counts: NDArray[np.int64] | None = None  # see `counts.count_tokens`
-    _has_separators: bool = field(init=False, default=False)
+    counts: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
+        # Spellings of the tokens that begin or end documents; none once a text had one.
+        tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
+        self._separators = sorted({token for token in tokens if token})
         if not self.is_indexed:
             import datasets  # slow, and only streams need it
 
@@ -65,10 +118,8 @@ class Source:
                 )
             return
         if not len(self.data):
-            raise ValueError(
-                f"dataset {self.name!r} holds no documents"
-                + (f": {self.path} is empty" if self.path else "")
-            )
+            where = f": {self.path} is empty" if self.path else ""
+            raise ValueError(f"dataset {self.name!r} holds no documents{where}")
         # Sources of equal length have different orders.
         seed = None if self.seed is None else f"{self.seed} {self.number}"
         self.order = Order(len(self.data), seed)
@@ -78,7 +129,7 @@ class Source:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        """Leave out documents before they are divided among lanes, of which one may get no others."""
+        """Leave out documents before they are divided among row streams."""
         self.data = _Kept(self.data, np.flatnonzero(~is_empty))
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
@@ -136,19 +187,13 @@ class Source:
         return document
 
     def _warn_of_separators(self, text: str, index: int | None) -> None:
-        """Warn of the first text in which a token that begins or ends documents is spelled out."""
-        if self._has_separators:
-            return
-        tokens = {getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos")}
-        if tokens := {token for token in tokens if token and token in text}:
-            self._has_separators = True
-            found = " and ".join(
-                f"{token!r} ({text.count(token)} times)" for token in sorted(tokens)
-            )
+        found = [f"{t!r} ({text.count(t)} times)" for t in self._separators if t in text]
+        if found:
+            self._separators = []
             logger.warning(
-                f"{self.where(index)}: the text has {found} inside, which is encoded as that control "
-                "token, as transformers does, and begins no document; take it out if it should separate "
-                "documents or is none (this is said only once)"
+                f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
+                "that control token, as transformers does, and begins no document; take it out if it "
+                "should separate documents or is none (this is said only once)"
             )
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
@@ -207,14 +252,14 @@ class _Kept:
 
 
 class IndexedFeed:
-    """The documents of an indexed source that one lane reads."""
+    """The documents of an indexed source that one row stream reads."""
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
         self._source, self.share = source, share
         self._next: OpenDocument | None = None
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None at the end of the data."""
+        """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is None:
             source, number = self._source, self.share.peek()
             n = len(source.data)
@@ -237,7 +282,7 @@ class IndexedFeed:
 
 
 class StreamedFeed:
-    """The part of a stream that one lane reads: part `share.reader` of `share.num_readers` parts.
+    """The part of a stream of `datasets` that one row stream reads: `share.reader` of `share.num_readers`.
 
     Its position is that of `datasets`. With a seed, the order of the stream's files is shuffled in each
     pass, and so is each block of `STREAM_BLOCK` documents. The position is then that of the block's
@@ -258,7 +303,7 @@ class StreamedFeed:
         self._go_to(0, None)
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None at the end of the data."""
+        """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is not None:
             return self._next
         if not self._block and not self._read_block():

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
         )
 
 
-def join(parts: list[Tokens]) -> Tokens:
+def join(parts: Sequence[Tokens]) -> Tokens:
     """Return the tokens of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]

@@ -9,10 +9,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
 from torchtitan.data.counts import count_tokens
-from torchtitan.data.document_share import DocumentShare, deal_again
-from torchtitan.data.document_sources import Source
-from torchtitan.data.lanes import Lane, Packing, Row
-from torchtitan.data.row_plan import Plan, PlannedLane
+from torchtitan.data.document_sources import DocumentShare, Source, deal_again
+from torchtitan.data.row_plan import Plan, PlannedStream
+from torchtitan.data.row_streams import Packing, Row, RowStream
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 
@@ -75,7 +74,9 @@ class PackedDataset(IterableDataset):
                 "machine"
             )
         self._plan = Plan(self.sources, packing) if planned else None
-        self._lanes: dict[int, Lane | PlannedLane] = {}  # those this process reads, by number
+        self._lanes: dict[
+            int, RowStream | PlannedStream
+        ] = {}  # those this process reads, by number
         self._row = 0  # the next row, of those of this rank in a step
         self._saved: dict[int, Any] = {}  # the states of this rank's lanes, until they are made
         self.is_resumed = self._ran_out = False
@@ -101,7 +102,7 @@ class PackedDataset(IterableDataset):
         """The number of steps from the position that was loaded to the end of a plan."""
         first = self._lanes_of_rank()[0]
         lane = self._lanes.get(first) or self._lane(first)
-        assert isinstance(lane, PlannedLane)
+        assert isinstance(lane, PlannedStream)
         return lane.num_steps_left()
 
     @property
@@ -177,12 +178,12 @@ class PackedDataset(IterableDataset):
             self._lanes[number] = self._lane(number)
         self._saved = {}
 
-    def _lane(self, number: int) -> Lane | PlannedLane:
-        lane: Lane | PlannedLane
+    def _lane(self, number: int) -> RowStream | PlannedStream:
+        lane: RowStream | PlannedStream
         if self._plan is not None:
-            lane = PlannedLane(self._plan, self._packing, number, self._num_lanes)
+            lane = PlannedStream(self._plan, self._packing, number, self._num_lanes)
         else:
-            lane = Lane(self.sources, self._packing, number, self._num_lanes)
+            lane = RowStream(self.sources, self._packing, number, self._num_lanes)
         if self._saved:
             lane.load(self._saved[number])
         return lane

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.counts import count_tokens, kept
-from torchtitan.data.document_share import DocumentShare
-from torchtitan.data.document_sources import Source
-from torchtitan.data.lanes import Packing, Row
+from torchtitan.data.document_sources import DocumentShare, Source
 from torchtitan.data.open_document import OpenDocument, Tokens
+from torchtitan.data.row_streams import Packing, Row
 
 # "fit" chooses among the documents of about this many full rows.
 ROWS_OF_A_BLOCK = 1024
@@ -184,8 +183,8 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
     return rows
 
 
-class PlannedLane:
-    """Row g of each step, from a plan; to a dataset the same as a `lanes.Lane`."""
+class PlannedStream:
+    """Row g of each step, from a plan; to a dataset the same as a `RowStream`."""
 
     num_left_over = 0
 

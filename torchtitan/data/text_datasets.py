@@ -14,11 +14,11 @@ from torchtitan.data import DatasetConfig
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
-from torchtitan.data.lanes import Packing
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.errors import ConfigError

@@ -17,8 +17,8 @@ from tests.unit.data.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.document_sources import Source
-from torchtitan.data.lanes import Packing
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import already_said
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_lanes import source
+from tests.unit.data.test_row_streams import source
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource
 from torchtitan.data import counts, row_plan
-from torchtitan.data.lanes import Packing
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.token_files import write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer

@@ -16,10 +16,10 @@ from torchtitan.config import ConfigManager
 from torchtitan.data import DatasetConfig, counts, open_document
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Source
-from torchtitan.data.lanes import Packing
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.order import Order
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import DATASETS, build_text_validation_dataloader
 
 TOKENIZER = NumberTokenizer()
