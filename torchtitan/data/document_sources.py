@@ -5,7 +5,6 @@ source are numbered without end: number n is document n % N of pass n // N over 
 """
 
 import copy
-import functools
 import itertools
 import zlib
 from collections import deque
@@ -45,7 +44,6 @@ class DocumentShare:
         return self.base + self.reader + self.num_taken * self.num_readers
 
     def peek(self) -> int:
-        """Return the number of the next document, which `advance` marks as taken."""
         return self.pending[0] if self.pending else self.next_in_stride
 
     def advance(self) -> None:
@@ -55,7 +53,6 @@ class DocumentShare:
             self.num_taken += 1
 
     def state(self) -> tuple[int, int, list[int]]:
-        """Return the progress as plain data; `resumed` makes a share of it."""
         return self.base, self.num_taken, list(self.pending)
 
     def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
@@ -108,21 +105,17 @@ class Source:
         # Spellings of the tokens that begin or end documents; none once a text had one.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
-        if not self.is_indexed:
-            import datasets  # slow, and only streams need it
-
-            if not isinstance(self.data, datasets.IterableDataset):
-                raise ValueError(
-                    f"the loader of dataset {self.name!r} must return something with len() and [i], or "
-                    f"a datasets.IterableDataset, got {type(self.data).__name__}"
-                )
-            return
-        if not len(self.data):
-            where = f": {self.path} is empty" if self.path else ""
-            raise ValueError(f"dataset {self.name!r} holds no documents{where}")
-        # Sources of equal length have different orders.
-        seed = None if self.seed is None else f"{self.seed} {self.number}"
-        self.order = Order(len(self.data), seed)
+        if self.is_indexed:
+            if not len(self.data):
+                raise ValueError(f"dataset {self.name!r} holds no documents; correct {self.path!r}")
+            # Sources of equal length have different orders.
+            seed = None if self.seed is None else f"{self.seed} {self.number}"
+            self.order = Order(len(self.data), seed)
+        elif not hasattr(self.data, "num_shards"):
+            raise ValueError(
+                f"the loader of dataset {self.name!r} must return something with len() and [i], or "
+                f"a datasets.IterableDataset, got {type(self.data).__name__}"
+            )
 
     @property
     def is_indexed(self) -> bool:
@@ -130,7 +123,7 @@ class Source:
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
         """Leave out documents before they are divided among row streams."""
-        self.data = _Kept(self.data, np.flatnonzero(~is_empty))
+        self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
@@ -141,7 +134,8 @@ class Source:
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
     def tell_again(self) -> None:
-        warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
+        if self.limit is None:
+            warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
 
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
@@ -155,24 +149,20 @@ class Source:
 
     def waiting(self, number: int, length: int) -> OpenDocument:
         """Return a document that is read only when its tokens are asked for, by number and length."""
-        return OpenDocument(
-            number,
-            self.tokenizer,
-            end=0,
-            available=length,
-            source=self.number,
-            index=self.order.index(number),
-            read=functools.partial(self._read_again, number, length),
-        )
 
-    def _read_again(self, number: int, length: int) -> OpenDocument:
-        document = self.read(number)
-        if document.num_ahead(length + 1) != length:
-            raise ValueError(
-                f"{self.where(document.index)}: had {length} tokens when the data position was saved, "
-                f"and has {document.available}; resume with the same data and tokenizer, or begin with "
-                "this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
-            )
+        def read_again() -> OpenDocument:
+            document = self.read(number)
+            if document.num_ahead(length + 1) != length:
+                raise ValueError(
+                    f"{self.where(document.index)}: had {length} tokens when the data position was "
+                    f"saved, and has {document.available}; resume with the same data and tokenizer, or "
+                    "begin with this data from its start: checkpoint.exclude_from_loading = "
+                    "['dataloader']"
+                )
+            return document
+
+        document = OpenDocument(number, self.tokenizer, end=0, available=length, read=read_again)
+        document.source, document.index = self.number, self.order.index(number)
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
@@ -235,20 +225,21 @@ class Source:
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
 
 
+@dataclass
 class _Kept:
     """Some of the documents of a data set."""
 
-    def __init__(self, data: Any, indices: NDArray[np.int64]) -> None:
-        self._data, self._indices = data, indices
+    data: Any
+    indices: list[int]
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
-        return self._data[int(self._indices[index])]
+        return self.data[self.indices[index]]
 
     def where(self, index: int) -> str:
-        return self._data.where(int(self._indices[index]))
+        return self.data.where(self.indices[index])
 
 
 class IndexedFeed:
@@ -265,7 +256,7 @@ class IndexedFeed:
             n = len(source.data)
             if source.limit is not None and number >= source.limit * n:
                 return None
-            if number >= n and source.limit is None:
+            if number >= n:
                 source.tell_again()
             self._next = source.read(number)
         return self._next
@@ -284,9 +275,9 @@ class IndexedFeed:
 class StreamedFeed:
     """The part of a stream of `datasets` that one row stream reads: `share.reader` of `share.num_readers`.
 
-    Its position is that of `datasets`. With a seed, the order of the stream's files is shuffled in each
-    pass, and so is each block of `STREAM_BLOCK` documents. The position is then that of the block's
-    beginning, and how many documents of the block, which is read again, have been taken.
+    With a seed, the order of the stream's files is shuffled in each pass, and so is each block of
+    `STREAM_BLOCK` documents. The position is that of `datasets` at the block's beginning, and the number
+    of documents of the block, which is read again, that have been taken.
     """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
@@ -314,8 +305,7 @@ class StreamedFeed:
                 )
             if self.source.limit is not None and self._pass + 1 >= self.source.limit:
                 return None
-            if self.source.limit is None:
-                self.source.tell_again()
+            self.source.tell_again()
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0])

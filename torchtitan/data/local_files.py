@@ -1,9 +1,8 @@
 """Documents in files of this machine, by number.
 
 JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
-where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
-A compressed file, a JSON list, and the columns that are read of a Parquet file, are first copied to such
-a file in the cache, once for all runs and all processes of a machine.
+where its lines begin. A compressed file, a JSON list, and the columns that are read of a Parquet file,
+are first copied to such a file in the cache, once for all runs and all processes of a machine.
 """
 
 import bz2
@@ -18,7 +17,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from stat import S_ISREG
@@ -43,12 +42,9 @@ class SampleRule(NamedTuple):
 def _problem_of_text(sample: Any) -> str | None:
     if isinstance(sample, dict) and isinstance(sample.get("text"), str):
         return None
-    if not isinstance(sample, dict):
-        got = type(sample).__name__
-    elif "text" in sample:
-        got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
-    else:
-        got = f"the keys {sorted(sample)}"
+    got = f"the keys {sorted(sample)}" if isinstance(sample, dict) else type(sample).__name__
+    if isinstance(sample, dict) and "text" in sample:
+        got = f"{sample['text']!r:.80} there"
     return f"need an object with a string under 'text', got {got}"
 
 
@@ -88,8 +84,8 @@ class _File:
     name: for messages. content: the file that is read, which may be a copy in the cache.
     """
 
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
-        self.name, self.content, self.rule = name, content, rule
+    def __init__(self, name: Path, content: Path) -> None:
+        self.name, self.content = name, content
         self.before = os.stat(regular_file(content))
 
     def where(self, number: int) -> str:
@@ -116,22 +112,16 @@ class _File:
             "change data while a job reads them"
         )
 
-    def checked(self, sample: Any, number: int) -> dict[str, Any]:
-        if problem := self.rule.problem_of(sample):
-            raise ValueError(f"{self.where(number)}: {problem}")
-        return sample
-
 
 class _Lines(_File):
-    """A file of JSON lines: one object per line that follows the rule.
+    """A file of JSON lines: one object per line that follows the rule. Blank lines are skipped.
 
-    Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
-    document is read. unit: the name of a line in messages.
+    unit: the name of a line in messages. A bad line raises ValueError when its document is read.
     """
 
     def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
-        super().__init__(name, content, rule)
-        self._unit = unit
+        super().__init__(name, content)
+        self.rule, self._unit = rule, unit
         # Byte offsets of the lines that are not blank, and the size of the file.
         self._starts = starts = array("Q")
         position = 0
@@ -154,24 +144,22 @@ class _Lines(_File):
                 f"{self.where(number)}: not valid JSON ({error}); every line must be one object like "
                 f"{self.rule.example}"
             ) from None
-        return self.checked(sample, number)
+        if problem := self.rule.problem_of(sample):
+            raise ValueError(f"{self.where(number)}: {problem}")
+        return sample
 
     def where(self, number: int) -> str:
         """Return the document's name for messages; reads the file up to the document."""
-        line_number, start = 1, self._starts[number]
+        line_number = 1
         with open_file(self.content, "rb") as file:
-            while file.tell() < start:
+            while file.tell() < self._starts[number]:
                 file.readline()
                 line_number += 1
         return f"{self.name}, {self._unit} {line_number}"
 
 
 class _Text(_File):
-    """A file of plain text in UTF-8: a short file is one document.
-
-    A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
-    size. The cuts are found when a document is read, so opening a file of any size is quick.
-    """
+    """A file of plain text in UTF-8, cut at the first line end after each `TEXT_DOCUMENT_BYTES`."""
 
     def __len__(self) -> int:
         return -(-self.before.st_size // TEXT_DOCUMENT_BYTES)
@@ -212,36 +200,28 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
     rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
-    Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds no data files,
-    files of several kinds, or files of an unknown kind.
+    Raises FileNotFoundError if `path` does not exist, ValueError for anything but files of one known kind.
     """
-    known = [kind for kind in dict.fromkeys(_KINDS.values()) if kind != "text" or rule is TEXT]
+    known = {*_KINDS.values()} - ({"text"} if rule is not TEXT else set())
+    wanted = f"a data file or a folder with files of one kind ({', '.join(sorted(known))})"
     if not path:
-        raise ValueError(
-            "this training.dataset needs training.dataset_path, a data file or a folder of data files "
-            f"({', '.join(known)})"
-        )
+        raise ValueError(f"this training.dataset needs training.dataset_path, {wanted}")
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
-            f"training.dataset_path (or the dataset's own path): there is no file or folder "
-            f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
-            f"is relative to"
+            f"training.dataset_path (or the dataset's own path): there is no file or folder {path!r} "
+            f"(looked in {os.getcwd()}); correct the path"
         )
     paths = [Path(file) for file in _files_in(path)]
     if root.is_dir():
         paths = [file for file in paths if _kind_of(file)]
-        if len({_kind_of(file) for file in paths}) > 1:
-            # A dataset from the hub has a card beside its files.
+        if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a card
             paths = [file for file in paths if file.name != "README.md"]
         paths = _without_held_out(paths, root)
     kinds = {_kind_of(file) for file in paths}
-    if len(kinds) != 1 or not kinds <= {*known}:
+    if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
-        raise ValueError(
-            f"training.dataset_path must be a data file or a folder with files of one kind "
-            f"({', '.join(known)}), got {path!r} with {found}"
-        )
+        raise ValueError(f"training.dataset_path must be {wanted}, got {path!r} with {found}")
     return LocalDocuments([_open(file, rule) for file in paths])
 
 
@@ -250,11 +230,16 @@ def _open(path: Path, rule: SampleRule) -> _File:
     if path.suffix in _DECOMPRESS:
         content = _copy_in_cache(path, "", _unpacked(path))
     elif path.suffix == ".parquet":
-        columns, unit = _columns_of(path, rule), "row"
-        content = _copy_in_cache(path, f"{columns}", _rows_as_lines(path, columns))
+        content = _copy_in_cache(path, repr(rule.columns), _parquet_as_lines(path, rule))
+        unit = "row"
+        if rule is not TEXT:
+            logger.info(
+                f"{path}: keys whose value is null are left out, because Parquet gives every row the "
+                "keys of all rows; use JSON lines if a null means something"
+            )
     kind = _kind_of(path)
     if kind == "text":
-        return _Text(path, content, rule)
+        return _Text(path, content)
     with open_file(content, "rb") as file:
         head = file.read(1024)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -339,60 +324,29 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-def _open_parquet(path: Path) -> Any:
+def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
+    """Yield the rows of a Parquet file, with the columns that samples have, as lines of JSON."""
     import pyarrow.parquet  # slow
 
-    with _readable(path):
-        return pyarrow.parquet.ParquetFile(regular_file(path))
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError if Arrow cannot read the file."""
-    import pyarrow
-
+    number, columns = 0, []
     try:
-        yield
+        file = pyarrow.parquet.ParquetFile(regular_file(path))
+        names = file.schema_arrow.names
+        columns += [name for name in rule.columns if name in names]
+        if not columns:
+            raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(names))}")
+        for batch in file.iter_batches(1024, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield json.dumps(_without_none(row), ensure_ascii=False).encode() + b"\n"
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
         ) from None
-
-
-def _columns_of(path: Path, rule: SampleRule) -> list[str]:
-    """Return the columns of a Parquet file that samples have; ValueError if it lacks what they need."""
-    schema = _open_parquet(path).schema_arrow
-    columns = [name for name in rule.columns if name in schema.names]
-    if not columns:
-        raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(schema.names))}")
-    if any(schema.field(name).type.num_fields for name in columns):
-        logger.info(
-            f"{path}: keys whose value is null are left out, because Parquet gives every row the keys "
-            "of all rows; use JSON lines if a null means something"
-        )
-    return columns
-
-
-def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file as lines of JSON."""
-    number = 0
-    batches = _open_parquet(path).iter_batches(1024, columns=columns)
-    while True:
-        with _readable(path):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        lines = []
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                lines.append(json.dumps(_without_none(row), ensure_ascii=False))
-            except TypeError as error:  # a date, bytes, ...
-                raise ValueError(
-                    f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values "
-                    "as texts"
-                ) from None
-        yield "".join(f"{line}\n" for line in lines).encode()
+    except TypeError as error:  # a date, bytes, ...
+        raise ValueError(
+            f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
+        ) from None
 
 
 # ---- the files of a folder ----
@@ -402,7 +356,7 @@ _KINDS[".parquet"] = "Parquet"
 
 
 def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file by the end of its name, before that of a compression; None if unknown."""
+    """Return the kind of a file by the end of its name; None if it is unknown."""
     if path.suffix in _DECOMPRESS:
         path = path.with_suffix("")
         return None if path.suffix == ".parquet" else _KINDS.get(path.suffix)
@@ -438,9 +392,9 @@ def _without_none(value: Any) -> Any:
 
 
 def _files_in(root: str) -> dict[str, os.stat_result]:
-    """Return a file itself, or the files in and below a folder, in the order of their names.
+    """Return a file itself, or the files in and below a folder in the order of their names.
 
-    Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
+    Names that begin with a dot are left by programs: caches, copies of an editor, ._ files of a Mac.
     """
     paths = [] if os.path.isdir(root) else [root]
     for folder, subfolders, names in os.walk(root):
@@ -456,10 +410,9 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
-    """Return what shows that files were changed, renamed or replaced; {} if there are none.
+    """Return a digest of the files' names, sizes, times and samples of content; {} if there are none.
 
-    Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
-    out times, so that copies have the same digest, and take samples of at most 128 files.
+    is_movable: leave out times, and take samples of at most 128 files.
     """
     if not path or not os.path.exists(path):
         return {}
@@ -480,7 +433,6 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 
 def _samples_of(path: str, size: int) -> bytes:
-    """Return bytes of the file's head, tail and places in between; a short file's whole content."""
     if not os.access(path, os.R_OK):  # beside the data
         return b""
     places, length = [0], size
