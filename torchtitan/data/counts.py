@@ -1,7 +1,4 @@
-"""The numbers of tokens of all documents, counted once and kept for later runs.
-
-The rows of `training.epochs` are planned from them, and the log of a chat dataset says what is trained.
-"""
+"""The numbers of tokens of all documents, counted once and kept for later runs."""
 
 import hashlib
 import time
@@ -29,7 +26,7 @@ _TEXTS_AT_ONCE = 64  # 1,024 take a fifth more CPU time
 def count_tokens(source: Source) -> NDArray[np.int64]:
     """Return (tokens, trained tokens, tokens before a cut) of every document, [N, 3].
 
-    Read from a file if an earlier run counted the same data. Collective over all ranks.
+    Collective over all ranks.
     """
     if source.counts is None:
         source.counts = _all_counts(source)
@@ -58,8 +55,7 @@ def _count(source: Source) -> NDArray[np.int64]:
     own = source.tokenizer
     backend = own.tokenizer if type(own) is HuggingFaceTokenizer else None
     texts: dict[int, str] = {}  # short ones, which are encoded together, on all processors
-    num_ends = 0  # of tokens that begin or end a document
-    if backend is not None:
+    if backend is not None:  # tokens that begin or end a document
         num_ends = len(own.encode("", add_bos=own.begins_documents, add_eos=True))
         num_ends -= len(backend.encode("").ids)
     reported = time.monotonic()
@@ -88,10 +84,7 @@ def _count(source: Source) -> NDArray[np.int64]:
 
 
 def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> NDArray[Any]:
-    """Return `make()`, from a file if an earlier run kept it.
-
-    key: what the numbers depend on. again: make them whether or not they are kept.
-    """
+    """Return `make()`, from a file if an earlier run kept it. again: make it in any case."""
     if not again and (numbers := _read(key)) is not None:
         return numbers
     numbers, path = make(), _file_of(key)
@@ -105,7 +98,6 @@ def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> 
 
 
 def _read(key: object) -> NDArray[Any] | None:
-    """Return the numbers that an earlier run kept; None if there are none, or they are damaged."""
     path = _file_of(key)
     try:
         with open_file(path, "rb") as file, np.load(file, allow_pickle=False) as content:

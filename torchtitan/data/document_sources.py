@@ -82,10 +82,9 @@ class Source:
     """A data set as a source of documents.
 
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
-    weight: this source's share of the tokens of a mixture, relative to the other sources' weights.
+    number, weight: of the source in a mixture. counts: see `counts.count_tokens`.
     limit: the number of passes after which the source has no document left; None: no limit.
     seed: of the order of documents; None keeps the data set's order.
-    number: among the sources of a mixture. counts: see `counts.count_tokens`.
     """
 
     name: str
@@ -129,7 +128,7 @@ class Source:
             self.counts = self.counts[~is_empty]
 
     def identity(self) -> dict[str, Any]:
-        """Return what a saved position depends on; a position of another source is refused."""
+        """Return what a saved position depends on."""
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
@@ -145,24 +144,6 @@ class Source:
         index = self.order.index(number)
         document = self.open(self.data[index], index)
         document.number = number
-        return document
-
-    def waiting(self, number: int, length: int) -> OpenDocument:
-        """Return a document that is read only when its tokens are asked for, by number and length."""
-
-        def read_again() -> OpenDocument:
-            document = self.read(number)
-            if document.num_ahead(length + 1) != length:
-                raise ValueError(
-                    f"{self.where(document.index)}: had {length} tokens when the data position was "
-                    f"saved, and has {document.available}; resume with the same data and tokenizer, or "
-                    "begin with this data from its start: checkpoint.exclude_from_loading = "
-                    "['dataloader']"
-                )
-            return document
-
-        document = OpenDocument(number, self.tokenizer, end=0, available=length, read=read_again)
-        document.source, document.index = self.number, self.order.index(number)
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
@@ -182,8 +163,8 @@ class Source:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token, as transformers does, and begins no document; take it out if it "
-                "should separate documents or is none (this is said only once)"
+                "that control token and begins no document; take it out if it should separate documents "
+                "or is none (this is said only once)"
             )
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
@@ -194,16 +175,16 @@ class Source:
                 content.encode()  # raises where the tokenizer would
             return content
         except UnicodeEncodeError as error:
+            half = error.object[error.start]
             raise ValueError(
-                f"{self.where(index)}: the text has half of a surrogate pair, "
-                f"{error.object[error.start]!r}, which is not a character; mend or leave out the "
-                "document"
+                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend or leave out "
+                "the document"
             ) from None
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
-        """Return the document at a saved place; it is read again if the source has `[i]`."""
+        """Return the document at a saved `OpenDocument.place`."""
         if isinstance(place, dict):
             trained = place.get("trained")
             tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
@@ -300,8 +281,7 @@ class StreamedFeed:
         if not self._block and not self._read_block():
             if self._start is None:
                 raise ValueError(
-                    f"dataset {self.source.name!r} has no documents for this part: the stream may have "
-                    "fewer parts than there are ranks; train on fewer ranks"
+                    f"dataset {self.source.name!r} has no documents for this rank; train on fewer ranks"
                 )
             if self.source.limit is not None and self._pass + 1 >= self.source.limit:
                 return None
@@ -331,7 +311,6 @@ class StreamedFeed:
             self._num_taken = num_taken
 
     def _go_to(self, pass_number: int, position: Any) -> None:
-        """position: of `datasets`; None: the beginning of the pass."""
         self._pass, self._loaded, self._has_begun = pass_number, position, False
         # A stream ignores a position of another epoch than its current one.
         self._data.set_epoch(pass_number)
@@ -346,7 +325,7 @@ class StreamedFeed:
         return self._data.state_dict() if self._has_begun else self._loaded
 
     def _read_block(self) -> bool:
-        """Fill the block with the next documents in this pass; False if there are none."""
+        """Fill the block with the next documents of the pass; False if there are none."""
         self._start, self._num_taken = self._position(), 0
         if self._samples is None:
             self._samples = iter(self._data)

@@ -40,27 +40,19 @@ class SampleRule(NamedTuple):
 
 
 def _problem_of_text(sample: Any) -> str | None:
-    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
+    if not isinstance(sample, dict):
+        return f"need an object with a string under 'text', got {type(sample).__name__}"
+    if isinstance(sample.get("text"), str):
         return None
-    got = f"the keys {sorted(sample)}" if isinstance(sample, dict) else type(sample).__name__
-    if isinstance(sample, dict) and "text" in sample:
-        got = f"{sample['text']!r:.80} there"
+    got = f"{sample['text']!r:.80} there" if "text" in sample else f"the keys {sorted(sample)}"
     return f"need an object with a string under 'text', got {got}"
 
 
 TEXT = SampleRule('{"text": "..."}', ("text",), _problem_of_text)
 
 
-def locate(index: int, ends: list[int]) -> tuple[int, int]:
-    """Return (number of the file, number of the document in it). ends: documents through each file."""
-    file = bisect_right(ends, index)
-    if index < 0 or file == len(ends):
-        raise IndexError(index)
-    return file, index - (ends[file - 1] if file else 0)
-
-
-class LocalDocuments:
-    """Documents of several files by number; `where(i)` is a document's name for messages."""
+class JoinedDocuments:
+    """Documents of several files by number. A file has `len()`, `read(number)` and `where(number)`."""
 
     def __init__(self, files: list[Any]) -> None:
         self._files = files
@@ -69,27 +61,29 @@ class LocalDocuments:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        file, number = locate(index, self._ends)
-        return self._files[file].read(number)
+    def _locate(self, index: int) -> tuple[Any, int]:
+        """Return (the file, the number of the document in it)."""
+        number = bisect_right(self._ends, index)
+        if index < 0 or number == len(self._ends):
+            raise IndexError(index)
+        return self._files[number], index - (self._ends[number - 1] if number else 0)
+
+    def __getitem__(self, index: int) -> Any:
+        file, number = self._locate(index)
+        return file.read(number)
 
     def where(self, index: int) -> str:
-        file, number = locate(index, self._ends)
-        return self._files[file].where(number)
+        """Return a document's name for messages."""
+        file, number = self._locate(index)
+        return file.where(number)
 
 
 class _File:
-    """A file of documents. A subclass has `len()` and `read(number)`.
-
-    name: for messages. content: the file that is read, which may be a copy in the cache.
-    """
+    """A file of documents. name: for messages. content: what is read, perhaps a copy in the cache."""
 
     def __init__(self, name: Path, content: Path) -> None:
         self.name, self.content = name, content
         self.before = os.stat(regular_file(content))
-
-    def where(self, number: int) -> str:
-        return str(self.name)
 
     def bytes_at(self, start: int, end: int) -> bytes:
         """Return a part of the file; raises ValueError if the file has changed since the start."""
@@ -108,20 +102,17 @@ class _File:
                 os.close(file)
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
-            f"{self.content} had {before.st_size:,} bytes when the job started, and {now}; do not "
-            "change data while a job reads them"
+            f"{self.content} had {before.st_size:,} bytes when the job started, and {now}; do not change "
+            "data while a job reads them"
         )
 
 
 class _Lines(_File):
-    """A file of JSON lines: one object per line that follows the rule. Blank lines are skipped.
-
-    unit: the name of a line in messages. A bad line raises ValueError when its document is read.
-    """
+    """A file of JSON lines, of which blank ones are skipped. unit: the name of a line in messages."""
 
     def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
         super().__init__(name, content)
-        self.rule, self._unit = rule, unit
+        self._rule, self._unit = rule, unit
         # Byte offsets of the lines that are not blank, and the size of the file.
         self._starts = starts = array("Q")
         position = 0
@@ -136,20 +127,18 @@ class _Lines(_File):
         return len(self._starts) - 1
 
     def read(self, number: int) -> dict[str, Any]:
-        line = self.bytes_at(self._starts[number], self._starts[number + 1])
         try:
-            sample = json.loads(line)
-        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
-            raise ValueError(
-                f"{self.where(number)}: not valid JSON ({error}); every line must be one object like "
-                f"{self.rule.example}"
-            ) from None
-        if problem := self.rule.problem_of(sample):
+            sample = json.loads(self.bytes_at(*self._starts[number : number + 2]))
+            problem = self._rule.problem_of(sample)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = (
+                f"not valid JSON ({error}); every line must be one object like {self._rule.example}"
+            )
+        if problem:
             raise ValueError(f"{self.where(number)}: {problem}")
         return sample
 
     def where(self, number: int) -> str:
-        """Return the document's name for messages; reads the file up to the document."""
         line_number = 1
         with open_file(self.content, "rb") as file:
             while file.tell() < self._starts[number]:
@@ -166,21 +155,18 @@ class _Text(_File):
 
     def read(self, number: int) -> dict[str, Any]:
         start, end = self._cut(number), self._cut(number + 1)
-        content = self.bytes_at(start, end)
         try:
-            return {"text": content.decode("utf-8" if start else "utf-8-sig")}
+            return {"text": self.bytes_at(start, end).decode("utf-8" if start else "utf-8-sig")}
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
-                "convert the file to UTF-8"
+                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; convert it"
             ) from error
 
-    def _cut(self, part: int) -> int:
-        """Return the byte offset at which part number `part` begins.
+    def where(self, number: int) -> str:
+        return str(self.name)
 
-        That is behind the first line end from the nominal offset on; if there is none within a part's
-        length, the first offset that does not split a UTF-8 character.
-        """
+    def _cut(self, part: int) -> int:
+        """Return the byte offset at which a part begins: behind a line end, or between characters."""
         if part == 0:
             return 0
         nominal = part * TEXT_DOCUMENT_BYTES
@@ -196,7 +182,7 @@ class _Text(_File):
         return nominal - 1 + shift
 
 
-def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
+def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
     rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
@@ -222,7 +208,7 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
     if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
         raise ValueError(f"training.dataset_path must be {wanted}, got {path!r} with {found}")
-    return LocalDocuments([_open(file, rule) for file in paths])
+    return JoinedDocuments([_open(file, rule) for file in paths])
 
 
 def _open(path: Path, rule: SampleRule) -> _File:
@@ -237,8 +223,7 @@ def _open(path: Path, rule: SampleRule) -> _File:
                 f"{path}: keys whose value is null are left out, because Parquet gives every row the "
                 "keys of all rows; use JSON lines if a null means something"
             )
-    kind = _kind_of(path)
-    if kind == "text":
+    if _kind_of(path) == "text":
         return _Text(path, content)
     with open_file(content, "rb") as file:
         head = file.read(1024)
@@ -261,22 +246,22 @@ def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
     stat = path.stat()
     key = repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if copy.exists():
-        return copy
     unfinished = copy.with_suffix(".unfinished")
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with open_file(unfinished, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # one process of the machine writes, the others wait
-            if copy.exists():
-                unfinished.unlink(missing_ok=True)
-                return copy
-            file.truncate(0)  # a process may have been killed while it wrote
-            logger.info(f"copying {path} as plain text to {copy}")
-            for block in content:
-                file.write(block)
-            file.flush()
-            unfinished.replace(copy)
+        while not copy.exists():
+            with open_file(unfinished, "ab") as file:
+                fcntl.flock(
+                    file, fcntl.LOCK_EX
+                )  # one process of the machine writes, the others wait
+                if copy.exists():
+                    unfinished.unlink(missing_ok=True)
+                    break
+                file.truncate(0)  # a process may have been killed while it wrote
+                logger.info(f"copying {path} as plain text to {copy}")
+                file.writelines(content)
+                file.flush()
+                unfinished.replace(copy)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be copied to {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder with "
@@ -297,14 +282,13 @@ def _unpacked(path: Path) -> Iterator[bytes]:
 
 
 def _entries_as_lines(content: Path, name: Path, example: str) -> Iterator[bytes]:
-    """Yield the entries of a JSON list as lines of JSON."""
     try:
         with open_file(content, "rb") as file:
             entries = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
-            f"object like {example} per line"
+            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one object "
+            f"like {example} per line"
         ) from None
     for entry in entries:
         yield json.dumps(entry).encode() + b"\n"
@@ -317,15 +301,11 @@ def _open_zst(packed: BinaryIO) -> Any:
 
 
 _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zst,
-}
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst
+}  # fmt: skip
 
 
 def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file, with the columns that samples have, as lines of JSON."""
     import pyarrow.parquet  # slow
 
     number, columns = 0, []
@@ -349,10 +329,16 @@ def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
         ) from None
 
 
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys whose value is None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
 # ---- the files of a folder ----
 
-_KINDS = dict.fromkeys([".jsonl", ".json"], "JSON") | dict.fromkeys([".txt", ".md"], "text")
-_KINDS[".parquet"] = "Parquet"
+_KINDS = {".jsonl": "JSON", ".json": "JSON", ".txt": "text", ".md": "text", ".parquet": "Parquet"}
 
 
 def _kind_of(path: Path) -> str | None:
@@ -364,9 +350,9 @@ def _kind_of(path: Path) -> str | None:
 
 
 # The names of splits by which `datasets` divides the files of a folder.
-_TRAINED = re.compile(r"(^|[-._ 0-9/])(train|training)([-._ 0-9/]|$)")
-_HELD_OUT = re.compile(
-    r"(^|[-._ 0-9/])(test|testing|eval|evaluation|valid|validation|val|dev)([-._ 0-9/]|$)"
+_TRAINED, _HELD_OUT = (
+    re.compile(rf"(^|[-._ 0-9/])({names})([-._ 0-9/]|$)")
+    for names in ("train|training", "test|testing|eval|evaluation|valid|validation|val|dev")
 )
 
 
@@ -382,13 +368,6 @@ def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
         )
         return [path for path in paths if path not in held_out]
     return paths
-
-
-def _without_none(value: Any) -> Any:
-    """Return a value without the keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _files_in(root: str) -> dict[str, os.stat_result]:
@@ -423,18 +402,14 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
         name = file.removeprefix(path).lstrip(os.sep) or "."
         time = None if is_movable else found.st_mtime_ns
         digest.update(repr((os.fsencode(name), found.st_size, time)).encode())
-        if number % every == 0:
+        if number % every == 0 and os.access(file, os.R_OK):
             digest.update(_samples_of(file, found.st_size))
-    return {
-        "files": len(files),
-        "bytes": sum(found.st_size for found in files.values()),
-        "sha256": digest.hexdigest(),
-    }
+    num_bytes = sum(found.st_size for found in files.values())
+    return {"files": len(files), "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 def _samples_of(path: str, size: int) -> bytes:
-    if not os.access(path, os.R_OK):  # beside the data
-        return b""
+    """Return bytes of the file's head, tail and places in between; a short file's whole content."""
     places, length = [0], size
     if size > _NUM_SAMPLES * _SAMPLE_BYTES:
         length = _SAMPLE_BYTES

@@ -17,9 +17,9 @@ class Order:
     """Maps the numbers of documents, which count on from pass to pass, to indices in a data set.
 
     Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
-    A pass is a permutation that is computed for one number at a time, so it takes no memory: a Feistel
-    network of 8 rounds over the next power of four, whose results beyond N are mapped again until they
-    fall below N ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A pass is a permutation that takes no memory: a Feistel network of 8 rounds over the next power of
+    four, whose results beyond N are mapped again until they fall below N ("cycle walking", Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     num_documents: int
@@ -46,7 +46,6 @@ class Order:
         return indices.astype(np.int64)
 
     def _permuted(self, index: Any, keys: list[int]) -> Any:
-        """Map a number, or an array of uint64, below the power of four."""
         half_bits = max(3, -(-(self.num_documents - 1).bit_length() // 2))
         mask = (1 << half_bits) - 1
         left, right = index >> half_bits, index & mask

@@ -1,10 +1,8 @@
 """The rows of a run that reads its documents a given number of times, planned before it starts.
 
 A plan follows from the lengths of all documents and the config. Row r of the plan is row r % G of step
-r // G, G being the rows of the global batch, so its rows are the same on every layout, and a position
-is the number of rows that were read. The documents of a pass are used up before the next pass begins.
-
-P: pieces of documents. A pass has its rows to itself; the rest of its last row is padding.
+r // G, G being the rows of the global batch, so a position is the number of rows that were read. A pass
+has its rows to itself; the rest of its last row is padding. P: pieces of documents.
 """
 
 import hashlib
@@ -29,10 +27,8 @@ class Plan:
     """The rows of sources that all have a limit, their number of passes.
 
     One source is read pass by pass. The documents of several sources are merged into one pass, in which
-    the shares of tokens follow the weights until a source ends.
-    Building it counts the documents; collective over all ranks.
-
-    num_rows: of all passes. Raises ValueError if no document has a token.
+    the shares of tokens follow the weights until a source ends. Building it counts the documents, which
+    is collective over all ranks. num_rows: of all passes. Raises ValueError if no document has a token.
     """
 
     def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
@@ -58,7 +54,7 @@ class Plan:
         self.num_rows = int(self._passes.sum())
 
     def identity(self) -> tuple[str, list[int]]:
-        """Return what a saved position depends on: a digest, and the number of rows of each pass."""
+        """Return what a position depends on: a digest, and the number of rows of each pass."""
         return self._digest, self._passes.tolist()
 
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
@@ -75,7 +71,6 @@ class Plan:
         return list(documents), list(tokens)
 
     def _read(self, number: int, start: int, length: int) -> tuple[OpenDocument, Tokens]:
-        """Return a document, and its tokens from `start` on."""
         end = bisect_right(self._ends, number)
         source = self._sources[end]
         index = number - int(self._ends[end]) + len(source.data)
@@ -97,7 +92,6 @@ class Plan:
     # ---- planning ----
 
     def _count_rows(self) -> NDArray[np.int64]:
-        """Return the number of rows of each pass."""
         num_passes = math.ceil(self._limits[0]) if len(self._sources) == 1 else 1
         differ = self._packing.method == "fit" and self._sources[0].seed is not None
         passes = np.zeros(num_passes, np.int64)
@@ -113,7 +107,6 @@ class Plan:
         return self._pass
 
     def _documents_of(self, number: int) -> NDArray[np.int64]:
-        """Return the documents of a pass in their order."""
         documents, due = [], []
         for source, limit, end in zip(self._sources, self._limits, self._ends, strict=True):
             n, order = len(source.data), source.order
@@ -152,11 +145,9 @@ class Plan:
 
 
 def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the row of each piece, by best fit in decreasing order.
+    """Return the row of each piece [P], by best fit in decreasing order, block by block.
 
-    Pieces are fitted block by block, so that their order changes within a block only. The rows of a
-    block are in the order of their longest pieces, so that rows of short ones are spread over it.
-    sizes: [P], at most seq_len each.
+    The rows of a block are in the order of their longest pieces, so that rows of short ones are spread.
     """
     rows = np.empty(len(sizes), np.int64)
     blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
@@ -193,7 +184,7 @@ class PlannedStream:
         self._share = DocumentShare(number, num_lanes)
 
     def next_row(self) -> Row | None:
-        """Return the next row, which is padding in the rest of the last step; None behind that."""
+        """Return the next row, which is padding behind the plan's last; None behind the last step."""
         if self.num_steps_left() == 0:
             return None
         row = self._share.peek()

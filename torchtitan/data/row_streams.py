@@ -39,8 +39,8 @@ class Packing:
     "fit": whole documents, chosen by best fit among `WINDOW`; only a document longer than T is cut.
     "none": one document in each row, and a document longer than T in several rows.
 
-    The rest of a row has `padding_id`. positions, document_ids, sources: put these entries into the
-    rows. Positions count from 0 in each document; sources are the numbers of the sources of a mixture.
+    The rest of a row has `padding_id`. positions (from 0 in each document), document_ids, sources
+    (numbers in a mixture): put these entries into the rows.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -110,34 +110,25 @@ class RowStream:
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint, as plain data.
 
-        A document of the window of which nothing has been taken is saved as a number and its length,
-        so that resuming reads it only when it is laid into a row.
+        An open document of which nothing has been taken is saved as one number.
         """
         places: list[Any] = []
-        lengths: list[int] = []
         for document in self.open:
-            if document.is_finished:
-                continue
-            place = document.place()
-            if not isinstance(place, dict) and place[2:] == (0, 0):
-                place = place[1] * len(self._sources) + place[0]
-                lengths.append(0 if document.text else document.available)
-            places.append(place)
-        return places, [feed.state() for feed in self.feeds], list(self.num_tokens), lengths
+            if not document.is_finished:
+                place = document.place()
+                if not isinstance(place, dict) and place[2:] == (0, 0):
+                    place = place[1] * len(self._sources) + place[0]
+                places.append(place)
+        return places, [feed.state() for feed in self.feeds], list(self.num_tokens)
 
     def load(self, state: tuple[Any, ...]) -> None:
-        places, feeds, self.num_tokens, *rest = state
+        places, feeds, self.num_tokens, *_ = state
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
-        lengths = iter(rest[0] if rest else [])  # unknown if the documents were dealt out again
         self.open = []
         for place in places:
             if isinstance(place, int):
-                number, source = divmod(place, len(self._sources))
-                if length := next(lengths, 0):
-                    self.open.append(self._sources[source].waiting(number, length))
-                    continue
-                place = (source, number, 0, 0)
+                place = (*divmod(place, len(self._sources))[::-1], 0, 0)
             source = place["source"] if isinstance(place, dict) else place[0]
             self.open.append(self._sources[source].reopen(place))
 

@@ -25,13 +25,12 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtitan.data.local_files import locate
+from torchtitan.data.local_files import JoinedDocuments
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.files import open_file, read_json_object, whole_file
 from torchtitan.tools.logging import logger, warn_once
@@ -51,7 +50,7 @@ _AGAIN = (
 )
 
 
-class TokenDocuments:
+class TokenDocuments(JoinedDocuments):
     """Documents of token ids by number: `documents[i]` is a view [ids] of the mapped file.
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
@@ -69,20 +68,15 @@ class TokenDocuments:
                 "`python -m torchtitan.data.tokenize` again, which goes on where it was stopped"
             )
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
-        self._pairs = [Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)]
+        super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
         if self._about is not None:
             self._compare_with_about(folder)
-        self._ends = list(accumulate(pair.num_documents for pair in self._pairs))
 
     def __reduce__(self) -> tuple:
         return TokenDocuments, (self._path, self._num_ids)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     def __getitem__(self, index: int) -> np.ndarray:
-        file, number = locate(index, self._ends)
-        ids = self._pairs[file].read(number)
+        ids = super().__getitem__(index)
         if self._num_ids is not None and len(ids):
             smallest, largest = int(ids.min()), int(ids.max())
             if not 0 <= smallest <= largest < self._num_ids:
@@ -95,15 +89,11 @@ class TokenDocuments:
 
     @property
     def num_tokens(self) -> int:
-        return sum(pair.num_tokens for pair in self._pairs)
+        return sum(pair.num_tokens for pair in self._files)
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.concatenate([pair.lengths() for pair in self._pairs])
-
-    def where(self, index: int) -> str:
-        file, number = locate(index, self._ends)
-        return self._pairs[file].where(number)
+        return np.concatenate([pair.lengths() for pair in self._files])
 
     def check(self) -> None:
         """Raise ValueError for the first file that differs from what was written."""
@@ -112,7 +102,7 @@ class TokenDocuments:
                 f"{self._path} has no check sums to compare with, because another program or an earlier "
                 "version wrote it; tokenize the text again"
             )
-        for pair in self._pairs:
+        for pair in self._files:
             pair.check()
 
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
@@ -143,7 +133,7 @@ class TokenDocuments:
 
     def _compare_with_about(self, folder: Path) -> None:
         listed = {p["name"]: (p["documents"], p["tokens"]) for p in self._about["parts"]}
-        opened = {os.path.basename(p.prefix): (p.num_documents, p.num_tokens) for p in self._pairs}
+        opened = {os.path.basename(p.prefix): (len(p), p.num_tokens) for p in self._files}
         names = listed.keys() | opened.keys() if folder == Path(self._path) else opened.keys()
         for name in sorted(names):
             if listed.get(name) != opened.get(name):
@@ -173,12 +163,11 @@ class Pair:
         self._data, last_byte = _mapped(files[1]), 0
         if len(self._lengths):
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
-        self.num_documents = len(self._documents) - 1
         self.num_tokens = len(self._data) // self._type.itemsize
         sums = _mapped(files[2]) if has_sums else b""
         for file, data, size in (
             (files[1], self._data, last_byte),
-            (files[-1], sums, has_sums * 4 * self.num_documents),
+            (files[-1], sums, has_sums * 4 * len(self)),
         ):
             if len(data) != size:
                 raise ValueError(
@@ -186,6 +175,9 @@ class Pair:
                     f"off, or they are of different pairs; {_AGAIN}"
                 )
         self._sums = np.frombuffer(sums, "<u4") if has_sums else None
+
+    def __len__(self) -> int:
+        return len(self._documents) - 1
 
     def _map_index(self, path: str) -> None:
         index = _mapped(path)

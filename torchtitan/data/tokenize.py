@@ -191,7 +191,7 @@ class _Job:
             pair.check()
         except ValueError:
             return None
-        return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
+        return pair.num_tokens if len(pair) == len(self.numbers(part)) else None
 
     def _remove_unfinished(self) -> None:
         for file in self.folder.glob(f"*{UNFINISHED}"):

@@ -302,7 +302,7 @@ def test_shuffled_stream_goes_on_within_a_block():
 
 
 @pytest.mark.parametrize("method", ["concat", "fit"])
-def test_position_takes_200_bytes_of_a_lane(method):
+def test_position_takes_200_bytes_of_a_row_stream(method):
     lengths = np.random.default_rng(0).integers(1, 900, 1_000_000)
     dataset = PackedDataset([source(lengths, seed=1)], Packing(method, 512), infinite=True, rows=64)
     state = dataset.state_dict()
@@ -334,35 +334,6 @@ def test_fitted_rows_go_on_within_texts_of_several_pieces(monkeypatch):
         assert len(rest) == len(unbroken) - at
         for (x, labels), (y, expected) in zip(rest, unbroken[at:], strict=True):
             assert x["input"].equal(y["input"]) and labels.equal(expected)
-
-
-def test_waiting_documents_are_read_only_when_they_are_laid_into_a_row(monkeypatch):
-    lengths = np.random.default_rng(0).integers(1, 12, 60)
-
-    def dataset(lengths):
-        return PackedDataset([source(lengths)], Packing("fit", 16, document_ids=True))
-
-    first = dataset(lengths)
-    rows_of(first, 3)
-    state = first.state_dict()
-    (expected, labels), *_ = rows_of(first, 1)
-    resumed, read, indices = dataset(lengths), Numbered.__getitem__, []
-    monkeypatch.setattr(Numbered, "__getitem__", lambda *a: (indices.append(a[1]), read(*a))[1])
-    resumed.load_state_dict(state)
-    assert not indices
-    ((row, same_labels),) = rows_of(resumed, 1)
-    assert row["input"].equal(expected["input"]) and same_labels.equal(labels)
-    in_row = expected["document_ids"].max() + 1
-    assert (
-        in_row <= len(indices) <= 2 * in_row
-    )  # those of the row, and those that take their places
-
-    changed = dataset(lengths + 1)
-    changed.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"document \d+ .*: had \d+ tokens .* and has .*exclude_from"
-    ):
-        rows_of(changed)
 
 
 def test_another_order_is_refused():
