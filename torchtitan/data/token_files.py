@@ -55,7 +55,7 @@ class TokenDocuments(JoinedDocuments):
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
     num_ids: documents with other ids than 0 to num_ids - 1 are refused; `check_tokenizer` sets it.
-    Raises ValueError if a file is missing or unfinished, and, when it is read, for a damaged document.
+    Raises ValueError for missing or unfinished files and, when it is read, for a damaged document.
     """
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
@@ -81,9 +81,8 @@ class TokenDocuments(JoinedDocuments):
             smallest, largest = int(ids.min()), int(ids.max())
             if not 0 <= smallest <= largest < self._num_ids:
                 raise ValueError(
-                    f"{self.where(index)} has the id {smallest if smallest < 0 else largest}, and the "
-                    f"tokenizer's ids are 0 to {self._num_ids - 1}; train with the tokenizer that made "
-                    "these tokens"
+                    f"{self.where(index)} has the id {min(smallest, 0) or largest}, and the tokenizer's ids "
+                    f"are 0 to {self._num_ids - 1}; train with the tokenizer that made these tokens"
                 )
         return ids
 
@@ -99,8 +98,7 @@ class TokenDocuments(JoinedDocuments):
         """Raise ValueError for the first file that differs from what was written."""
         if not self._has_sums:
             raise ValueError(
-                f"{self._path} has no check sums to compare with, because another program or an earlier "
-                "version wrote it; tokenize the text again"
+                f"{self._path} has no check sums to compare with; tokenize the text again"
             )
         for pair in self._files:
             pair.check()
@@ -116,9 +114,8 @@ class TokenDocuments(JoinedDocuments):
         if None not in (written_with, given):
             if written_with != given:
                 raise ValueError(
-                    f"{self._path} was written with another tokenizer: {ABOUT_FILE} has the hash "
-                    f"{written_with}, and the tokenizer of this job has {given}; train with the tokenizer "
-                    "that wrote the folder, or tokenize the text again"
+                    f"{self._path} was written with another tokenizer, of the hash {written_with}, and that "
+                    f"of this job has {given}; train with that one, or tokenize the text again"
                 )
             if self._has_sums:
                 return
@@ -145,10 +142,7 @@ class TokenDocuments(JoinedDocuments):
 
 
 class Pair:
-    """A `.bin` file, its `.idx` file and, with `has_sums`, its `.crc32` file.
-
-    prefix: their path without these endings.
-    """
+    """The files `prefix`.bin, .idx and, with `has_sums`, .crc32."""
 
     def __init__(self, prefix: str, has_sums: bool = False) -> None:
         self.prefix, self._seed, self._sums = prefix, _seed_of(prefix), None
@@ -165,10 +159,8 @@ class Pair:
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
         self.num_tokens = len(self._data) // self._type.itemsize
         sums = _mapped(files[2]) if has_sums else b""
-        for file, data, size in (
-            (files[1], self._data, last_byte),
-            (files[-1], sums, has_sums * 4 * len(self)),
-        ):
+        sizes = {files[1]: (self._data, last_byte), prefix + SUMS: (sums, has_sums * 4 * len(self))}
+        for file, (data, size) in sizes.items():
             if len(data) != size:
                 raise ValueError(
                     f"{file} has {len(data)} bytes, and its index lists {size}: one of the two files was cut "
@@ -221,31 +213,23 @@ class Pair:
             else:  # the document begins where the sequence before it ends
                 del begins[0]
             start, end = ends[0], ends[-1]
-            problem = (
-                f"sequences at bytes {begins[:5]} for bytes {start} to {end} of {len(self._data)}"
-            )
+            problem = f"sequences at bytes {begins[:5]} for {start} to {end} of {len(self._data)}"
             if 0 <= start <= end <= len(self._data) and begins == ends[:-1]:
                 ids = np.frombuffer(self._data, self._type, (end - start) // size, start)
                 if self._sums is None or zlib.crc32(ids, self._seed) == self._sums[number]:
                     return ids
-                raise ValueError(
-                    f"{self.where(number)}: the ids differ from those that were written, because a file "
-                    f"of the pair is damaged, or is of another pair; {_AGAIN}"
-                )
+                problem += ", or the ids differ from those that were written"
         raise ValueError(
-            f"{self.where(number)}: the index is damaged, because it lists {problem}; {_AGAIN}"
+            f"{self.where(number)}: a file of the pair is damaged, or of another pair: the index lists "
+            f"{problem}; {_AGAIN}"
         )
 
     def check(self) -> None:
         """Raise ValueError if a file differs from what `write_pair` wrote."""
         if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
             raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
-        data, start = memoryview(self._data), 0
-        ends = np.cumsum(self._lengths, dtype=np.int64) * self._type.itemsize
-        for number, (end, check_sum) in enumerate(zip(ends.tolist(), self._sums, strict=True)):
-            if zlib.crc32(data[start:end], self._seed) != check_sum:
-                self.read(number)  # raises
-            start = end
+        for number in range(len(self)):
+            self.read(number)
 
     def lengths(self) -> np.ndarray:
         if (np.diff(self._documents, append=len(self._lengths)) < 0).any():
@@ -266,7 +250,6 @@ def _mapped(path: str) -> mmap.mmap | bytes:
 
 
 def _prefixes_of(path: str) -> list[str]:
-    """Return the paths, without endings, of the pair at `path`, or of the pairs in that folder."""
     files = [Path(path)]
     if files[0].is_dir():
         files = [file for file in files[0].iterdir() if file.name[0] != "."]

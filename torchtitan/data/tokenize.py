@@ -67,26 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", help="a data file, a folder of data files, or the name of a registered dataset"
     )
-    parser.add_argument("out", help="the folder to write")
-    parser.add_argument(
-        "--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums"
-    )
-    parser.add_argument("--tokenizer", required=True, help="a folder with tokenizer.json")
-    parser.add_argument("--bos_token", help="as training.bos_token")
-    parser.add_argument("--eos_token", help="as training.eos_token")
-    parser.add_argument(
-        "--processes", type=_positive, default=os.cpu_count(), help="default: one per CPU"
-    )
-    parser.add_argument(
-        "--documents_per_part",
-        type=_positive,
-        help="documents of one pair of files; default: four parts per process, of at most "
-        f"{MOST_DOCUMENTS_PER_PART:,} documents",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="remove what this program wrote to the folder"
-    )
-    parser.add_argument("--custom_import", help="a module to import, which registers a dataset")
+    add = parser.add_argument
+    add("out", help="the folder to write")
+    add("--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums")
+    add("--tokenizer", required=True, help="a folder with tokenizer.json")
+    add("--bos_token", help="as training.bos_token")
+    add("--eos_token", help="as training.eos_token")
+    add("--processes", type=_positive, default=os.cpu_count(), help="default: one per CPU")
+    size = f"default: four parts per process, of at most {MOST_DOCUMENTS_PER_PART:,} documents"
+    add("--documents_per_part", type=_positive, help=f"documents of one pair of files; {size}")
+    add("--overwrite", action="store_true", help="remove what this program wrote to the folder")
+    add("--custom_import", help="a module to import, which registers a dataset")
     return parser
 
 
@@ -111,19 +102,15 @@ def _positive(text: str) -> int:
 
 @dataclass
 class _Job:
-    """A folder to be written. `documents` and `tokenizer` are pickled for other processes."""
+    """A folder to be written. about: the content of tokens.json. dataset: a name in the registry."""
 
-    documents: Any  # with len() and [i]
+    documents: Any  # with len() and [i]; pickled for other processes
     tokenizer: HuggingFaceTokenizer
-    dataset: str  # its name in the registry
+    dataset: str
     custom_import: str | None
     folder: Path
-    about: dict[str, Any]  # the content of tokens.json
+    about: dict[str, Any]
     processes: int
-
-    @property
-    def num_parts(self) -> int:
-        return math.ceil(len(self.documents) / self.about["documents_per_part"])
 
     def prefix(self, part: int) -> str:
         return str(self.folder / f"part-{part:05d}")
@@ -135,12 +122,12 @@ class _Job:
     def write(self) -> None:
         """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
         self._remove_unfinished()
-        sizes = {part: self._size(part) for part in range(self.num_parts)}
+        num_parts = math.ceil(len(self.documents) / self.about["documents_per_part"])
+        sizes = {part: self._size(part) for part in range(num_parts)}
         missing = [part for part, size in sizes.items() if size is None]
         if missing:
             self._write_about(finished=False, parts=[])
-            kept = self.num_parts - len(missing)
-            logger.info(f"{len(missing)} parts to write" + (f", {kept} are whole" if kept else ""))
+            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are whole")
         started, num_tokens = time.monotonic(), 0
         in_turn = ((part, self.write_part(part)) for part in missing)
         is_shared = missing and self.processes > 1
@@ -211,10 +198,9 @@ def _pieces(document: OpenDocument) -> Iterator[NDArray[Any]]:
 def _plan(options: argparse.Namespace) -> _Job:
     if options.custom_import:
         import_named("--custom_import", options.custom_import)
+    chosen = {"bos_token": options.bos_token, "eos_token": options.eos_token}
     try:
-        tokenizer = HuggingFaceTokenizer(
-            options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
-        )
+        tokenizer = HuggingFaceTokenizer(options.tokenizer, **chosen)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"--tokenizer: {error}") from None
     if tokenizer.eos_id is None:
@@ -304,9 +290,8 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
     try:
         pickled = pickle.dumps(job)
     except Exception as error:  # pickle raises several types
-        raise ConfigError(
-            f"dataset {job.dataset!r} cannot be sent to other processes ({error}); use --processes 1"
-        ) from error
+        reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
+        raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
     # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
@@ -314,19 +299,16 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
-    num_processes = min(job.processes, len(parts))
     of_caller = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num_processes, context, _begin, (pickled,))
+    pool = ProcessPoolExecutor(min(job.processes, len(parts)), context, _begin, (pickled,))
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
         futures = [pool.submit(_write_part, part) for part in parts]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for future in as_completed(futures):
             yield future.result()
     except (BrokenProcessPool, ConnectionError, EOFError) as error:  # while it ran, or started
         raise RunError(
-            "a tokenizing process was killed, most often for lack of host memory; run the same "
-            "command with fewer --processes"
+            "a tokenizing process was killed, most often for lack of host memory; run the same command "
+            "with fewer --processes"
         ) from error
     finally:
         for worker in set(multiprocessing.active_children()) - of_caller:

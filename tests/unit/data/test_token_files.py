@@ -403,16 +403,16 @@ DAMAGES = {
     "longer data": (append("a.bin", b"12"), "a.bin has 20 bytes, and its index lists 18"),
     "pointer": (
         replace("a.idx", 66, struct.pack("<q", 8)),
-        "document 0 (counted from 0): the index is damaged, because it lists sequences at bytes [0, 8]",
+        "document 0 (counted from 0): a file of the pair is damaged, or of another pair: the index lists",
     ),
-    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "it lists sequences at bytes [0, 6]"),
+    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "lists sequences at bytes [0, 6]"),
     "document order": (
         replace("a.idx", 114, struct.pack("<q", 99)),
-        "it lists sequences 0 to 99 of 6; copy the folder again",
+        "lists sequences 0 to 99 of 6; copy the folder again",
     ),
     "overlapping sequences": (
         replace("a.idx", 58, struct.pack("<qq", 2, 8)),
-        "it lists sequences at bytes [2, 8] for bytes 0 to 12 of 18",
+        "lists sequences at bytes [2, 8] for 0 to 12 of 18",
     ),
 }  # fmt: skip
 
@@ -518,7 +518,7 @@ def test_document_that_is_not_as_written_is_refused_and_mended(
     out = tmp_path / "out"
     shutil.copytree(finished / "out", out)
     SILENT_DAMAGES[name](out)
-    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): the |bin has )"
+    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): a file |bin has )"
     with pytest.raises(ValueError, match=place):
         tokens = TokenDocuments(str(out))
         tokens.check_tokenizer(tokenizer)
