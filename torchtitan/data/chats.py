@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ _RESULT_ROLES = ("tool", "function", "ipython")
 ROLES = ("system", "developer", "user", "assistant", *_RESULT_ROLES)
 # Names of the model's thinking in a message, the first being the one that most templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_IN_PLACE_OF_CONTENT = {"tool_calls", *_REASONING_KEYS}
 # Keys of a message by which other programs leave it out of the loss: 0 or false.
 _TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
@@ -42,18 +42,15 @@ class ChatEncoder:
     of messages or both texts. Other keys, and keys whose value is None, are ignored, and so is a `prompt`
     beside `messages`. `_TRAINING_KEYS` leave a message out of the loss.
 
-    - messages: every token of an assistant's turn is trained, including the end of the turn if the
-      marks enclose it. Without marks a turn is the text behind its header, through the control token
-      that ends it, or else that begins the next turn.
-    - prompt and completion, messages: every token of the completion is trained, but for blanks behind
-      the control token that ends it.
-    - prompt and completion, texts: no template. The ids are those of both texts joined and the
-      end-of-text id; the completion and the end-of-text id are trained.
+    - messages: every token of an assistant's turn is trained, with the end of the turn if the marks
+      enclose it. Without marks a turn is the text behind its header, through the control token that
+      ends it, or else that begins the next turn.
+    - prompt and completion, messages: all of the completion, through the control token that ends it.
+    - prompt and completion, texts: no template; the completion and an end-of-text id.
 
     A token with characters on both sides of a turn's boundary is trained, as in `transformers`.
 
-    tokenizer: of the model. template: None if the folder has none; then chats are refused.
-    tool_template: for samples with tools, if it is another one.
+    template: None if the folder has none; then chats are refused. tool_template: for samples with tools.
     keys: see `renamed`.
     """
 
@@ -62,9 +59,9 @@ class ChatEncoder:
         tokenizer: HuggingFaceTokenizer,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None = None,
-        keys: Mapping[str, str] = MappingProxyType({}),
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        self._keys = dict(keys)
+        self._keys = dict(keys or {})
         self._tokenizer, self._template = tokenizer, template
         self._tool_template = tool_template or template
         templates = [t for t in (template, self._tool_template) if t is not None]
@@ -84,7 +81,7 @@ class ChatEncoder:
         cls,
         tokenizer: HuggingFaceTokenizer,
         path: str = "",
-        keys: Mapping[str, str] = MappingProxyType({}),
+        keys: Mapping[str, str] | None = None,
     ) -> "ChatEncoder":
         """Return an encoder with the template in a file, or, without a path, of the model's folder."""
         plain, with_tools = (
@@ -134,8 +131,7 @@ class ChatEncoder:
             ids, trained = np.append(ids, tokenizer.eos_id), np.append(trained, True)
         if not trained.any():
             raise ValueError(
-                "'completion' is empty and the tokenizer has no end-of-text token, so no token is "
-                "trained; leave out the sample, or set training.eos_token"
+                "'completion' is empty and there is no end-of-text token; set training.eos_token"
             )
         return ids.astype(np.int32), trained
 
@@ -290,8 +286,7 @@ class _Chat:
         if n_prompt:
             if not all(map(self._is_trained, range(n_prompt, n))):
                 raise ValueError(
-                    "a message of the completion is left out of the loss, which only 'messages' can "
-                    "say; write the sample with 'messages'"
+                    "a message of the completion is left out of the loss; write the sample with 'messages'"
                 )
             return text, [self._span_of_completion(text)]
         is_trained = [self._is_trained(turn) for turn in turns]
@@ -300,9 +295,8 @@ class _Chat:
             text, spans = self._with_stop_tokens(text, spans, turns)
         elif not all(is_trained) and len(spans) != len(turns):
             raise ValueError(
-                f"{self.template.name} has {len(spans)} parts between {{% generation %}} marks for "
-                f"{len(turns)} turns of the assistant, so it is unknown which of them "
-                f"{' or '.join(map(repr, _TRAINING_KEYS))} leaves out; leave out the chat"
+                f"{self.template.name} has {len(spans)} marked parts for {len(turns)} turns of the "
+                "assistant, so it is unknown which of them is left out of the loss; leave out the chat"
             )
         if len(spans) == len(turns):
             spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
@@ -315,8 +309,8 @@ class _Chat:
         for key in keys:
             if message[key] not in (0, 1):
                 raise ValueError(
-                    f"message {turn + 1} has {key!r} = {message[key]!r}, and only 0 and 1 (or false and "
-                    "true) are known, which leave it out of the loss or not; correct it"
+                    f"message {turn + 1} has {key!r} = {message[key]!r}, and only 0 and 1 (false and true) "
+                    "are known; correct it"
                 )
         return all(message[key] for key in keys)
 
@@ -346,8 +340,7 @@ class _Chat:
         if difference := _difference(text, before):
             raise ValueError(
                 f"{self.template.name} renders the prompt differently when the completion follows "
-                f"({difference}), so it is unknown where the completion begins; write the sample as "
-                f"'messages', and {_MARK_IT}"
+                f"({difference}); write the sample as 'messages', and {_MARK_IT}"
             )
         return len(before), self.template.end_of_turn(text)
 
@@ -365,8 +358,7 @@ class _Chat:
             return
         if any(len(parts) > 1 for parts in lists):
             raise ValueError(
-                f"{self.template.name} writes texts, and a message's 'content' is a list of several "
-                "parts; write it as one text"
+                f"{self.template.name} writes texts, and a 'content' is a list of several parts; join them"
             )
         self.messages = [
             {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
@@ -393,9 +385,8 @@ class _Chat:
             return self.template.render(messages, add_generation_prompt=header, **self._options)
         except CannotRenderError as error:
             raise ValueError(
-                f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
-                f"beginning of the chat through message {number} ({error.reason}), so it is unknown "
-                f"which tokens are the assistant's; {_MARK_IT}"
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the chat through "
+                f"message {number} ({error.reason}), so the assistant's tokens are unknown; {_MARK_IT}"
             ) from None
 
     def _span_of_turn(self, text: str, turn: int) -> Span:
@@ -425,9 +416,8 @@ class _Chat:
             if closing and rest.startswith(closing) and end >= len(before):
                 return len(before), end
         raise ValueError(
-            f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently "
-            f"when the chat goes on ({difference}), so it is unknown which tokens are the assistant's; "
-            f"{_MARK_IT}"
+            f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently when "
+            f"the chat goes on ({difference}), so the assistant's tokens are unknown; {_MARK_IT}"
         )
 
 
@@ -470,8 +460,8 @@ def _check_template(template: ChatTemplate) -> None:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy that writes such a token, for example "
-            "{{ eos_token }}, behind the assistant's text (and inside of {% generation %} marks)",
+            "learn to stop; set training.chat_template to a copy that writes {{ eos_token }} behind the "
+            "assistant's text (and inside of {% generation %} marks)",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))
@@ -495,8 +485,24 @@ def _checked_messages(messages: Any, key: str) -> list[Message]:
     checked: list[Message] = []
     for number, message in enumerate(messages, 1):
         message = {name: value for name, value in message.items() if value is not None}
-        if problem := _problem_of_message(message):
-            raise ValueError(f"message {number} of {key!r} {problem}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            got = f"'role' {role!r}{guess(role, ROLES)}" if role else f"the keys {sorted(message)}"
+            raise ValueError(
+                f"message {number} of {key!r} must have a 'role' of {', '.join(ROLES)}, got {got}; convert "
+                "the chat, or name your keys and roles in training.chat_keys"
+            )
+        parts = content if _is_list_of(dict, content) else [{"text": content}]
+        is_good = all(isinstance(part.get("text"), str) for part in parts)
+        is_good |= role in _RESULT_ROLES and isinstance(content, dict | list)  # written as JSON
+        is_good |= (
+            role == "assistant" and content is None and bool(_IN_PLACE_OF_CONTENT & {*message})
+        )
+        if not is_good:
+            raise ValueError(
+                f"message {number} of {key!r} must have a text as its 'content' (role {role!r}), got "
+                f"{content!r:.80}; give it a text, or leave out the chat"
+            )
         thoughts = [message[name] for name in _REASONING_KEYS if name in message]
         if thoughts:
             message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
@@ -504,31 +510,7 @@ def _checked_messages(messages: Any, key: str) -> list[Message]:
     return checked
 
 
-def _problem_of_message(message: Message) -> str | None:
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        got = f"'role' {role!r}{guess(role, ROLES)}" if role else f"the keys {sorted(message)}"
-        return (
-            f"must have a 'role' of {', '.join(ROLES)}, got {got}; convert the chat, or name your keys "
-            "and roles in training.chat_keys"
-        )
-    may_be_empty = role == "assistant" and {"tool_calls", *_REASONING_KEYS} & message.keys()
-    if isinstance(content, str) or (content is None and may_be_empty):
-        return None
-    if role in _RESULT_ROLES and isinstance(content, dict | list):
-        return None  # templates write it as JSON
-    if _is_list_of(dict, content):
-        others = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
-        if not others:
-            return None
-        return f"has a part of the type {others[0]!r}; only text can be trained: leave out the chat"
-    return (
-        f"must have a text as its 'content' (role {role!r}), got {content!r:.80}; give it a text, or "
-        "leave out the chat"
-    )
-
-
-def _problem_of(sample: Any, keys: Mapping[str, str] = MappingProxyType({})) -> str | None:
+def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | None:
     """Return the end of an error's sentence if a sample lacks the columns of a chat."""
     sample = renamed(sample, keys)
     if not isinstance(sample, Mapping):
@@ -565,7 +547,7 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
     return keys
 
 
-def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
+def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with our names for the keys of the sample and of its messages, and for roles.
 
     keys: their name -> ours. A key of the sample that stands for a role holds the text of a turn; several
@@ -581,20 +563,19 @@ def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
         elif ours not in ROLES and sample.get(theirs) is not None:
             result[ours] = sample[theirs]
     for name in ("messages", "prompt", "completion"):
-        if _is_list_of(dict, result.get(name)):
-            messages = [{keys.get(k, k): v for k, v in m.items()} for m in result[name]]
-            result[name] = [
-                {**m, "role": keys.get(str(m["role"]), m["role"])} if "role" in m else m
-                for m in messages
-            ]
+        for i, message in enumerate(result[name] if _is_list_of(dict, result.get(name)) else ()):
+            message = {keys.get(key, key): value for key, value in message.items()}
+            if "role" in message:
+                message["role"] = keys.get(str(message["role"]), message["role"])
+            result[name] = [*result[name][:i], message, *result[name][i + 1 :]]
     if turns:
         first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
         result["messages"] = first + (result.get("messages") or [])
     return result
 
 
-def load_chats(path: str, keys: Mapping[str, str] = MappingProxyType({})) -> Any:
+def load_chats(path: str, keys: Mapping[str, str] | None = None) -> Any:
     """Return the samples for a `ChatEncoder` with the same keys as `load_local_documents` does."""
     example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-    rule = SampleRule(example, (*_COLUMNS, *keys), partial(_problem_of, keys=dict(keys)))
+    rule = SampleRule(example, (*_COLUMNS, *(keys or ())), partial(_problem_of, keys=keys))
     return load_local_documents(path, rule)

@@ -170,7 +170,7 @@ BAD_SAMPLES = [
     ({"messages": [U | {"content": 4}, A]},
      "message 1 of 'messages' must have a text as its 'content' (role 'user'), got 4", "leave out"),
     ({"messages": [U | {"content": [{"type": "image"}]}, A]},
-     "message 1 of 'messages' has a part of the type 'image'", "leave out"),
+     "message 1 of 'messages' must have a text as its 'content' (role 'user'), got [{'type'", "leave"),
     ({"messages": [U, U]}, "the chat has no turn of the role 'assistant'", "leave it out"),
     ({"messages": [U, A], "tools": "[{"}, "'tools' must be a list of JSON schemas, got '[{'", "correct"),
     ({"messages": [U, A], "tools": ["add"]}, "'tools' must be a list of JSON schemas", "correct"),
@@ -248,7 +248,7 @@ BAD_TEMPLATES = [
     (
         "{{ messages[1].role.upper() }}" + PLAIN,
         [U, A],
-        UNMARKED + "cannot render the beginning of the chat through message 1 (",
+        UNMARKED + "cannot render the chat through message 1 (",
         "training.chat_template",
     ),
     # A reply has another closing token once the chat goes on.
@@ -469,7 +469,7 @@ def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts
         x.tolist() for x in encode({"messages": [U, A]})
     ]
     listed[0]["content"] *= 2
-    with pytest.raises(ValueError, match="writes texts, and .* list of several parts"):
+    with pytest.raises(ValueError, match="writes texts, and .* list of several parts; join"):
         encode({"messages": listed})
 
 
