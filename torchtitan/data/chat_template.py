@@ -17,6 +17,9 @@ from torchtitan.tools.files import read_text
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""JSON schemas of functions."""
+Variables = Mapping[str, Any] | None
 
 SEAM = "\ufdd0"
 """A mark in a text: the parts before and after it are tokenized separately. No text contains it, because
@@ -51,7 +54,7 @@ class ChatTemplate:
         self,
         source: str,
         name: str,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
         control_tokens: Iterable[str] = (),
     ):
         self.source, self.name, self._variables = source, name, dict(variables or {})
@@ -68,7 +71,7 @@ class ChatTemplate:
     def from_tokenizer(
         cls,
         tokenizer: HuggingFaceTokenizer,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
         *,
         path: str = "",
         tools: bool = False,
@@ -112,13 +115,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
     ) -> str:
         """Return the text of messages and, if asked for, of the header of the model's next message.
 
-        tools: JSON schemas of functions. variables: more variables of the template.
         Raises ValueError if the template cannot render the messages, RunError if it takes too much
         time or memory.
         """
@@ -126,10 +128,7 @@ class ChatTemplate:
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
 
     def render_each(
-        self,
-        calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]], *, tools: Tools = None
     ) -> list[str | CannotRenderError]:
         """Return the text of each (messages, more variables), or the error of `render`.
 
@@ -156,19 +155,13 @@ class ChatTemplate:
         ]
 
     def render_with_spans(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, tools: Tools = None, variables: Variables = None
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return (the text of messages, the span [begin, end) of each part inside {% generation %}).
 
         Raises ValueError as `render` does, or if the template changes the text of a part afterwards.
         """
         plain_text = {**(variables or {}), "add_generation_prompt": False}
-        if not self.marks_generation:
-            return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
         text = ""
         for _ in range(2):  # again if the text has the marks itself
             unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
@@ -224,7 +217,7 @@ class ChatTemplate:
         replies: Sequence[Message],
         *,
         stop: str = "",
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
     ) -> str:
         """Return the text between the model's answer to `messages` and its next answer.
 
@@ -240,21 +233,15 @@ class ChatTemplate:
         return text.rpartition(written)[2].removeprefix(stop)
 
     def _cut_tokens(self, value: Any) -> Any:
-        """Return the value with a seam behind the first character of each control token in it."""
         if isinstance(value, str):
             token_begins = f"(?={self._token.pattern})(.)"  # also within another token
             return re.sub(token_begins, rf"\1{SEAM}", value.replace(SEAM, ""), flags=re.DOTALL)
         if isinstance(value, Mapping):
             return {self._cut_tokens(key): self._cut_tokens(v) for key, v in value.items()}
-        is_list = isinstance(value, list | tuple)
-        return [self._cut_tokens(entry) for entry in value] if is_list else value
+        return list(map(self._cut_tokens, value)) if isinstance(value, list | tuple) else value
 
     def check_turns(
-        self,
-        messages: Sequence[Message],
-        reply: Message,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], reply: Message, *, tools: Tools = None
     ) -> None:
         """Raise ValueError if the template renders earlier turns differently once a reply follows.
 
@@ -267,10 +254,10 @@ class ChatTemplate:
             twice = self.render([*messages, answer, reply, answer, reply], tools=tools)
             after = once.removeprefix(start + written)
             if once == after or twice != start + (written + after) * 2:
+                got = once[max(0, len(start) - 80) : len(start) + len(written)]
                 raise ValueError(
                     f"{self.name} writes the turn {written!r} differently once a message of the role "
-                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has "
-                    f"{once[max(0, len(start) - 80) : len(start) + len(written)]!r}); set "
+                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has {got!r}); set "
                     "rl.task.chat_template to a file with a template that leaves earlier turns unchanged"
                 )
 

@@ -30,11 +30,9 @@ class PackedDataset(IterableDataset):
     rows: of this rank in a step, each with a row stream of its own. A stream of `datasets` has as many
         row streams as its number of files and the rows of the global batch have in common; each then
         fills several rows. None: the rank has one row stream, whatever the size of its batches.
-    infinite: begin again at the end of the data. Otherwise the rows end with the data, and another
-        iteration begins from the start.
-    planned: plan the rows for the sources' limits, so that every document is read that often; the rest of
-        the last step is padding. Then making the dataset is collective, because the documents are counted.
-
+    infinite: begin again at the end of the data. Otherwise another iteration begins from the start.
+    planned: plan the rows so that every document is read as often as its source's limit says; the rest
+        of the last step is padding. Collective, because the documents are counted.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
     ranks cannot share a stream.
     """
@@ -62,9 +60,9 @@ class PackedDataset(IterableDataset):
         if n % dp_world_size:
             fitting = " or ".join(str(i) for i in range(1, n + 1) if not n % i)
             raise ConfigError(
-                f"{dp_world_size} data-parallel ranks cannot share the stream's files: the number of "
-                f"files, {' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have "
-                f"the divisor {n} in common; train on {fitting} ranks, or copy the data to this machine"
+                f"{dp_world_size} data-parallel ranks cannot share the stream: its number of files, "
+                f"{' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have the divisor "
+                f"{n} in common; train on {fitting} ranks, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
         self._numbers = range(
@@ -80,7 +78,7 @@ class PackedDataset(IterableDataset):
 
     @property
     def num_documents(self) -> int | None:
-        """The number of documents of all readers; None if a source is a stream."""
+        """None if a source is a stream."""
         is_indexed = all(source.is_indexed for source in self.sources)
         return sum(len(source.data) for source in self.sources) if is_indexed else None
 
@@ -109,7 +107,7 @@ class PackedDataset(IterableDataset):
     def log_chats(self) -> None:
         """Log what is trained of each source of chats, and leave out the chats without tokens.
 
-        Collective: the ranks count together. Call it before iterating or loading a position.
+        Collective. Call it before iterating or loading a position.
         """
         for name, source in zip(self.source_names, self.sources, strict=True):
             if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
@@ -124,9 +122,8 @@ class PackedDataset(IterableDataset):
             )
             if num_left_out == len(tokens):
                 raise ValueError(
-                    f"dataset {name}: every chat is left out, because it is longer than "
-                    f"training.seq_len = {self._packing.seq_len} (or trains nothing before that token); "
-                    "raise training.seq_len"
+                    f"dataset {name}: every chat is left out, because it is longer than training.seq_len "
+                    f"= {self._packing.seq_len} or trains nothing before that token; raise it"
                 )
             if num_left_out and self._plan is None:  # a plan has no rows for them
                 source.leave_out(tokens == 0)
@@ -152,9 +149,8 @@ class PackedDataset(IterableDataset):
             number, stream = next(iter(self._streams.items()))
             raise ValueError(
                 f"dataset {self.sources[0].name!r} is too small: reader {number + 1} of "
-                f"{self._num_streams} (one per rank) got {stream.num_left_over} tokens, and one row "
-                f"takes seq_len + 1 = {self._packing.seq_len + 1}; use more data, a smaller seq_len, or "
-                "fewer ranks"
+                f"{self._num_streams} got {stream.num_left_over} tokens, and one row takes seq_len + 1 = "
+                f"{self._packing.seq_len + 1}; use more data, a smaller seq_len, or fewer ranks"
             )
         if self._infinite and self._plan is None:  # otherwise the end is what was asked for
             logger.warning(f"Dataset {' and '.join(self.source_names)} has run out of data")
@@ -184,10 +180,7 @@ class PackedDataset(IterableDataset):
     # ---- the position; checkpoints call the row streams lanes ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the row streams that this process reads, as plain data.
-
-        It holds the numbers of documents that are partly read, or their unread text for a stream.
-        """
+        """Return the position of the row streams that this process reads, as plain data."""
         self._start()
         return {
             "num_lanes": self._num_streams,
@@ -208,8 +201,8 @@ class PackedDataset(IterableDataset):
 
         states: the `state_dict` of each, which together have all row streams. If the global batch has as
         many rows as before, the rows are those of the unbroken run. Otherwise each document, or part of
-        one, that the saved streams had not read goes to one of the new streams. Call it before iterating,
-        in the dataloader's process. Raises ValueError for the position of other data or another order.
+        one, that was not read goes to one of the new streams. Call it before iterating, in the
+        dataloader's process. Raises ValueError for the position of other data or another order.
         """
         for state in states:
             theirs, mine = (
@@ -218,9 +211,9 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the checkpoint's data position is for sources of (documents, data_seed) = {theirs}, "
-                    f"and this run's are {mine}, where None is training.shuffle = False: resume with the "
-                    f"same, or {_BEGIN_AGAIN}"
+                    f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's "
+                    f"are {mine}, where None is training.shuffle = False: resume with the same, or "
+                    f"{_BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:
@@ -238,16 +231,15 @@ class PackedDataset(IterableDataset):
     ) -> tuple[dict[int, Any], int]:
         """Return the streams' states in this run's plan, and the number of these streams.
 
-        A global batch of another size goes on behind the last step's rows, and more passes behind the
-        last row.
+        Another global batch goes on behind the last step's rows, and more passes behind the last row.
         """
         own = self._plan and self._plan.identity()
         if (plan and plan[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
         ):
             raise ValueError(
-                "the checkpoint's data position is for rows of another training.epochs, packing or "
-                f"seq_len, or of other documents: resume with the same, or {_BEGIN_AGAIN}"
+                "the data position is for rows of another training.epochs, packing or seq_len, or of other "
+                f"documents: resume with the same, or {_BEGIN_AGAIN}"
             )
         if not plan:
             return saved, num_saved
