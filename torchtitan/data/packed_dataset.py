@@ -8,9 +8,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
-from torchtitan.data.counts import count_tokens
 from torchtitan.data.document_sources import DocumentShare, Source, deal_again
-from torchtitan.data.row_plan import Plan, PlannedStream
+from torchtitan.data.row_plan import Plan, PlannedStream, count_tokens
 from torchtitan.data.row_streams import Packing, Row, RowStream
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.data.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
 from torchtitan.config import ConfigManager
-from torchtitan.data import DatasetConfig, counts, open_document
+from torchtitan.data import DatasetConfig, open_document, row_plan
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import STREAM_BLOCK, Source
+from torchtitan.data.document_sources import STREAM_BLOCK, Order, Source
 from torchtitan.data.open_document import Tokens
-from torchtitan.data.order import Order
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import DATASETS, build_text_validation_dataloader
@@ -206,7 +205,7 @@ def test_lengths_are_counted_once(tmp_path, monkeypatch):
         return PackedDataset([numbers], Packing("none", 2), rows=2, planned=True).num_steps_left
 
     assert steps_of(1.5) == 1.5 * (20 + 10) / 2 // 1 + 1
-    monkeypatch.setattr(counts, "_count", None)
+    monkeypatch.setattr(row_plan, "_count", None)
     assert steps_of(1) == 15
 
 
