@@ -78,10 +78,7 @@ class ChatEncoder:
 
     @classmethod
     def from_tokenizer(
-        cls,
-        tokenizer: HuggingFaceTokenizer,
-        path: str = "",
-        keys: Mapping[str, str] | None = None,
+        cls, tokenizer: HuggingFaceTokenizer, path: str = "", keys: Mapping[str, str] | None = None
     ) -> "ChatEncoder":
         """Return an encoder with the template in a file, or, without a path, of the model's folder."""
         plain, with_tools = (

@@ -158,9 +158,7 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
     """
     training = job_config.training
     tokenizer = HuggingFaceTokenizer(
-        job_config.model.hf_assets_path,
-        bos_token=training.bos_token,
-        eos_token=training.eos_token,
+        job_config.model.hf_assets_path, bos_token=training.bos_token, eos_token=training.eos_token
     )
     if tokenizer.eos_id is None:
         logger.warning(

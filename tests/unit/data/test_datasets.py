@@ -241,12 +241,7 @@ def tokens_left_in_buffers(states):
 
 @pytest.mark.parametrize(
     "phases",
-    [
-        [(2, 0), (4, 0), (3, 0)],
-        [(1, 0), (1, 2)],
-        [(2, 2), (1, 0), (2, 1)],
-        [(4, 0), (1, 0)],
-    ],
+    [[(2, 0), (4, 0), (3, 0)], [(1, 0), (1, 2)], [(2, 2), (1, 0), (2, 1)], [(4, 0), (1, 0)]],
 )
 def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
     """phases: (ranks, data workers per rank); the last phase draws until the data end."""
