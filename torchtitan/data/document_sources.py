@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.open_document import OpenDocument, Tokens
+from torchtitan.data.open_document import OpenDocument, Tokens, join, pieces_of
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
@@ -209,10 +209,10 @@ class Source:
         content = self.checked(self.encode, sample, index)
         if isinstance(content, str):
             self._warn_of_separators(content, index)
-            document = OpenDocument(index, self.tokenizer, content, source=self.number)
+            document = OpenDocument(index, self.tokenizer, content)
         else:
-            document = OpenDocument.from_tokens(index, self.tokenizer, content, self.number)
-        document.index = -1 if index is None else index
+            document = OpenDocument(index, self.tokenizer, tokens=content)
+        document.source, document.index = self.number, -1 if index is None else index
         return document
 
     def _warn_of_separators(self, text: str, index: int | None) -> None:
@@ -243,12 +243,17 @@ class Source:
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
+        if isinstance(place, dict) and "used" in place:
+            document = OpenDocument(None, self.tokenizer, place["text"], source=self.number)
+            document.used = place["used"]
+            return document
         if isinstance(place, dict):
             trained = place.get("trained")
-            tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            document = OpenDocument.from_tokens(None, self.tokenizer, tokens, self.number)
-            document.text, document.is_begun = place["text"], place["is_begun"]
-            return document
+            parts = [Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))]
+            if place.get("text"):  # of an earlier version, behind the tokens
+                pieces = pieces_of(place["text"], self.tokenizer, place["is_begun"])
+                parts += [Tokens(ids) for _, ids in pieces]
+            return OpenDocument(None, self.tokenizer, tokens=join(parts), source=self.number)
         _, number, start, used = place
         document = self.read(number)
         if start or used:

@@ -300,25 +300,19 @@ def smallest_type(num_ids: int) -> np.dtype:
     return np.dtype("<u2" if num_ids < 65_500 else "<i4")
 
 
-def write_pair(prefix: str, documents: Iterable[Iterable[Sequence[int]]], id_type: np.dtype) -> int:
-    """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx.
-
-    documents: the ids of each document in pieces, which are written as they come.
-    """
+def write_pair(prefix: str, documents: Iterable[Sequence[int]], id_type: np.dtype) -> int:
+    """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx."""
     lengths, sums = array("i"), array("I")
     with (  # the last file is the first to take its place
         whole_file(f"{prefix}.idx") as index_file,
         whole_file(f"{prefix}{SUMS}") as sums_file,
         whole_file(f"{prefix}.bin") as file,
     ):
-        for pieces in documents:
-            length, check_sum = 0, _seed_of(prefix)
-            for piece in pieces:
-                ids = np.asarray(piece, id_type).tobytes()
-                file.write(ids)
-                length, check_sum = length + len(piece), zlib.crc32(ids, check_sum)
-            lengths.append(length)
-            sums.append(check_sum)
+        for document in documents:
+            ids = np.asarray(document, id_type).tobytes()
+            file.write(ids)
+            lengths.append(len(document))
+            sums.append(zlib.crc32(ids, _seed_of(prefix)))
         sums_file.write(np.array(sums, "<u4").tobytes())
         index_file.writelines(_index(np.array(lengths, "<i4"), id_type))
     return sum(lengths)

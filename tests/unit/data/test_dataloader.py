@@ -123,7 +123,7 @@ def test_other_number_of_ranks_needs_an_indexable_dataset():
 
 def test_other_number_of_ranks_needs_every_saved_rank():
     saved = loader(dp_rank=0, dp_world_size=3, batch_size=4).state_dict()
-    with pytest.raises(ValueError, match="dp_rank_1, dp_rank_2 are missing.*resume on 3"):
+    with pytest.raises(ValueError, match="dp_rank_1, dp_rank_2 are missing: resume on 3"):
         loader(dp_rank=0, dp_world_size=2, batch_size=4).load_state_dict(saved)
 
 

@@ -154,7 +154,7 @@ def write_documents(folder, n, name="tokens"):
     lengths = np.random.default_rng(4).integers(8, 80, n).tolist()
     write_pair(
         str(folder / name),
-        [[[100 + i] * length] for i, length in enumerate(lengths)],
+        [[100 + i] * length for i, length in enumerate(lengths)],
         np.dtype("<u2"),
     )
     return lengths

@@ -184,15 +184,6 @@ def test_source_with_a_limit_leaves_the_mixture_and_the_end_of_all_ends_the_data
     assert len(rows) == 24
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_length_of_a_long_text_is_estimated_by_its_first_piece(streamed, monkeypatch):
-    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 60)
-    monkeypatch.setattr(open_document, "_COMPARED_CHARACTERS", 20)
-    document = open_document.OpenDocument(None if streamed else 0, TOKENIZER, "1 23 " * 200)
-    assert document.estimated_length() == pytest.approx(400, rel=0.1)
-    assert document.estimated_length() > document.available
-
-
 # ---- counts ----
 
 

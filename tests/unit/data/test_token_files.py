@@ -132,8 +132,7 @@ def test_every_integer_type_is_read_and_written_pairs_have_the_published_layout(
     tokens = TokenDocuments(f"{tmp_path}/packed")
     assert [tokens[i].tolist() for i in range(4)] == documents
     if code in (4, 8):
-        pieces = ([document[:2], document[2:]] for document in documents)
-        assert write_pair(str(tmp_path / "written"), pieces, tokens[0].dtype) == 104
+        assert write_pair(str(tmp_path / "written"), documents, tokens[0].dtype) == 104
         for ending in (".bin", ".idx"):
             written = (tmp_path / f"written{ending}").read_bytes()
             assert written == (tmp_path / f"packed{ending}").read_bytes()
@@ -181,7 +180,6 @@ def test_ids_on_disk_are_those_of_the_text(tmp_path, lines, tokenizer):
 
 def test_ids_of_long_documents_are_those_of_training_on_the_text(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 4096)
-    monkeypatch.setattr(tokenize, "_IDS_AT_A_TIME", 100)
     docs = PythonDocs()
     text = max((docs[i]["text"] for i in range(40)), key=len)
     assert len(text) > 3 * 4096
