@@ -314,13 +314,10 @@ class _Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend turns without a closing token through the next turn's token, which stops generation.
-
-        Behind the last turn, the token with which the user's next turn would begin is added to the text.
-        """
+        """Extend turns without a closing token through the next turn's token, which stops generation."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
-            if turn + 1 == len(self.messages):
+            if turn + 1 == len(self.messages):  # the user's next turn
                 with contextlib.suppress(ValueError):  # a template may refuse the turn
                     longer = self._beginning(len(self.messages) + 1)
                     rest = longer[end:] if longer.startswith(text) else ""
@@ -470,10 +467,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return the messages of a chat as `transformers` gives them to a template.
-
-    Keys whose value is None are left out, and a message's thinking gets the names that templates read.
-    """
+    """Return messages without keys that are None, and thinking with the names that templates read."""
     if not _is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "

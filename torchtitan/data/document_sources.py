@@ -124,8 +124,7 @@ class DocumentShare:
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
     """Return shares of new readers of all documents that the old readers did not take.
 
-    The new strides begin where the fastest old reader would have continued. The documents that slower
-    readers did not take below that are dealt out one by one.
+    Their strides begin where the fastest old reader was; what others did not take below is dealt out.
     """
     base = max(share.next_in_stride for share in shares)
     not_taken = sorted(number for share in shares for number in share.not_taken_below(base))

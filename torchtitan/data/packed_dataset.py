@@ -228,10 +228,7 @@ class PackedDataset(IterableDataset):
     def _in_this_plan(
         self, plan: Any, saved: dict[int, Any], num_saved: int
     ) -> tuple[dict[int, Any], int]:
-        """Return the streams' states in this run's plan, and the number of these streams.
-
-        Another global batch goes on behind the last step's rows, and more passes behind the last row.
-        """
+        """Return the streams' states in this run's plan, and the number of these streams."""
         own = self._plan and self._plan.identity()
         if (plan and plan[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
@@ -252,6 +249,7 @@ class PackedDataset(IterableDataset):
                 "the data position is within a step: resume with the same training.global_batch_size, "
                 f"or {_BEGIN_AGAIN}"
             )
+        # Another global batch goes on behind the last step's rows, more passes behind the last row.
         base, n, _ = next(iter(places))
         row = min(base + n * num_saved, end)  # the rest of a last step is padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams

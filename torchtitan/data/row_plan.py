@@ -152,10 +152,7 @@ class Plan:
 
 
 def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the row of each piece [P], by best fit in decreasing order, block by block.
-
-    The rows of a block are in the order of their longest pieces, so that rows of short ones are spread.
-    """
+    """Return the row of each piece [P], by best fit in decreasing order, block by block."""
     rows = np.empty(len(sizes), np.int64)
     blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
     first_row = 0
@@ -175,6 +172,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
             row_of.append(row)
             if left:
                 insort(spaces, left << 32 | row)
+        # In the order of their longest pieces, so that rows of short ones are spread.
         in_order = np.argsort(np.argsort(np.array(longest, np.int64)))
         rows[longest_first] = first_row + in_order[row_of]
         first_row += len(longest)

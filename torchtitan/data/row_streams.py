@@ -85,10 +85,7 @@ class Packing:
 
 
 class RowStream:
-    """Reads one stream's documents of each source, and packs them into rows.
-
-    number, num_streams: g and G above.
-    """
+    """Reads one stream's documents of each source, and packs them. number, num_streams: g and G above."""
 
     def __init__(
         self, sources: Sequence[Source], packing: Packing, number: int, num_streams: int
@@ -108,10 +105,7 @@ class RowStream:
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint, as plain data.
-
-        An open document of which nothing has been taken is saved as one number.
-        """
+        """Return the position for a checkpoint; a document of which nothing was taken is one number."""
         places: list[Any] = []
         for document in self.open:
             if document.num_left:
@@ -157,10 +151,7 @@ class RowStream:
         return pieces
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Take the document that has waited longest, and then the longest document that still fits.
-
-        Of a mixture, the first is a document of the source that is furthest behind.
-        """
+        """Take a document that has waited longest, and then the longest document that still fits."""
         seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
         lengths = [document.num_left for document in self.open]
@@ -219,12 +210,11 @@ class RowStream:
         """Return the source whose tokens are furthest below its share of all tokens.
 
         candidates: source -> its next document, of each source that has one left.
-        share_of_open: the part of a document waiting for a row that counts. Counted whole, it would
-            hold back a source of long documents, which wait longer.
+        share_of_open: the part of a waiting document that counts. Counted whole, it would hold back a
+            source of long documents, which wait longer.
 
-        Compared are the tokens after another row, where each source has a part of its next document.
-        These two look-aheads go from 0 to 2 rows, and from 0 to 1 documents, over the streams, so that
-        their errors cancel and the shares are right after few rows.
+        Compared are the tokens after another 0 to 2 rows with 0 to 1 next documents of each source. These
+        look-aheads differ between streams, so that their errors cancel.
         """
         if len(self.feeds) == 1:
             return 0

@@ -106,8 +106,7 @@ class TokenDocuments(JoinedDocuments):
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        If that is unknown, or whether the ids are damaged, it is logged once. Then up to 100 documents
-        must have ids of the tokenizer's vocabulary now, and each document when it is read.
+        If that is unknown, or whether the ids are damaged, the ids must be of the tokenizer's vocabulary.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)

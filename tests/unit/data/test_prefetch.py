@@ -136,15 +136,6 @@ def test_data_that_end_within_a_step_leave_the_position_before_it():
     assert loader.last == 2
 
 
-def test_step_holds_the_batches_before_an_error_and_the_error():
-    steps = ahead(Numbers(end=4, error=ValueError("line 7 is not JSON")))
-    steps.next_step()
-    step = steps.next_step()
-    assert numbers(step) == [3] and str(step.error) == "line 7 is not JSON"
-    assert step.counts.num_failed == 1
-    steps.close()
-
-
 def test_own_step_of_a_client_reads_the_batches_as_the_dataloader_made_them():
     counted = []
     steps = ahead(Numbers(end=6, error=ValueError("line 7 is not JSON")))
@@ -154,23 +145,16 @@ def test_own_step_of_a_client_reads_the_batches_as_the_dataloader_made_them():
     assert counted == [labels.numel() for _, labels in items] == [1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="line 7 is not JSON"):
         next(batches)
+    assert (steps._last.counts.num_ran_out, steps._last.counts.num_failed) == (0, 1)
     steps.close()
 
 
-def test_error_while_packing_is_one_of_the_data():
-    steps = ahead(Numbers())
-    steps.close()
-
+def test_error_while_packing_is_one_of_the_data_and_loading_then_is_refused():
     def to_batch(input_dict, labels):
         raise ValueError("no positions")
 
     steps = StepsAhead(Numbers(), 2, 5, to_batch, torch.device("cpu"), None, timedelta(seconds=5))
     assert str(steps.next_step().error) == "no positions"
-    steps.close()
-
-
-def test_loading_while_data_are_read_is_refused():
-    steps = ahead(Numbers())
     with pytest.raises(RuntimeError, match="load a checkpoint before or after"):
         steps.load_state_dict({})
     steps.close()

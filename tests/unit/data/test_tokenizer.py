@@ -3,11 +3,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from torchtitan.config import JobConfig
 from torchtitan.data.open_document import OpenDocument
-from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer
+from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 
 ASSET = "./tests/assets/tokenizer"
 
@@ -51,11 +51,6 @@ def test_any_text_survives_encode_and_decode(text):
     assert shipped.decode(shipped.encode(text), skip_special_tokens=False) == text
 
 
-def test_shipped_tokenizer_shortens_english(shipped):
-    text = "The value of the expression is returned to the caller of the function."
-    assert len(shipped.encode(text)) < len(text) / 2.5
-
-
 def test_begin_and_end_are_added_on_request_only(shipped):
     plain = shipped.encode("hello")
     assert shipped.encode(text="hello", add_bos=True) == [shipped.bos_id, *plain]
@@ -85,14 +80,6 @@ def test_begin_token_of_the_backend_is_not_added_twice(tmp_path):
     tokenizer = HuggingFaceTokenizer(path)
     assert tokenizer.hf_adds_bos and not tokenizer.hf_adds_eos
     assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [1, 3, 2]
-
-
-def test_one_string_serves_as_begin_and_end(tmp_path):
-    path = write_folder(tmp_path, tokenizer_config__json={"bos_token": "</s>", "eos_token": "</s>"})
-    word_backend().save(path + "/tokenizer.json")
-    tokenizer = HuggingFaceTokenizer(path)
-    assert tokenizer.bos_id == tokenizer.eos_id == 2
-    assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [2, 3, 2]
 
 
 def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a_name_last(
@@ -181,7 +168,7 @@ def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp
     [
         ({"tokenizer__json": "[" * 100_000}, "cannot read the tokenizer in .*tokenizer.json"),
         ({"vocab__json": '{"a":' * 100_000, "merges__txt": ""}, "vocab.json is not valid JSON: .*too deeply"),
-        ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "merges.txt does not fit the vocabulary beside it: .*integer"),
+        ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "(?s)merges.txt does not fit the vocabulary beside it: .*integer"),
         ({"vocab__json": {"a": 0}, "merges__txt": "", "tokenizer_config__json": {"added_tokens_decoder": [1]}},
          "tokenizer_config.json: added_tokens_decoder must be an object"),
         ({"vocab__json": {"a": 0}, "merges__txt": "",
@@ -210,26 +197,6 @@ def test_lines_of_merges_end_with_a_newline_only(tmp_path):
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert "\u2028" in tokenizer.get_vocab()
-
-
-def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
-    backend = word_backend()
-    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    entry = {"content": "<s>", "special": True, "normalized": False}
-    path = write_folder(
-        tmp_path, tokenizer_config__json={"bos_token": "<s>", "added_tokens_decoder": {"1": entry}}
-    )
-    backend.save(path + "/tokenizer.json")
-    before = {n: str(token) for n, token in backend.get_added_tokens_decoder().items()}
-    after = HuggingFaceTokenizer(path).tokenizer.get_added_tokens_decoder()
-    assert {n: str(token) for n, token in after.items()} == before
-
-
-def test_builder_reads_the_assets_path_of_the_config():
-    config = JobConfig()
-    config.model.hf_assets_path = ASSET
-    tokenizer = build_hf_tokenizer(config)
-    assert isinstance(tokenizer, BaseTokenizer) and tokenizer.tokenizer_path == ASSET
 
 
 @pytest.mark.parametrize(
