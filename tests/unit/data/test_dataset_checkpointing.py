@@ -25,27 +25,23 @@ def c4_test():
 def registered(c4_test):
     """Register the first 32 documents, by index and as a stream of 4 parts; they are read several times."""
     small = c4_test.select(range(32))
-    names = {
-        "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
-        "small_stream": DatasetConfig(
-            "", lambda path: small.to_iterable_dataset(num_shards=4), lambda sample: sample["text"]
-        ),
-        "small_shuffled_stream": DatasetConfig(
-            "",
-            lambda path: small.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
-            lambda sample: sample["text"],
+    halves = [small.select(range(16)), small.select(range(16, 32))]
+
+    def stream(part):
+        return part.to_iterable_dataset(num_shards=4)
+
+    data = {
+        "small_indexed": small,
+        "small_stream": stream(small),
+        "small_shuffled_stream": stream(small).shuffle(seed=3, buffer_size=1),
+        "small_mixed_stream": interleave_datasets(
+            [stream(half) for half in halves], probabilities=[0.3, 0.7], seed=3
         ),
     }
-    halves = [small.select(range(16)), small.select(range(16, 32))]
-    names["small_mixed_stream"] = DatasetConfig(
-        "",
-        lambda path: interleave_datasets(
-            [half.to_iterable_dataset(num_shards=4) for half in halves],
-            probabilities=[0.3, 0.7],
-            seed=3,
-        ),
-        lambda sample: sample["text"],
-    )
+    names = {
+        name: DatasetConfig("", lambda path, x=x: x, lambda sample: sample["text"])
+        for name, x in data.items()
+    }
     DATASETS.update(names)
     yield
     for name in names:

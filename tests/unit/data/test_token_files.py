@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from tests.reliability import jobs
-from torchtitan.data import DatasetConfig, open_document, tokenize
-from torchtitan.data.python_docs import PythonDocs
-from torchtitan.data.text_datasets import DATASETS, HuggingFaceTextDataset
+from torchtitan.data import DatasetConfig, tokenize
+from torchtitan.data.text_datasets import DATASETS
 from torchtitan.data.token_files import TokenDocuments, write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
@@ -178,19 +177,6 @@ def test_ids_on_disk_are_those_of_the_text(tmp_path, lines, tokenizer):
     assert about["tokenizer"]["eos_id"] == tokenizer.eos_id == tokens[4][-1]
 
 
-def test_ids_of_long_documents_are_those_of_training_on_the_text(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 4096)
-    docs = PythonDocs()
-    text = max((docs[i]["text"] for i in range(40)), key=len)
-    assert len(text) > 3 * 4096
-    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    write(tmp_path / "long.jsonl", tmp_path / "out")
-    ids = TokenDocuments(str(tmp_path / "out"))[0]
-    dataset = HuggingFaceTextDataset("local", str(tmp_path / "long.jsonl"), tokenizer, len(ids) - 1)
-    inputs, labels = next(iter(dataset))
-    assert ids.tolist() == [*inputs["input"].tolist(), labels[-1].item()]
-
-
 def test_several_processes_write_the_bytes_of_one(tmp_path, stories):
     options = ("--documents_per_part", 100)
     write(stories, tmp_path / "one", *options)
@@ -307,51 +293,38 @@ def test_source_whose_files_changed_between_kill_and_resume_is_refused_until_ove
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"),
+    ("source", "out", "code", "sentence"),
     [
-        ("python_doc", "got 'python_doc', did you mean 'python_docs'? (looked in "),
-        ("empty", "empty has no documents, or is a stream"),
-        ("stream", "stream has no documents, or is a stream"),
+        ("python_doc", "out", 2, "got 'python_doc', did you mean 'python_docs'? (looked in "),
+        ("empty", "out", 2, "empty has no documents, or is a stream"),
+        ("stream", "out", 2, "stream has no documents, or is a stream"),
+        ("{path}", "in", 2, "OUT must not be in SOURCE, got {path}/in, in {path}; name"),
+        ("{path}/text.jsonl", "text.jsonl/out", 2, "the folder {path}/text.jsonl/out cannot be made: "),
+        ("{path}/text.jsonl", "foreign", 2, "this program did not write them"),
+        ("{path}/text.jsonl", "locked", 1, "locked is being written by another process; wait for it"),
     ],
-)
-def test_source_without_documents_is_refused(tmp_path, monkeypatch, capsys, source, sentence):
+)  # fmt: skip
+def test_source_or_folder_that_cannot_be_used_is_refused(
+    tmp_path, lines, monkeypatch, capsys, source, out, code, sentence
+):
     processor = DATASETS["local"].sample_processor
     monkeypatch.setitem(DATASETS, "stream", DatasetConfig("", lambda path: iter([]), processor))
     monkeypatch.setitem(DATASETS, "empty", DatasetConfig("", lambda path: [], processor))
-    write(source, tmp_path / "out", exit_code=2)
-    assert sentence in capsys.readouterr().err
-
-
-def test_folder_that_cannot_be_written_to_is_refused(tmp_path, lines, capsys):
-    for out, sentence in [
-        (tmp_path / "in", f"OUT must not be in SOURCE, got {tmp_path}/in, in {tmp_path}; name"),
-        (lines / "out", f"the folder {lines}/out cannot be made: "),
-    ]:
-        source = lines if out == lines / "out" else tmp_path
-        write(source, out, exit_code=2)
-        assert sentence in capsys.readouterr().err
-
-
-def test_folder_that_another_process_writes_is_refused(tmp_path, lines, capsys):
-    (tmp_path / "out").mkdir()
-    code = (
+    (tmp_path / "foreign").mkdir()
+    pack(tmp_path / "foreign/part-00000", MEGATRON_DOCUMENTS, 8, "H")
+    (tmp_path / "locked").mkdir()
+    locking = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
         "print('locked', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-S", "-c", code, tmp_path / "out/.lock"]
+    command = [sys.executable, "-S", "-c", locking, tmp_path / "locked/.lock"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as other:
         assert other.stdout.readline() == b"locked\n"
-        write(lines, tmp_path / "out", exit_code=1)
-    assert "out is being written by another process; wait for it" in capsys.readouterr().err
-
-
-def test_files_of_another_program_are_not_overwritten(tmp_path, lines, capsys):
-    pack(tmp_path / "part-00000", MEGATRON_DOCUMENTS, 8, "H")
-    for option in ([], ["--overwrite"]):
-        write(lines, tmp_path, *option, exit_code=2)
-        assert "this program did not write them" in capsys.readouterr().err
-    assert (tmp_path / "part-00000.idx").read_bytes().hex() == MEGATRON_IDX
+        options = ["--overwrite"] if out == "foreign" else []
+        write(source.format(path=tmp_path), tmp_path / out, *options, exit_code=code)
+    assert sentence.format(path=tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "foreign/part-00000.idx").read_bytes().hex() == MEGATRON_IDX
 
 
 # ---- refused files ----
@@ -415,12 +388,12 @@ DAMAGES = {
 }  # fmt: skip
 
 
-def test_lengths_of_a_damaged_index_are_refused(tmp_path):
-    for place, number in ((114, 99), (122, 1)):
-        pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
-        replace("a.idx", place, struct.pack("<q", number))(tmp_path)
-        with pytest.raises(ValueError, match=r"a\.idx is damaged: a document begins before"):
-            _ = TokenDocuments(str(tmp_path)).lengths
+@pytest.mark.parametrize("place, number", [(114, 99), (122, 1)])
+def test_lengths_of_a_damaged_index_are_refused(tmp_path, place, number):
+    pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
+    replace("a.idx", place, struct.pack("<q", number))(tmp_path)
+    with pytest.raises(ValueError, match=r"a\.idx is damaged: a document begins before"):
+        _ = TokenDocuments(str(tmp_path)).lengths
 
 
 @pytest.mark.parametrize("name", DAMAGES)
