@@ -19,8 +19,6 @@ from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.compat import Batches, is_overridden
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
-from torchtitan.config.checks.common import refuse
-from torchtitan.config.checks.device import batch_memory
 from torchtitan.config.checks.unused import tell_settings_without_effect
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
@@ -58,8 +56,6 @@ class Trainer(TrainingEngine):
             metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
             metrics.model_parts, metrics.num_steps = self.model_parts, self.num_steps
             self.metrics_processor = metrics
-            memory = metrics.device_memory_monitor.device_capacity
-            refuse(batch_memory(job_config, self.parallel_dims, self.model_args, memory))
             has_chats = getattr(getattr(self.dataloader, "dataset", None), "has_chats", False)
             shares_rows = job_config.training.packing != "none"
             if has_chats and shares_rows and not self.packing.separates_documents:

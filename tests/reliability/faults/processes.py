@@ -68,12 +68,10 @@ def one_step_is_whole(folder: Path) -> None:
 LONG_SAVING = [*SAVING, "--checkpoint.interval=1000", "--training.steps=1000"]
 
 FAULTS = {
-    "rank number that is no number": Fault(flags(), environment=rank_of_two("abc")),
     "rank number beyond the number of ranks": Fault(flags(), environment=rank_of_two("5")),
     "local rank beyond the processes of the machine": Fault(
         flags(), environment=rank_of_two("0", WORLD_SIZE="1", LOCAL_RANK="3", LOCAL_WORLD_SIZE="1")
     ),
-    "port that is no port": Fault(flags(), environment=rank_of_two("0", MASTER_PORT="99999")),
     "half of torchrun's environment": Fault(flags(), environment={"RANK": "0", "WORLD_SIZE": "2"}),
     "port in use": Fault(
         with_port_in_use, environment=rank_of_two("0", MASTER_PORT=str(_PORT + 1))
@@ -112,9 +110,6 @@ FAULTS = {
     ),
     "code that ends the process during training": Fault(
         flags(_BROKEN), environment=breaks("exit"), absent=("training completed",)
-    ),
-    "batch that no device can hold": flags(
-        "--training.local_batch_size=10000000", "--training.seq_len=2048"
     ),
     "out of memory": Fault(flags(_BROKEN), environment=breaks("out of memory")),
     "data worker that is killed": Fault(

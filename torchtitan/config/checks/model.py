@@ -17,7 +17,6 @@ from torchtitan.config.mask_types import check_kernel
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
-    """Rules for sizes that a user sets; every published flavor obeys them."""
     for name in ("dim", "n_layers", "n_heads", "vocab_size"):
         value = getattr(model_args, name, 1)
         if not 1 <= value < 2**24:
@@ -43,7 +42,6 @@ def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 def heads(
     job_config: JobConfig, train_spec: Any, model_args: Any, builds_data: bool
 ) -> Iterator[str]:
-    """Rules for outputs that only our decoder has."""
     name = job_config.model.name
     for key in ("value_head", "fp32_head"):
         if getattr(job_config.model, key) and not hasattr(model_args, key):
@@ -78,10 +76,8 @@ def output_in_high_precision(job_config: JobConfig) -> Iterator[str]:
         filters = getattr(job_config.quantize.linear, kind).filter_fqns
         if name not in job_config.model.converters or any(part in "output" for part in filters):
             continue
-        reason = "parallelism.tensor_parallel_degree above 1"
-        if job_config.model.fp32_head:
-            reason = "model.fp32_head = True"
-        if job_config.model.fp32_head or (kind == "float8" and tp > 1):
+        reason = "parallelism.tensor_parallel_degree above 1" if kind == "float8" and tp > 1 else ""
+        if reason := "model.fp32_head = True" if job_config.model.fp32_head else reason:
             yield (
                 f"{reason} leaves the output projection in high precision, got {name} in "
                 f"model.converters with filter_fqns = {filters}; add 'output' to {name}.filter_fqns"
