@@ -89,9 +89,6 @@ FAULTS = {
     "unknown key on one rank": Fault(
         flags(), ranks=2, arguments_of_rank={1: ["--training.stepz=3"]}
     ),
-    "TOML that one rank lacks": Fault(
-        flags(), ranks=2, arguments_of_rank={1: ["--job.config_file=/missing.toml"]}
-    ),
     "ranks with different settings": Fault(
         flags(),
         ranks=2,
@@ -101,13 +98,6 @@ FAULTS = {
         with_own_files_on_rank_1, ranks=2, arguments_of_rank={1: _own_files}
     ),
     "module to import that raises": Fault(flags(_BROKEN), environment=breaks("raise", step=None)),
-    "module to import that ends the process": Fault(
-        flags(_BROKEN), environment=breaks("exit", step=None)
-    ),
-    "config module that raises": Fault(
-        flags("--job.custom_config_module=tests.reliability.broken"),
-        environment=breaks("raise", step=None),
-    ),
     "code that ends the process during training": Fault(
         flags(_BROKEN), environment=breaks("exit"), absent=("training completed",)
     ),
@@ -152,5 +142,4 @@ FAULTS = {
         flags(*LONG_SAVING, "--training.time_limit_minutes=0.02", "--metrics.log_freq=10"),
         check=one_step_is_whole,
     ),
-    "time limit without checkpoints": flags("--training.time_limit_minutes=60"),
 }

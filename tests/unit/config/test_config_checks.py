@@ -145,6 +145,8 @@ MISTAKES = """
     activation_checkpoint.selective_ac_option must be 'op' or … got 'ops'; the default is '2'
 2: activation_checkpoint.mode="memory_budget"
     activation_checkpoint.mode = 'memory_budget' … compile.enable = False … set compile.enable = true
+2: training.time_limit_minutes=60.0
+    training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = False
 2: compile.components=["modle"]
     compile.components must be one of model, loss, got 'modle', did you mean 'model'?
 2: profiling.enable_profiling=true; profiling.profile_freq=3
