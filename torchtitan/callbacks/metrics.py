@@ -65,7 +65,7 @@ class DeviceMemoryMonitor:
             reserved = stats.get("reserved_bytes.all.peak", -1)
             num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
-            logger.warning("Memory is scarce: the allocator tried again %d times", num_retries)
+            logger.warning("Memory is scarce: the allocator had to try again %d times", num_retries)
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
         capacity = self.device_capacity or math.inf  # unknown: report 0 %
