@@ -16,7 +16,6 @@ Prints a line per trial, and ends with exit code 1 if one fails.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -48,10 +47,7 @@ JOB = [
 
 def losses(dump_folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of each step; of a repeated step, the last."""
-    path = dump_folder / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    rows = [json.loads(line) for line in text.split("\n")[:-1]]
-    return {row["step"]: (row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in rows}
+    return dict(jobs.logged_steps(dump_folder))
 
 
 def whole_steps(dump_folder: Path) -> list[int]:

@@ -318,7 +318,7 @@ BAD_SETTINGS = {
     ),
     "dots without quotes": (
         {"lora.alpha_pattern": {"layers": {"0": 2}}},
-        '"layers.0" = 4, with the name in quotes if it has dots',
+        '"layers.0" = 4, with quotes if the name has dots',
     ),
     "no target": ({"lora.target_modules": []}, "lora.target_modules holds names of layers"),
     "settings without adapters": (

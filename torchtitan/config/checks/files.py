@@ -15,22 +15,12 @@ _READ_A_PATH = ("local", "tokens", "chat")
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
-    checkpoint, folder = job_config.checkpoint, _checkpoint_folder(job_config)
-    found = _own_steps(job_config) if checkpoint.enable else []
-    path = checkpoint.initial_load_path
-    if path and not found and not os.path.isdir(path):
+    checkpoint, path = job_config.checkpoint, job_config.checkpoint.initial_load_path
+    continues = checkpoint.enable and _own_steps(job_config)
+    if path and not continues and not os.path.isdir(path):
         yield (
             f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
             f"give the step folder itself, such as .../checkpoint/step-1000"
-        )
-    starts_elsewhere = not found and (path or checkpoint.initial_load_in_hf)
-    if checkpoint.load_step == -1 or starts_elsewhere or not checkpoint.enable:
-        return
-    if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
-        yield (
-            f"checkpoint.load_step must be a step saved in {folder!r}, got "
-            f"{checkpoint.load_step}; saved are {', '.join(found) or 'none'}, "
-            f"and -1 takes the newest, or starts without a checkpoint if there is none"
         )
 
 
@@ -40,8 +30,8 @@ def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
         yield from needs(job_config, "checkpoint.create_seed_checkpoint", "checkpoint.enable")
         if world_size != 1:
             yield (
-                f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; "
-                f"start it with --nproc-per-node 1 (NGPU=1)"
+                f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; start it "
+                f"with --nproc-per-node 1 (NGPU=1)"
             )
     if mode == "fake_backend" and world_size > 1 and checkpoint.enable and not checkpoint.load_only:
         yield (
@@ -66,7 +56,7 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         if ".." in path.split(os.sep):
             yield (
                 f"{key} is a path inside job.dump_folder, so it must not contain '..', got {path!r}; "
-                "correct it, change job.dump_folder, or give an absolute path"
+                "correct it, or give an absolute path"
             )
     checkpoint, job = job_config.checkpoint, job_config.job
     if builds_data or checkpoint.enable or job.save_config_file is not None:
@@ -120,9 +110,8 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
             )
         if name.lower() in _READ_A_PATH and not _is_there(path):
             yield (
-                f"{section}.dataset = {name.lower()!r} reads the file or folder "
-                f"{section}.dataset_path, which must exist, got {path!r} (looked in {os.getcwd()}); "
-                "set or correct the path"
+                f"{section}.dataset = {name.lower()!r} reads the file or folder {section}.dataset_path, "
+                f"which must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
             )
 
 
@@ -133,9 +122,8 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     starts_from_it = loads_from_it and not (checkpoint.enable and _own_steps(job_config))
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
-            f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
-            f"got {path!r} (looked in {os.getcwd()}); correct the path, or fetch them with "
-            f"scripts/download_hf_assets.py"
+            f"model.hf_assets_path must be a folder with Hugging Face files, got {path!r} (looked in "
+            f"{os.getcwd()}); correct the path, or fetch them with scripts/download_hf_assets.py"
         )
 
 

@@ -57,9 +57,6 @@ def _other_tensor_degree(etp: int, tp: int) -> str:
     )
 
 
-# --- Number of processes ----------------------------------------------------------------------
-
-
 def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     degrees = {name: getattr(job_config.parallelism, name) for name in DEGREES}
     degrees["data_parallel_shard_degree"] = shards = shard_degree(job_config, world_size)
@@ -89,15 +86,13 @@ def global_batch_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     if global_batch % unit:
         nearest = max(1, round(global_batch / unit)) * unit
         yield (
-            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
-            f"ranks, got {global_batch} with {training.local_batch_size} * {dp}; "
-            f"the nearest that fits is {nearest}"
+            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel ranks, "
+            f"got {global_batch} with {training.local_batch_size} * {dp}; the nearest that fits is {nearest}"
         )
     if job_config.optimizer.early_step_in_backward and global_batch > unit:
         yield (
-            f"optimizer.early_step_in_backward updates in every backward, so it cannot accumulate "
-            f"gradients, got training.global_batch_size = {global_batch} with {unit} sequences per "
-            f"microbatch; set global_batch_size to {unit} or turn early_step_in_backward off"
+            f"optimizer.early_step_in_backward accumulates no gradients, got training.global_batch_size "
+            f"= {global_batch}; set global_batch_size to {unit} or turn early_step_in_backward off"
         )
 
 
@@ -109,14 +104,9 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     ranks = dp_shard * cp * tp
     if ranks % etp:  # without expert parallelism it only shapes a mesh
         yield _other_tensor_degree(etp, tp)
-    what = (
-        f"data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree / "
-        f"expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
-    )
+    names = "data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree"
+    what = f"{names} / expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
     yield from divides("parallelism.expert_parallel_degree", ep, what, ranks // etp)
-
-
-# --- Tensor and expert parallelism ------------------------------------------------------------
 
 
 def tensor_parallel(job_config: JobConfig) -> Iterator[str]:
@@ -124,10 +114,8 @@ def tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     degree = job_config.parallelism.tensor_parallel_degree
     for name in job_config.model.converters if degree > 1 else ():
         if name.startswith("quantize.grouped_mm."):
-            yield (
-                f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
-                f"above 1, got {degree}; take it out, or set the degree to 1"
-            )
+            needed = f"parallelism.tensor_parallel_degree = 1, got {degree}"
+            yield f"{name} in model.converters needs {needed}; take it out"
 
 
 def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
@@ -138,9 +126,8 @@ def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     degree = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     if job_config.training.seq_len % degree:
         yield (
-            f"parallelism.enable_async_tensor_parallel needs a training.seq_len that "
-            f"tensor_parallel_degree * context_parallel_degree divides, got "
-            f"{job_config.training.seq_len} with {degree}; choose a multiple, or turn it off"
+            f"parallelism.enable_async_tensor_parallel needs a training.seq_len that TP * CP ranks "
+            f"divide, got {job_config.training.seq_len} with {degree}; choose a multiple, or turn it off"
         )
 
 
@@ -172,9 +159,6 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     yield from divides("parallelism.expert_parallel_degree", ep, what, num_experts)
 
 
-# --- Context parallelism ----------------------------------------------------------------------
-
-
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
     """A bare engine pads its caller's rows; the rows of a dataloader have to fit."""
     parallelism = job_config.parallelism
@@ -193,20 +177,15 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
             )
     if balancer == "ptrr" and attn_type_of(job_config, model_args) == "sdpa":
         yield (
-            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, which "
-            "model.attn_type = 'sdpa' does not have; set the balancer to 'headtail', or the type to "
-            "'flex' or 'varlen'"
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances by a mask, which model.attn_type "
+            "= 'sdpa' does not have; set the balancer to 'headtail', or the type to 'flex' or 'varlen'"
         )
     heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
     if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
         yield (
-            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a "
-            f"rank for context_parallel_rotate_method = 'alltoall', got {cp}; set the method to "
-            "'allgather'"
+            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a rank for "
+            f"context_parallel_rotate_method = 'alltoall', got {cp}; set the method to 'allgather'"
         )
-
-
-# --- Pipelines --------------------------------------------------------------------------------
 
 
 def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
@@ -227,9 +206,8 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     if job_config.compile.applies_to("model") and splits_backward(parallelism):
         key, value = ("schedule_csv", csv_path) if csv_path else ("schedule", name)
         yield (
-            f"parallelism.pipeline_parallel_{key} = {value!r} computes gradients of inputs and "
-            f"weights separately, which compiled blocks cannot do, got {compile_settings(job_config)}; "
-            f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
+            f"parallelism.pipeline_parallel_{key} = {value!r} splits the backward, which compiled blocks "
+            f"cannot do, got {compile_settings(job_config)}; turn compile off for 'model', or take '1F1B'"
         )
     rows, what = job_config.training.local_batch_size, "training.local_batch_size"
     microbatch = parallelism.pipeline_parallel_microbatch_size
@@ -271,9 +249,6 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
         yield from problem_in(modules_of_stages, parallelism, model_args.n_layers)
 
 
-# --- Optimizer steps in backward --------------------------------------------------------------
-
-
 def early_step(job_config: JobConfig) -> Iterator[str]:
     degrees = job_config.parallelism
     pp, ep = degrees.pipeline_parallel_degree, degrees.expert_parallel_degree
@@ -302,8 +277,8 @@ def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]
     has_fsdp = shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1
     if job_config.optimizer.early_step_in_backward and replicas > 1 and not has_fsdp:
         yield (
-            f"optimizer.early_step_in_backward would update with the gradient of one replica only "
-            f"under DDP, got parallelism.data_parallel_replicate_degree = {replicas} with "
-            f"data_parallel_shard_degree * context_parallel_degree = 1; set data_parallel_shard_degree "
-            f"= {replicas} and data_parallel_replicate_degree = 1, or turn early_step_in_backward off"
+            f"optimizer.early_step_in_backward would update with one replica's gradient under DDP, got "
+            f"parallelism.data_parallel_replicate_degree = {replicas} with data_parallel_shard_degree * "
+            f"context_parallel_degree = 1; set data_parallel_shard_degree = {replicas} and "
+            "data_parallel_replicate_degree = 1, or turn it off"
         )

@@ -54,8 +54,7 @@ def heads(
     if has_value_head(job_config, model_args) and reads_data and train_spec.fact("has_token_loss"):
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
-            "logits of next tokens; train with an engine and a loss_fn (docs/embedding.md, Values), "
-            "or set it to false"
+            "logits; train with an engine and a loss_fn (docs/embedding.md, Values)"
         )
 
 
@@ -63,9 +62,8 @@ def gradient_reduction(job_config: JobConfig, train_spec: Any, builds_data: bool
     reduction = job_config.training.gradient_reduction
     if reduction != "sum" and builds_data and train_spec.build_dataloader_fn is not None:
         yield (
-            f"training.gradient_reduction = {reduction!r} is for programs that feed an engine "
-            "themselves: a trainer with data divides the loss by a count over all ranks, so the "
-            "ranks' gradients have to be summed; set it to 'sum'"
+            f"training.gradient_reduction = {reduction!r} is for programs that feed an engine: a trainer "
+            "with data divides the loss by a count over all ranks; set it to 'sum'"
         )
 
 
@@ -96,9 +94,8 @@ def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[st
     for name in job_config.model.converters:
         if name.startswith("quantize.grouped_mm.") and not has_experts(model_args):
             yield (
-                f"{name} in model.converters converts experts, and {job_config.model.name!r} flavor "
-                f"{job_config.model.flavor!r} has none; {name.replace('grouped_mm', 'linear')} "
-                f"converts the linear layers of dense models"
+                f"{name} in model.converters converts experts, and flavor {job_config.model.flavor!r} "
+                f"has none; {name.replace('grouped_mm', 'linear')} converts linear layers"
             )
 
 
@@ -117,6 +114,5 @@ def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     if rows is not None and tokens > rows:
         yield (
             f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
-            f"{tokens} tokens and vocab_size {rows}; take the tokenizer that belongs to "
-            f"model.flavor, or a flavor with a larger vocabulary"
+            f"{tokens} tokens and vocab_size {rows}; take the one that belongs to model.flavor"
         )

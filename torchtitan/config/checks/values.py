@@ -34,10 +34,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
                 yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             # In flags and TOML it is expanded already, for known users.
-            yield (
-                f"{key} must not begin with '~', which was not replaced by a home folder, got "
-                f"{value!r}; use os.path.expanduser, or begin with './'"
-            )
+            yield f"{key} must not begin with '~', got {value!r}; use os.path.expanduser, or './~'"
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
@@ -58,10 +55,7 @@ def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
-            yield (
-                f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
-                f"format, got {model}, which cannot; turn it off"
-            )
+            yield f"checkpoint.{key} = True needs a state_dict_adapter, got {model}; turn it off"
 
 
 def features(job_config: JobConfig) -> Iterator[str]:
@@ -69,8 +63,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
     if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
         yield (
             f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
-            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; turn saving on, "
-            f"or leave the limit out"
+            f"{checkpoint.enable} and load_only = {checkpoint.load_only}; turn saving on"
         )
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]{0,8}", option):
@@ -94,15 +87,14 @@ def unavailable(job_config: JobConfig) -> Iterator[str]:
     """Features of the reference that this version lacks."""
     if job_config.fault_tolerance.enable:
         yield (
-            "fault_tolerance.enable = True needs torchft, which this version does not use; leave it "
-            "out, and let torchrun --max-restarts start the job again, which continues from its newest "
-            "checkpoint"
+            "fault_tolerance.enable = True is not available; leave it out, and let torchrun "
+            "--max-restarts start the job again, which continues from its newest checkpoint"
         )
     backend = job_config.parallelism.expert_parallel_comm_backend
     if backend != "standard":
         yield (
-            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
-            f"{backend!r}, whose kernels this version does not call; leave it out"
+            f"parallelism.expert_parallel_comm_backend must be 'standard' in this version, got "
+            f"{backend!r}; leave it out"
         )
 
 
@@ -110,9 +102,8 @@ def profiling_cycle(profiling: Profiling) -> Iterator[str]:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < needed:
         yield (
-            f"profiling.profile_freq must be at least profiler_warmup + profiler_active, got "
-            f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
-            f"{profiling.profiler_active}; set it to {needed} or more"
+            f"profiling.profile_freq must be at least profiler_warmup + profiler_active = {needed}, got "
+            f"{profiling.profile_freq}; raise it"
         )
 
 
@@ -126,14 +117,13 @@ def data(job_config: JobConfig) -> Iterator[str]:
         )
         if validation.enable and validation.dataset is None:
             yield (
-                "validation.dataset must be named beside [[training.mixture]], because a mixture has no "
-                "held-out part, got None; set it and validation.dataset_path"
+                "validation.dataset must be named beside [[training.mixture]], which has no held-out "
+                "part, got None; set it and validation.dataset_path"
             )
     if validation.enable and (validation.seq_len or 0) > training.seq_len:
         yield (
-            f"validation.seq_len must not be above training.seq_len, for which the model's positions "
-            f"are computed, got {validation.seq_len} with {training.seq_len}; set it to "
-            f"{training.seq_len} or less"
+            f"validation.seq_len must not be above training.seq_len, got {validation.seq_len} with "
+            f"{training.seq_len}; set it to {training.seq_len} or less"
         )
 
 
@@ -163,8 +153,8 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
             )
     if settings.state_dtype is not None and dtype != "float32":
         yield (
-            f"optimizer.state_dtype = {settings.state_dtype!r} rounds moments that are computed in "
-            f"float32, got training.dtype = {dtype!r}, in which they are kept anyway; remove it"
+            f"optimizer.state_dtype = {settings.state_dtype!r} rounds float32 moments, got "
+            f"training.dtype = {dtype!r}, in which they are kept anyway; remove it"
         )
 
 
@@ -177,8 +167,8 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         return
     if converters.index("lora") + 1 != len(converters):
         yield (
-            f'model.converters must name "lora" once and last, because other converters replace '
-            f"layers, got {converters}; reorder it"
+            f'model.converters must name "lora" once and last, because others replace layers, got '
+            f"{converters}; reorder it"
         )
     for key, limits in (("rank", Range(1, 10**9)), ("alpha", Range(0, 10**9, excluded=0))):
         for layer, value in getattr(settings, f"{key}_pattern").items():
@@ -186,17 +176,12 @@ def lora(job_config: JobConfig) -> Iterator[str]:
             if key == "rank" and not isinstance(value, int):
                 problem = "a whole number"
             if problem:
-                yield (
-                    f"lora.{key}_pattern[{layer!r}] must be {problem}, got {value!r}; choose one such as "
-                    'in "layers.0" = 4, with the name in quotes if it has dots'
-                )
+                example = 'choose one such as in "layers.0" = 4, with quotes if the name has dots'
+                yield f"lora.{key}_pattern[{layer!r}] must be {problem}, got {value!r}; {example}"
     for key in ("target_modules", "also_train"):
         names = settings.names(getattr(settings, key))
         if not all(name.strip(".") for name in names) or (key == "target_modules" and not names):
-            yield (
-                f"lora.{key} holds names of layers, such as q_proj, got {names}; give at least one, or "
-                '"all-linear"'
-            )
+            yield f"lora.{key} holds names of layers, got {names}; give one such as q_proj"
     recomputes = job_config.activation_checkpoint
     if settings.dropout and recomputes.mode != "none" and not recomputes.preserve_rng_state:
         yield (
