@@ -43,8 +43,7 @@ from torchtitan.optim.offload import Offloader
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
-from torchtitan.rank_layout import RankLayout
-from torchtitan.step.runner import Runner, on_error
+from torchtitan.step.runner import Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
@@ -56,9 +55,8 @@ if TYPE_CHECKING:
     from torchtitan.engine import TrainingEngine
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class ModelParts:
-    """The model of an engine, in the layout's form, on the meta device."""
+class EngineParts:
+    """The parts of an engine, each made of parts before it."""
 
     context_sharding: ContextSharding | None
     model_args: Any
@@ -73,12 +71,6 @@ class ModelParts:
     pp_schedule: "PipelineSchedule | None"
     pp_has_first_stage: bool | None
     pp_has_last_stage: bool | None
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class EngineParts(ModelParts):
-    """All parts of an engine, each made of parts before it."""
-
     global_batch_size: int
     gradient_accumulation_steps: int
     optimizers: OptimizersContainer
@@ -92,163 +84,139 @@ class EngineParts(ModelParts):
     runner: Runner
 
 
-def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]) -> EngineParts:
-    """Build the model of an engine, whose config, layout and data are set, and all that it trains with.
+def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]) -> None:
+    """Set the parts of an engine whose config, layout, seed and data are set.
 
     groups_before: process groups that are not the engine's.
     """
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
-    dp_group = layout.dp_group if layout.dp_size > 1 else None
     rows_at_once = training.local_batch_size * layout.dp_size
-    global_batch_size = training.global_batch_size
-    if global_batch_size < 0:
-        global_batch_size = rows_at_once
-    model = build_model(config, spec, layout)
-    parts = model.model_parts
-    gradient_factor = average_gradients(engine, model)
+    batch_size = training.global_batch_size
+    engine.global_batch_size = rows_at_once if batch_size < 0 else batch_size
+    engine.gradient_accumulation_steps = engine.global_batch_size // rows_at_once
+    build_model(engine)
+    parts, model_args = engine.model_parts, engine.model_args
+    gradient_factor = average_gradients(engine)
     materialize(parts, config, device, engine.seed)
-    optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
-    lr_schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, engine.num_steps)
-    optimizers.register_step_post_hook(
-        lambda *_args, **_kwargs: model.model_converters.post_optimizer_hook(parts)
+    engine.optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
+    engine.lr_schedulers = spec.build_lr_schedulers_fn(
+        engine.optimizers, config.lr_scheduler, engine.num_steps
     )
-    value_head = has_value_head(config, model.model_args)
-    checkpointer = build_checkpointer(
-        engine, model, optimizers, lr_schedulers, global_batch_size, value_head
+    converters = engine.model_converters
+    engine.optimizers.register_step_post_hook(
+        lambda *_args, **_kwargs: converters.post_optimizer_hook(parts)
     )
-    with on_error(checkpointer.close):
-        update = Update(
-            config,
-            parts,
-            optimizers,
-            lr_schedulers,
-            dims,
-            device,
-            dp_group,
-            before_update=lambda: checkpointer.maybe_wait_for_staging(),
-        )
-        watch = watch_over(dims, set(torch_parts.world.pg_map) - set(groups_before), device)
+    engine.offloader = Offloader(parts, engine.optimizers, device)
+    engine.checkpointer = checkpointer = build_checkpointer(engine)
+    describe_run(engine)
+    engine.update = Update(
+        config,
+        parts,
+        engine.optimizers,
+        engine.lr_schedulers,
+        dims,
+        device,
+        engine.dp_group,
+        before_update=lambda: checkpointer.maybe_wait_for_staging(),
+    )
     loss_parallel = dims.tp_enabled and not config.parallelism.disable_loss_parallel
-    train_context = dist_utils.get_train_context(loss_parallel)
-    amp = dist_utils.maybe_enable_amp(dims, training.mixed_precision_param, device.type)
-    policy = DocumentPolicy.from_job(training, model.model_args, engine.tokenizer)
+    engine.train_context = dist_utils.get_train_context(loss_parallel)
+    engine.maybe_enable_amp = dist_utils.maybe_enable_amp(
+        dims, training.mixed_precision_param, device.type
+    )
+    engine.watch = watch_over(dims, set(torch_parts.world.pg_map) - set(groups_before), device)
+    policy = DocumentPolicy.from_job(training, model_args, engine.tokenizer)
     log_policies(training, dims, policy)
-    runner = Runner(
+    engine.runner = Runner(
         parts,
         device,
-        train_context,
-        amp,
-        sharding=model.context_sharding,
-        schedule=model.pp_schedule,
-        has_outputs=model.pp_has_last_stage is not False,
-        has_value_head=value_head,
+        engine.train_context,
+        engine.maybe_enable_amp,
+        sharding=engine.context_sharding,
+        schedule=engine.pp_schedule,
+        has_outputs=engine.pp_has_last_stage is not False,
+        has_value_head=has_value_head(config, model_args),
         defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
         has_replicas=dims.dp_replicate_enabled,
         keeps_weights=config.parallelism.fsdp_reshard_after_forward == "never",
         gradient_factor=gradient_factor,
-        watch=watch,
-        dp_group=dp_group,
+        watch=engine.watch,
+        dp_group=engine.dp_group,
         filler=lambda: filler_batch(training.seq_len, policy.separates_documents),
         client_inputs=engine._client_inputs,
     )
-    return EngineParts(
-        **vars(model),
-        global_batch_size=global_batch_size,
-        gradient_accumulation_steps=global_batch_size // rows_at_once,
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
-        offloader=Offloader(parts, optimizers, device),
-        checkpointer=checkpointer,
-        update=update,
-        train_context=train_context,
-        maybe_enable_amp=amp,
-        watch=watch,
-        runner=runner,
-    )
 
 
-def build_model(config: JobConfig, spec: TrainSpec, layout: RankLayout) -> ModelParts:
+def build_model(engine: "TrainingEngine") -> None:
     """Build the model on the meta device, convert it, and cut and wrap it for the layout."""
+    config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     dims, seq_len = layout.parallel_dims, config.training.seq_len
-    context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
-    model_args = derive_model_args(config, spec)
-    model, converters = build_on_meta(config, spec, model_args, dims)
-    num_params, num_flops_per_token = model_args.get_nparams_and_flops(model, seq_len)
-    flops_without_attention = model_args.get_nparams_and_flops(model, 0)[1]
-    logger.info("model size: %s parameters", f"{num_params:,}")
+    engine.context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
+    engine.model_args = args = derive_model_args(config, spec)
+    model, engine.model_converters = build_on_meta(config, spec, args, dims)
+    count = args.get_nparams_and_flops
+    engine.num_params, engine.num_flops_per_token = count(model, seq_len)
+    engine.flops_without_attention = count(model, 0)[1]
+    logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
         # Its backward computes both gradients at once, and such a pipeline asks for one at a time.
         use_onednn(model, layout.device)
-    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
-    schedule = has_first_stage = has_last_stage = None
-    if dims.pp_enabled:
-        schedule, parts, has_first_stage, has_last_stage = spec.pipelining_fn(
-            model, dims, config, layout.device, model_args, spec.parallelize_fn, loss_fn
-        )
-    else:
-        parts = [spec.parallelize_fn(model, dims, config)]
-    return ModelParts(
-        context_sharding=context_sharding,
-        model_args=model_args,
-        model_converters=converters,
-        num_params=num_params,
-        num_flops_per_token=num_flops_per_token,
-        flops_without_attention=flops_without_attention,
-        loss_fn=loss_fn,
-        has_token_loss=bool(spec.fact("has_token_loss")),
-        model_parts=parts,
-        pp_schedule=schedule,
-        pp_has_first_stage=has_first_stage,
-        pp_has_last_stage=has_last_stage,
-    )
+    engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    engine.has_token_loss = bool(spec.fact("has_token_loss"))
+    engine.pp_schedule = engine.pp_has_first_stage = engine.pp_has_last_stage = None
+    if not dims.pp_enabled:
+        engine.model_parts = [spec.parallelize_fn(model, dims, config)]
+        return
+    (
+        engine.pp_schedule,
+        engine.model_parts,
+        engine.pp_has_first_stage,
+        engine.pp_has_last_stage,
+    ) = spec.pipelining_fn(model, dims, config, layout.device, args, spec.parallelize_fn, loss_fn)
 
 
-def build_checkpointer(
-    engine: "TrainingEngine",
-    model: ModelParts,
-    optimizers: OptimizersContainer,
-    lr_schedulers: LRSchedulersContainer,
-    global_batch_size: int,
-    value_head: bool,
-) -> CheckpointManager:
-    """Build the manager of an engine's checkpoints, with the record that they get of its run."""
-    config, tokenizer = engine.job_config, engine.tokenizer
-    make_adapter, template = engine.train_spec.state_dict_adapter, config.training.chat_template
+def build_checkpointer(engine: "TrainingEngine") -> CheckpointManager:
+    config, make_adapter = engine.job_config, engine.train_spec.state_dict_adapter
     checkpointer = CheckpointManager(
         dataloader=engine.dataloader,
-        model_parts=model.model_parts,
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
+        model_parts=engine.model_parts,
+        optimizers=engine.optimizers,
+        lr_schedulers=engine.lr_schedulers,
         states={"train_state": engine},
         checkpoint_config=config.checkpoint,
-        sd_adapter=make_adapter and make_adapter(model.model_args, config.model.hf_assets_path),
+        sd_adapter=make_adapter and make_adapter(engine.model_args, config.model.hf_assets_path),
         base_folder=config.job.dump_folder,
         lora=config.lora if "lora" in config.model.converters else None,
     )
-    with on_error(checkpointer.close):
-        if engine.forward_only:
-            del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
-        with_head = " with a value head" if value_head else ""
-        checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
-        checkpointer.tokenizer = tokenizer
-        if template and os.path.isfile(template):
-            checkpointer.chat_template = read_text(template)
-        # None: all args are the user's choice.
-        chosen_args = names_of_choices(config.model.args)
-        checkpointer.chosen_args = None if config.model.hf_config else chosen_args
-        dataset = getattr(engine.dataloader, "dataset", None)
-        checkpointer.run_record = record_of(
-            config,
-            global_batch_size,
-            tokenizer,
-            getattr(dataset, "num_documents", None),
-            engine.seed,
-            model.model_args,
-            dataset.sources if isinstance(dataset, PackedDataset) else (),
-        )
-        warn_of_shared_folder(checkpointer)
+    if engine.forward_only:
+        del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
     return checkpointer
+
+
+def describe_run(engine: "TrainingEngine") -> None:
+    """Give the checkpointer what its checkpoints record of the run beside states."""
+    config, checkpointer = engine.job_config, engine.checkpointer
+    template = config.training.chat_template
+    with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
+    checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
+    checkpointer.tokenizer = engine.tokenizer
+    if template and os.path.isfile(template):
+        checkpointer.chat_template = read_text(template)
+    # None: all args are the user's choice.
+    chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
+    checkpointer.chosen_args = chosen_args
+    dataset = getattr(engine.dataloader, "dataset", None)
+    checkpointer.run_record = record_of(
+        config,
+        engine.global_batch_size,
+        engine.tokenizer,
+        getattr(dataset, "num_documents", None),
+        engine.seed,
+        engine.model_args,
+        dataset.sources if isinstance(dataset, PackedDataset) else (),
+    )
+    warn_of_shared_folder(checkpointer)
 
 
 def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy) -> None:
@@ -271,7 +239,7 @@ def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy)
         )
 
 
-def average_gradients(engine: "TrainingEngine", model: ModelParts) -> float:
+def average_gradients(engine: "TrainingEngine") -> float:
     """Let backward average gradients over ranks where that is wanted; returns the loss's factor.
 
     A trainer without a dataloader is driven by a client of torchtitan 0.2.x. Its own backward counts on
@@ -284,8 +252,8 @@ def average_gradients(engine: "TrainingEngine", model: ModelParts) -> float:
     has_clients_backward = engine.builds_data and engine.dataloader is None
     if not (is_mean or (replicas_only and has_clients_backward)):
         return 1.0
-    if model.pp_has_last_stage is not False:
-        scale_gradients(model.model_parts[-1], 1 / dp_size)
+    if engine.pp_has_last_stage is not False:
+        scale_gradients(engine.model_parts[-1], 1 / dp_size)
     return 1.0 if is_mean else float(dp_size)
 
 

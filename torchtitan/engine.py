@@ -39,7 +39,6 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.job import resolve_job
-from torchtitan.loss.cross_entropy import LossFunction
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
 from torchtitan.step import forward as step_forward
@@ -63,7 +62,6 @@ class EngineState(build.EngineParts):
     device: torch.device
     layout: RankLayout
     parallel_dims: ParallelDims
-    loss_fn: LossFunction
     forward_only: bool
     step: int = 0
     num_steps: int  # the last step: training.steps, or where training.epochs end
@@ -341,7 +339,7 @@ class TrainingEngine(EngineState):
             job_config.maybe_log()
             self.seed = build.choose_seed(job_config, self.parallel_dims, self.device)
             self.build_data()
-            vars(self).update(vars(build.build(self, groups_before)))
+            build.build(self, groups_before)
         weakref.finalize(self, self.watch.close)
 
     @classmethod

@@ -185,22 +185,20 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
     """
     # torch's handler would raise here if a data worker has just died, and that is the error reported.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    tell = (lambda _: None) if peers is None else peers.report
     if isinstance(error, PeerError):  # rank 0 has printed it
         _write_for_torchrun(str(error))
-        if peers is not None:
-            peers.report(str(error))  # to ranks that took no part in the comparison
+        tell(str(error))  # ranks that took no part in the comparison
         return 2
     if isinstance(error, KeyboardInterrupt):
-        if peers is not None:
-            peers.report("it was interrupted by SIGINT")
+        tell("it was interrupted by SIGINT")
         return None
     run_error = as_run_error(error, config)
     if isinstance(run_error, LostConnectionError):
         # Another rank failed, and reports its failure to torchrun.
         failure = str(run_error) if peers is None else peers.describe_failure(wait_seconds=3)
         print(f"error: {failure}", file=sys.stderr, flush=True)
-        if peers is not None:
-            peers.report(failure)
+        tell(failure)
         return 1
     is_bug = not isinstance(run_error, (ValueError, OSError, FloatingPointError, RunError))
     message = f"{type(error).__name__}: {error}" if is_bug else str(run_error)
@@ -220,8 +218,7 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
         sentence += "\n(TORCHTITAN_TRACEBACK=1 shows the stack)"
     # Printed before the other ranks get the message and end, so that it is the last line of the log.
     print(sentence, file=sys.stderr, flush=True)
-    if peers is not None:
-        peers.report(message)
+    tell(message)
     stack = "".join(traceback.format_exception(error))
     _write_for_torchrun(stack if shows_stack else f"error: {message}")
     return 1 if is_bug else events.exit_code(run_error)

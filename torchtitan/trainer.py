@@ -270,7 +270,7 @@ class Trainer(TrainingEngine):
             rows_loss = loss.clone()
             torch.distributed.all_reduce(rows_loss, group=dims.get_mesh("cp").get_group())
         # The mean of a rank without any valid token is 0, not NaN.
-        share = read.counts.num_valid_tokens / max(read.num_valid_on_this_rank, 1)
+        own_tokens = max(read.num_valid_on_this_rank, 1)
         loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
@@ -280,7 +280,7 @@ class Trainer(TrainingEngine):
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
-            dist_utils.dist_max(rows_loss * share, loss_mesh),
+            dist_utils.dist_max(rows_loss * read.counts.num_valid_tokens / own_tokens, loss_mesh),
             result.grad_norm.item(),
             extra_metrics={
                 "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, dims.get_optional_mesh("batch")),
@@ -294,8 +294,8 @@ class Trainer(TrainingEngine):
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
             share = attended_length / self.job_config.training.seq_len
-            flops = self.flops_without_attention
-            flops += share * (self.num_flops_per_token - self.flops_without_attention)
+            attention = self.num_flops_per_token - self.flops_without_attention
+            flops = self.flops_without_attention + share * attention
             self.metrics_processor.num_flops_per_token = flops
         self._attended_pairs = self._attending_tokens = 0
 

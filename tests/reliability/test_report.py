@@ -158,19 +158,6 @@ def test_files_outside_the_folder_are_not_read(tmp_path):
     assert read_run(tmp_path / "run").curves == {}
 
 
-def test_samples_are_of_steps_spread_over_the_run_and_of_the_last_time(tmp_path):
-    def episodes(steps, text):
-        return [{"step": s, "prompt": "1+1=", "text": text} for s in steps for _ in range(16)]
-
-    rows = episodes(range(1, 81), "first") + episodes(range(70, 101), "second")
-    write_lines(tmp_path / "episodes.jsonl", rows)
-    samples = read_run(tmp_path).samples
-    steps = list(dict.fromkeys(sample["step"] for sample in samples))
-    assert steps[0] == 100 and steps[-1] == 1 and len(steps) == 8
-    assert len(samples) == 8 * 6
-    assert {s["text"] for s in samples if s["step"] >= 70} == {"second"}
-
-
 # ---- size ----
 
 
@@ -314,16 +301,6 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
     page.mouse("mouseReleased", right - width / 4, y, button="left", clickCount=1)
     assert paths(page, ".curve:not(.dashed)")[0] != loss_by_time
     assert not page.evaluate("document.querySelector('.bar > button').disabled")
-    assert page.errors == []
-
-
-@in_browser
-@pytest.mark.parametrize("width", [360, 1600])
-def test_browser_shows_nothing_beyond_the_window(page, tmp_path, width):
-    write_run_with_a_restart(tmp_path)
-    open_report(page, tmp_path, width=width, dark=True)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
     assert page.errors == []
 
 

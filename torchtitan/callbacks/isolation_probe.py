@@ -87,7 +87,7 @@ class IsolationProbe:
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank's message says where"
+                f"documents are not isolated at step {step}: another rank found a leak, and says where"
             )
         raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
 
