@@ -18,7 +18,7 @@ from torchtitan.checkpoint import folder as checkpoint_folder
 from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.config import JobConfig
-from torchtitan.data import counts
+from torchtitan.data import row_plan
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.token_files import TokenDocuments
@@ -246,12 +246,12 @@ def test_copy_of_a_weight_in_a_pipe_is_not_opened(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_kept_counts_that_are_no_file_are_counted_again(tmp_path, monkeypatch, make):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    counts.kept("key", lambda: np.arange(3))
+    row_plan.kept("key", lambda: np.arange(3))
     (file,) = Path(tmp_path, "torchtitan").iterdir()
     file.unlink()
     make(file)
     for _ in range(2):
-        assert counts.kept("key", lambda: np.arange(3)).tolist() == [0, 1, 2]
+        assert row_plan.kept("key", lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert file.is_file() and not file.is_symlink()
 
 
