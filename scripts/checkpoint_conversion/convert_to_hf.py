@@ -11,7 +11,7 @@ import torch
 from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, replacing
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.hf import save_to_hf
-from torchtitan.checkpoint.hf_untrained import untrained_parts
+from torchtitan.checkpoint.hf_assets import untrained_parts
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.job import model_of_file
 from torchtitan.protocols.train_spec import TrainSpec

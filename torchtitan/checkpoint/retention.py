@@ -4,6 +4,8 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.nn as nn
 
@@ -33,28 +35,28 @@ class SaveDone:
     """In 0.2.x the end of a save in another process. Unused here."""
 
 
+@contextmanager
+def _warning(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a later save tries it again
+        logger.warning(f"The old checkpoint {path} could not be removed: {error}")
+
+
 def purge_thread(purge_queue: queue.Queue) -> None:
     """Remove each folder that is put into the queue, until a `Terminate` arrives."""
     while not isinstance(path := purge_queue.get(), Terminate):
         logger.info(f"Removing old checkpoint {path}")
-        try:
+        with _warning(path):
             remove_folder(path)
-        except OSError as error:
-            _warn_of_failed_removal(path, error)
-
-
-def _warn_of_failed_removal(path: str, error: OSError) -> None:  # a later save tries it again
-    logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
 class Retention:
     """Removes old steps in a thread.
 
-    configured_folder: here steps of earlier processes of the run may be removed. In a folder that
-        was set at run time, only steps that this manager wrote may be removed.
-
+    configured_folder: here steps of earlier processes may be removed, elsewhere only `written` ones.
     written, given, damaged: resolved paths of the steps that this manager wrote under a name of its
-    own, that a caller named for a save or load, and that a load found damaged.
+        own, that a caller named for a save or load, and that a load found damaged.
     """
 
     def __init__(self, configured_folder: str) -> None:
@@ -88,10 +90,7 @@ class Retention:
         self.given.add(os.path.realpath(path))
 
     def will_write(self, folder: str, warns: bool) -> None:
-        """Record that this manager writes `folder`.
-
-        warns: log a warning if the folder holds a checkpoint or other files already.
-        """
+        """Record that this manager writes `folder`. warns: of what the folder holds already."""
         path = os.path.realpath(folder)
         if warns and path not in self.written and os.path.isdir(folder) and os.listdir(folder):
             contents = contents_of(folder)
@@ -106,8 +105,8 @@ class Retention:
         """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
         saving_to: the step that is being written. It is neither counted nor removed, and neither
-        are steps that this run doesn't own. Interrupted and damaged steps are not counted either,
-        and are removed once a newer step is finished.
+        are steps that this run doesn't own. Interrupted and damaged steps are not counted, and go
+        once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         broken = [
@@ -121,17 +120,12 @@ class Retention:
             (f for f in folders if f not in broken),
             key=lambda f: (os.path.realpath(f.path) in self.written, f.step),
         )
-        if not finished:
-            return
-        newest = max(f.step for f in finished)
+        newest = max((f.step for f in finished), default=-1)
         for stale in finished[:-n_kept] + [f for f in broken if f.step < newest]:
-            try:
+            with _warning(stale.path):
                 mark_unfinished(stale.path)  # a half-removed step must not look whole
-            except OSError as error:
-                _warn_of_failed_removal(stale.path, error)
-                continue
-            self.start()
-            self.queue.put(stale.path)
+                self.start()
+                self.queue.put(stale.path)
 
     def _may_remove(self, folder: StepFolder) -> bool:
         path = os.path.realpath(folder.path)
@@ -163,8 +157,7 @@ class Retention:
 
 
 def estimated_bytes(model_parts: list[nn.Module]) -> int:
-    """The size of a checkpoint of all ranks: weights, and two moments for each trained weight.
-    Collective."""
+    """Bytes of all ranks' weights, and two moments for each trained weight. Collective."""
     parameters = [pair for part in model_parts for pair in part.named_parameters()]
     n_bytes = sum((3 if p.requires_grad else 1) * p.nbytes for _, p in parameters)
     first_name = parameters[0][0] if parameters else ""

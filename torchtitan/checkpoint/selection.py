@@ -16,7 +16,7 @@ from torchtitan.checkpoint.folder import (
     list_steps,
     recorded_hashes,
 )
-from torchtitan.checkpoint.hf import check_files
+from torchtitan.checkpoint.hf_assets import check_files
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.checkpoint.states import Shapes, keys_outside_model, saved_shapes_in
 from torchtitan.distributed.processes.ranks import from_rank_zero
@@ -28,8 +28,7 @@ class Facts(NamedTuple):
 
     step: -1 if the folder is not one of the run's own steps.
     hashes: the recorded ones, with which the files are to be compared.
-    shapes: of the entries of a DCP checkpoint; None if its metadata is empty, and for HF files.
-    record: the settings of the run that wrote it.
+    shapes: of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
     damage: found without hashing. index_error: of reading the index of the tensors.
     """
 
@@ -53,12 +52,10 @@ class Facts(NamedTuple):
 
     def holds_weights_only(self, states: Collection[str]) -> bool:
         """True if the checkpoint has nothing of `states`, a run's components, but the model."""
-        if self.shapes is None:
-            return self.is_hf
-        return not keys_outside_model(self.shapes, states)
+        return self.is_hf if self.shapes is None else not keys_outside_model(self.shapes, states)
 
     def find_damage(self) -> str | None:
-        """Return the first damage; None if there is none. Collective: the ranks share the hashing."""
+        """Return the first damage. Collective: the ranks share the hashing."""
         return self.damage or (find_damage(self.path, self.hashes) if self.hashes else None)
 
     def require_whole(self) -> "Facts":
@@ -90,7 +87,7 @@ class Selection:
     def step(self, folder: str, step: int, verify: bool) -> Facts | None:
         """Return the facts of a step in `folder`; -1 is the newest whole one, None if there is none.
 
-        Raises FileNotFoundError if there is no such step, ValueError if it is not whole or the run
+        Raises FileNotFoundError if there is no such step, ValueError if it is not whole, or the run
         would replace a base of adapters.
         """
         if step == -1:
@@ -227,7 +224,7 @@ def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder],
 def _newest_step(
     folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
 ) -> tuple[list[StepFolder], Facts | None]:
-    """Return the newest step that may be whole, but none of `passed_over`; none of `known` folders."""
+    """Return the newest step that may be whole, none of `passed_over`; None for `known` folders."""
     folders = list_steps(folder)
     if not passed_over and folders == known:
         return folders, None
