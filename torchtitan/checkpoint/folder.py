@@ -125,18 +125,21 @@ def newest_finished_step(folder: str) -> int:
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
-# Marking, finishing and removing
+# ---- marking, finishing and removing ----
 
 
-def mark_unfinished(folder: str) -> None:
+def _write_synced(path: str, text: str) -> None:
+    with open_file(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def mark_unfinished(folder: str, *more: str) -> None:
+    """more: other markers, such as `KEPT_MARKER`, because of which retention never removes it."""
     os.makedirs(folder, exist_ok=True)
-    _write_synced(os.path.join(folder, UNFINISHED_MARKER), "")
-
-
-def mark_kept(folder: str) -> None:
-    """Mark `folder` so that retention never removes it, in later processes too."""
-    mark_unfinished(folder)
-    _write_synced(os.path.join(folder, KEPT_MARKER), "")
+    for marker in (UNFINISHED_MARKER, *more):
+        _write_synced(os.path.join(folder, marker), "")
 
 
 def mark_base(folder: str) -> None:
@@ -200,14 +203,7 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
-def _write_synced(path: str, text: str) -> None:
-    with open_file(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-# Hashes
+# ---- hashes ----
 
 
 def hash_file(path: str) -> str:
@@ -267,7 +263,7 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     return {entry.group(2): entry.group(1) for entry in entries}
 
 
-# Writing
+# ---- writing ----
 
 
 class HashedFile:
@@ -334,7 +330,7 @@ class HashingWriter(FileSystemWriter):
         return (self._copy_states or super().stage)(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The other ranks write only after they get a plan from the coordinator, which marks first.
+        # The other ranks write after they get a plan from the coordinator.
         self._started = time.monotonic()
         if is_coordinator:
             start_writing(str(self.path))

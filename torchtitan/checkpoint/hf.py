@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -97,18 +98,7 @@ def load_from_hf(
     parts += [{}] * (max(n_parts for n_parts, _ in of_ranks) - len(parts))
 
     ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
-    copies = {
-        name: copy
-        for name, copy in adapter.hf_aliases().items()
-        if name in saved and copy in ignored
-    }
-    if copies:
-        from_rank_zero(lambda: _check_copies(copies, metadata, path))
-    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
-    if untrained:
-        _follow_choice(untrained_weights, untrained, path)
-    if useless := ignored - untrained:
-        logger.info(f"Without a use in the model, so not read: {_counted(useless)}")
+    _check_ignored(ignored, adapter, metadata, path, untrained_weights)
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
@@ -119,17 +109,7 @@ def load_from_hf(
             for name, shape in relevant.items()
             if name in wanted or name.removesuffix(SCALE) not in wanted
         }
-    remedy = ""
-    if missing_files:
-        remedy = f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
-    elif are_quantized(relevant):
-        remedy = "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
-    elif difference == {}:
-        remedy = (
-            "The config.json beside them describes the model of the config, too: fetch all files "
-            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
-            "lm_head.weight is missing)"
-        )
+    remedy = _remedy(relevant, missing_files, difference)
     check_same_model(wanted, relevant, path, model_description, remedy)
     _check_config(difference or {}, chosen_args, path)
     loaded = {}
@@ -167,6 +147,23 @@ def _open_reader(
     return reader
 
 
+def _remedy(
+    saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
+) -> str:
+    """What to do if weights don't fit; "" for the usual. difference: the model's from config.json."""
+    if missing_files:
+        return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
+    if are_quantized(saved):
+        return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
+    if difference == {}:
+        return (
+            "The config.json beside them describes the model of the config, too: fetch all files "
+            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
+            "lm_head.weight is missing)"
+        )
+    return ""
+
+
 def _check_config(
     difference: Mapping[str, tuple[Any, Any]], chosen_args: Collection[str] | None, path: str
 ) -> None:
@@ -174,7 +171,7 @@ def _check_config(
     if found := [
         f"{name} = {theirs}, not {ours}"
         for name, (ours, theirs) in difference.items()
-        if chosen_args is None or name not in chosen_args
+        if name not in (chosen_args or ())
     ]:
         sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
         if chosen_args is not None:
@@ -185,8 +182,25 @@ def _check_config(
         logger.warning(f"{sentence}: the run's values are used")
 
 
-def _follow_choice(untrained_weights: str, names: Collection[str], path: str) -> None:
-    parts = f"{path} has parts that are not trained, so not read: {_counted(names)}"
+def _check_ignored(
+    names: Collection[str],
+    adapter: BaseStateDictAdapter,
+    metadata: Any,
+    path: str,
+    untrained_weights: str,
+) -> None:
+    """Say what becomes of tensors that are not read. ValueError for those that must not be dropped."""
+    aliases = adapter.hf_aliases().items()
+    entries = metadata.state_dict_metadata
+    copies = {name: copy for name, copy in aliases if name in entries and copy in names}
+    if copies:
+        from_rank_zero(lambda: _check_copies(copies, metadata, path))
+    untrained = {name for name in names if adapter.holds_untrained_part(name)}
+    if useless := sorted({*names} - untrained):
+        logger.info(f"Without a use in the model, so not read: {_counted(useless)}")
+    if not untrained:
+        return
+    parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
     if untrained_weights == "refuse":
         raise ValueError(
             f"{parts}; checkpoint.untrained_weights = 'refuse' refuses them: set it to 'copy' or "
@@ -194,7 +208,7 @@ def _follow_choice(untrained_weights: str, names: Collection[str], path: str) ->
         )
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
-    elif are_quantized(names):
+    elif are_quantized(untrained):
         raise ValueError(
             f"{parts}; they are quantized, and an export is not, so checkpoint.untrained_weights = "
             "'copy' cannot copy them: set it to 'drop', or give a model without quantization"
@@ -203,12 +217,9 @@ def _follow_choice(untrained_weights: str, names: Collection[str], path: str) ->
 
 def _counted(names: Iterable[str]) -> str:
     """The names; those that differ only in numbers are one, with their count."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted(names):
-        groups.setdefault(to_template(name)[0], []).append(name)
-    return shorten(
-        [f"{kind} ({len(g)} times)" if len(g) > 1 else g[0] for kind, g in groups.items()]
-    )
+    counts = Counter(to_template(name)[0] for name in sorted(names))
+    one = {to_template(name)[0]: name for name in names}
+    return shorten([f"{t} ({n} times)" if n > 1 else one[t] for t, n in counts.items()])
 
 
 def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import mark_kept
+from torchtitan.checkpoint.folder import KEPT_MARKER, mark_unfinished
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.hf_assets import untrained_parts
 from torchtitan.checkpoint.retention import Retention
@@ -192,7 +192,9 @@ class CheckpointManager:
             self._retention.leave_alone(folder)
             what = f"The checkpoint {folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
-                from_rank_zero(lambda: mark_kept(folder))  # first, in case the save is killed
+                from_rank_zero(
+                    lambda: mark_unfinished(folder, KEPT_MARKER)
+                )  # first, in case the save is killed
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:

@@ -1,8 +1,4 @@
-"""Chooses the checkpoint to load.
-
-Rank 0 reads the folders once, and every rank gets the same `Facts`. Then the ranks share the hashing
-of the files.
-"""
+"""Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`."""
 
 import os
 from collections.abc import Collection
@@ -29,7 +25,7 @@ class Facts(NamedTuple):
     step: -1 if the folder is not one of the run's own steps.
     hashes: the recorded ones, with which the files are to be compared.
     shapes: of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
-    damage: found without hashing. index_error: of reading the index of the tensors.
+    damage: found without hashing.
     """
 
     path: str
@@ -39,7 +35,6 @@ class Facts(NamedTuple):
     shapes: Shapes | None = None
     record: dict[str, Any] = {}
     damage: str | None = None
-    index_error: Exception | None = None
 
     @property
     def is_hf(self) -> bool:
@@ -56,7 +51,7 @@ class Facts(NamedTuple):
 
     def find_damage(self) -> str | None:
         """Return the first damage. Collective: the ranks share the hashing."""
-        return self.damage or (find_damage(self.path, self.hashes) if self.hashes else None)
+        return (self.hashes and find_damage(self.path, self.hashes)) or self.damage
 
     def require_whole(self) -> "Facts":
         """Return self, a checkpoint that the user named; ValueError if it is damaged. Collective."""
@@ -64,11 +59,9 @@ class Facts(NamedTuple):
             raise ValueError(f"The checkpoint {self.path} is incomplete: its save was interrupted")
         if damage := self.find_damage():
             raise ValueError(
-                f"The checkpoint {self.path} is damaged: {damage}. Load another checkpoint, or set "
-                "checkpoint.verify_on_load = false to read this one anyway"
+                f"The checkpoint {self.path} is damaged: {damage}. Load another checkpoint, or, if only "
+                "hashes differ, set checkpoint.verify_on_load = false to read this one anyway"
             )
-        if self.index_error is not None:
-            raise self.index_error
         return self
 
 
@@ -124,10 +117,9 @@ class Selection:
             )
             if not damaged and folders == self._folders:
                 return self._newest
-            damage = facts and (facts.find_damage() or facts.index_error)
-            if facts is None or damage is None:
+            if facts is None or (damage := facts.find_damage()) is None:
                 break
-            damaged[facts.path] = str(damage)
+            damaged[facts.path] = damage
         for step in reversed(folders):
             if facts is not None and step.path == facts.path:
                 break
@@ -186,27 +178,21 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     return from_rank_zero(read).require_whole()
 
 
-# ---- on rank 0 ----
-
-
 def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) -> Facts:
     """Return the facts of a folder. in_hf: read its Hugging Face files, whatever else it holds."""
     facts = Facts(path, contents_of(path), step)
     if facts.contents == Contents.UNFINISHED:
         return facts
-    if verify or facts.contents == Contents.DAMAGED:
-        try:
-            facts = facts._replace(hashes=recorded_hashes(path))
-        except (ValueError, OSError) as error:
-            facts = facts._replace(damage=str(error))
-    if in_hf:
-        return facts._replace(contents=Contents.HF)
     try:
+        if verify or facts.contents == Contents.DAMAGED:
+            facts = facts._replace(hashes=recorded_hashes(path))
+        if in_hf:
+            return facts._replace(contents=Contents.HF)
         if facts.is_hf and step >= 0:
             check_files(path)
         return facts._replace(shapes=saved_shapes_in(path), record=read_record(path))
     except (ValueError, OSError) as error:
-        return facts._replace(index_error=error)
+        return facts._replace(damage=str(error))
 
 
 def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder], Facts]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from torchtitan import quantization
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
@@ -14,8 +15,7 @@ from torchtitan.protocols.model_converter import (
     find_model_converter,
     register_model_converter,
 )
-from torchtitan.quantization import utils as quantization_utils
-from torchtitan.quantization.utils import module_filter_fn
+from torchtitan.quantization import module_filter_fn
 
 needs_mx = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="MXFP8 of torchao needs a newer torch"
@@ -240,7 +240,7 @@ def missing_torchao(name):
     "flags", [EMULATED, ["--model.converters", "quantize.linear.mx"]], ids=["float8", "mx"]
 )
 def test_missing_torchao_names_the_extra(flags, monkeypatch):
-    monkeypatch.setattr(quantization_utils, "import_module", missing_torchao)
+    monkeypatch.setattr(quantization, "import_module", missing_torchao)
     with pytest.raises(ImportError, match=r"pip install -U torchtitan-embeddable\[float8\]"):
         build(*flags)
 
