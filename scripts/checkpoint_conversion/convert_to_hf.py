@@ -40,7 +40,7 @@ def convert_to_hf(
     hf_config: a config.json that says which model it is, in place of name and flavor.
     spec: in place of the registered train spec of `model_name`.
     untrained_weights: "copy" copies parts of the model in `hf_assets_path` that are not trained.
-    overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
+    overwrite: `output_dir` may hold weights, which are replaced.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:

@@ -1,7 +1,6 @@
 """Weights on the CPU without an engine, for the scripts that convert and generate."""
 
 import os
-import shutil
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +10,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import (
-    UNFINISHED_MARKER,
-    WEIGHT_FILES,
-    Contents,
-    contents_of,
-    find_damage,
-)
-from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
+from torchtitan.checkpoint.folder import Contents, contents_of, find_damage, remove_failed_save
 from torchtitan.checkpoint.states import (
     check_same_model,
     keys_outside_model,
@@ -96,11 +88,10 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
 @contextmanager
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
-    """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
+    """Yield `folder`, to write a checkpoint to. If the block fails, what it has written is removed.
 
-    overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
+    overwrite: allow `folder` to hold files. Its weights are replaced, its other files stay.
     sources: folders that are read; `folder` can neither lie in one of them nor contain one.
-    If the block fails, `folder` stays as it was. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
@@ -109,31 +100,14 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
-    entries = list(target.iterdir()) if target.exists() else []
-    if entries and not overwrite:
+    if not overwrite and target.is_dir() and (names := sorted(os.listdir(target))):
         raise ValueError(
-            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
-            "another folder, or --overwrite to replace the weights in it"
+            f"{target} holds files already ({shorten(names)}); give another folder, or --overwrite "
+            "to replace the weights in it"
         )
-    if folders := [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]:
-        raise ValueError(
-            f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
-            "overwritten; give another folder"
-        )
-    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
-    before = target.with_name(f"{target.name}.before-{os.getpid()}")
-    replaced = (UNFINISHED_MARKER, *WEIGHT_FILES)
     try:
-        if target.exists():
-            shutil.copytree(target, beside, symlinks=True, ignore=shutil.ignore_patterns(*replaced))
-        beside.mkdir(parents=True, exist_ok=True)
-        yield str(beside)
-        if target.exists():
-            target.rename(before)
-        beside.rename(target)
+        yield str(target)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        if before.exists() and not target.exists():
-            before.rename(target)
+        if target.is_dir():
+            remove_failed_save(str(target))
         raise
-    shutil.rmtree(before, ignore_errors=True)

@@ -12,7 +12,7 @@ import operator
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,12 +131,14 @@ class SafeReader(torch_dcp.FileSystemReader):
         try:
             with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
                 metadata = read_pickle(file, METADATA_NAMES, path)
-            _check_types(metadata)
+            check_chunks(metadata, path)
+            for index, info in metadata.storage_data.items():
+                if info.offset < 0 or info.length < 0 or info.transform_descriptors:
+                    raise TypeError(f"{index.fqn} is compressed, or has a negative offset or length")
         except OSError as error:
             raise ValueError(str(error)) from error
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
-        check_chunks(metadata, path)
         metadata.storage_meta = _StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
@@ -193,35 +195,6 @@ def _reason_of(error: Exception) -> str:
         name = re.search(r"GLOBAL ([\w.]+)", text)
         return refusal(name[1]) if name else "it is damaged"
     return re.split(r"\n|\. This is an internal", text)[0] or "it is damaged"
-
-
-def _check_types(metadata: Any) -> None:
-    """Raise TypeError or AttributeError if a field has the wrong type or a forbidden value."""
-
-    def check(values: Iterable[Any], *types: type) -> None:
-        for value in values:
-            if not isinstance(value, types):
-                wanted = " or ".join(cls.__name__ for cls in types)
-                raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
-
-    check([metadata], Metadata)
-    entries, storage = metadata.state_dict_metadata, metadata.storage_data
-    check([entries, storage], dict)
-    check(entries, str)
-    check(entries.values(), TensorStorageMetadata, _Bytes)
-    tensors = [entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
-    check([tensor.chunks for tensor in tensors], list)
-    chunks = [chunk for tensor in tensors for chunk in tensor.chunks]
-    check(chunks, _Chunk)
-    sizes = [size for chunk in chunks for size in (chunk.offsets, chunk.sizes)]
-    check([*sizes, *(tensor.size for tensor in tensors)], torch.Size)
-    check(storage, _Index)
-    check(storage.values(), _StorageInfo)
-    check([info.relative_path for info in storage.values()], str)
-    for index, info in storage.items():
-        check([info.offset, info.length], int)
-        if info.offset < 0 or info.length < 0 or info.transform_descriptors:
-            raise TypeError(f"{index.fqn} is compressed, or has a negative offset or length")
 
 
 def check_chunks(metadata: Metadata, path: str) -> None:
