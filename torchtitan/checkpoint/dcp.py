@@ -134,7 +134,9 @@ class SafeReader(torch_dcp.FileSystemReader):
             check_chunks(metadata, path)
             for index, info in metadata.storage_data.items():
                 if info.offset < 0 or info.length < 0 or info.transform_descriptors:
-                    raise TypeError(f"{index.fqn} is compressed, or has a negative offset or length")
+                    raise TypeError(
+                        f"{index.fqn} is compressed, or has a negative offset or length"
+                    )
         except OSError as error:
             raise ValueError(str(error)) from error
         except (AttributeError, TypeError) as error:

@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -303,14 +303,20 @@ def save_to_hf(
             "there would remove them first; export to another folder"
         )
     from_rank_zero(lambda: start_writing(folder))
+
+    def parts() -> Iterator[dict[str, Any]]:
+        """Yield HF name -> tensor of this rank."""
+        for part in _parts_of(state_dict):
+            tensors = adapter.to_hf(part)
+            yield tensors if dtype is None else cast_weights(tensors, dtype)
+        if untrained is not None:
+            yield from untrained.tensors()
+
     if dist.is_initialized():
-        names = _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
+        names = _write_over_ranks(parts(), adapter, folder)
         hashes = hash_over_ranks(folder, names)
     else:
-        hashes = _write_alone(state_dict, adapter, folder, dtype)
-
-    if untrained is not None:
-        hashes |= untrained.copy_to(folder)
+        hashes = _write_alone(parts, adapter, folder)
 
     def write_the_rest() -> None:
         if (model_args := getattr(adapter, "model_args", None)) is not None:
@@ -323,13 +329,6 @@ def save_to_hf(
 
     from_rank_zero(write_the_rest)
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
-
-
-def _to_hf(
-    part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    tensors = adapter.to_hf(part)
-    return tensors if dtype is None else cast_weights(tensors, dtype)
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
@@ -357,11 +356,11 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 
 
 def _write_over_ranks(
-    tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str
+    parts: Iterable[dict[str, Any]], adapter: BaseStateDictAdapter, folder: str
 ) -> list[str]:
     """Write this rank's parts of the tensors, then join some of the files; return all names."""
     # An adapter may return transposed views, but the format stores contiguous tensors only.
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     sharded = os.path.join(folder, "sharded")
@@ -400,10 +399,7 @@ def _file_name(number: int, n_files: int) -> str:
 
 
 def _write_alone(
-    state_dict: dict[str, Any],
-    adapter: BaseStateDictAdapter,
-    folder: str,
-    dtype: torch.dtype | None,
+    parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, str]:
     """Write every tensor straight to its file; return file name -> SHA-256.
 
@@ -411,8 +407,8 @@ def _write_alone(
     """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
-    for part in _parts_of(state_dict):
-        for name, tensor in _to_hf(part, adapter, dtype).items():
+    for part in parts():
+        for name, tensor in part.items():
             entries[name] = name_of[tensor.dtype], list(tensor.shape), tensor.nbytes
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
@@ -425,8 +421,8 @@ def _write_alone(
             file = HashedFile(stack.enter_context(open_file(os.path.join(folder, file_name), "wb")))
             file.write(_safetensors_header({name: entries[name] for name in names}))
             files[file_name] = file, iter(names)
-        for part in _parts_of(state_dict):
-            for name, tensor in _to_hf(part, adapter, dtype).items():
+        for part in parts():
+            for name, tensor in part.items():
                 file, names = files[weight_map[name]]
                 assert name == next(names), f"{name} comes in another order than in the header"
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -462,4 +462,4 @@ class CheckpointManager:
     def claim_folder(self) -> None:
         """See `Retention.claim`; does nothing if this manager never saves on its own."""
         if self.enable and not self.load_only:
-            self._retention.claim(self.folder, self.keep_latest_k, self.states[MODEL].model)
+            self._retention.claim(self.folder)

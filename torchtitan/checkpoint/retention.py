@@ -2,16 +2,12 @@
 
 import os
 import queue
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.nn as nn
-
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.folder import (
-    GIB,
     HASHES_FILE,
     KEPT_MARKER,
     UNFINISHED_MARKER,
@@ -22,7 +18,7 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 
@@ -68,11 +64,8 @@ class Retention:
         self.thread: threading.Thread | None = None
         self.queue: queue.Queue = queue.Queue()
 
-    def claim(self, folder: str, n_kept: int, model_parts: list[nn.Module]) -> None:
-        """Lock `folder` until `close`, and warn if there is little free space. Collective.
-
-        Raises RunError if another job writes there.
-        """
+    def claim(self, folder: str) -> None:
+        """Lock `folder` until `close`; RunError if another job writes there. Collective."""
         if self._lock is not None:
             return
 
@@ -81,22 +74,16 @@ class Retention:
 
         with one_error(f"The checkpoint folder {folder} cannot be used"):
             from_rank_zero(lock)
-        n_bytes = estimated_bytes(model_parts)
-        if self._lock is not None:  # rank 0
-            warn_of_little_space(folder, n_bytes, n_kept)
 
     def leave_alone(self, path: str) -> None:
         """Never remove the folder `path`, which a caller named, in this process."""
         self.given.add(os.path.realpath(path))
 
     def will_write(self, folder: str, warns: bool) -> None:
-        """Record that this manager writes `folder`. warns: of what the folder holds already."""
+        """Record that this manager writes `folder`. warns: if it replaces a checkpoint."""
         path = os.path.realpath(folder)
-        if warns and path not in self.written and os.path.isdir(folder) and os.listdir(folder):
-            contents = contents_of(folder)
-            if contents == Contents.UNKNOWN:
-                logger.warning(f"Saving in {folder}, which holds other files; they stay")
-            elif contents != Contents.UNFINISHED:
+        if warns and path not in self.written:
+            if contents_of(folder) not in (Contents.UNKNOWN, Contents.UNFINISHED):
                 logger.warning(f"Replacing the checkpoint {folder}")
         self.written.add(path)
         self.damaged.discard(path)
@@ -154,27 +141,3 @@ class Retention:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def estimated_bytes(model_parts: list[nn.Module]) -> int:
-    """Bytes of all ranks' weights, and two moments for each trained weight. Collective."""
-    parameters = [pair for part in model_parts for pair in part.named_parameters()]
-    n_bytes = sum((3 if p.requires_grad else 1) * p.nbytes for _, p in parameters)
-    first_name = parameters[0][0] if parameters else ""
-    # A DTensor's nbytes is global, so only pipeline ranks, with other first names, are added up.
-    return sum(dict(all_ranks((first_name, n_bytes))).values())
-
-
-def warn_of_little_space(folder: str, n_bytes: int, keep_latest_k: int) -> None:
-    """n_bytes: size of one checkpoint. keep_latest_k: 0 keeps all; then room for one is checked."""
-    n_more = 1
-    if keep_latest_k:
-        n_whole = sum(step.is_finished for step in list_steps(folder))
-        n_more = max(1, keep_latest_k + 1 - n_whole)  # an old step goes after a new one
-    free = shutil.disk_usage(folder).free
-    if free < n_more * n_bytes:
-        logger.warning(
-            f"{folder} has {free / GIB:.3f} GiB free; a checkpoint of this run takes about "
-            f"{n_bytes / GIB:.3f} GiB, and up to {n_more} more of them are kept at a time. Make "
-            "room, or lower checkpoint.keep_latest_k"
-        )

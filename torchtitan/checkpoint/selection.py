@@ -156,17 +156,13 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     def read() -> Facts:
         if not os.path.isdir(path):
             error = FileNotFoundError if in_hf is None else ValueError
-            raise error(
-                f"{key} must be a folder with a checkpoint, got {path!r}, which is not a folder; "
-                "correct the path"
-            )
+            raise error(f"{key} must be a folder with a checkpoint, got {path!r}; correct the path")
         facts = _read(path, verify, in_hf=bool(in_hf))
         if facts.contents == Contents.UNKNOWN:
-            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path))
-            advice = f"name one of the checkpoints in it: {steps}" if steps else "correct it"
+            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path)) or "none"
             raise ValueError(
-                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; "
-                f"{advice}"
+                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; name "
+                f"one of the checkpoints in it: {steps}"
             )
         if facts.is_hf and in_hf is False:
             raise ValueError(
