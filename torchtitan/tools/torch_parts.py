@@ -172,13 +172,8 @@ pinned save: checkpoint.async_mode = 'async_with_pinned_mem'; set it to 'async'
 checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
-    FileView torch.distributed.checkpoint.utils:_ReaderView
-    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
-    save_plan torch.distributed.checkpoint:SavePlanner._cached_save_plan
-    plan_caches torch.distributed.checkpoint:SavePlanner _cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan _cached_metadata
     pending_plan 2.12-2.15 torch.distributed.checkpoint:DefaultSavePlanner._pending_local_plan | not needed
-    plan_key torch.distributed.checkpoint:DefaultSavePlanner._cached_plans_key
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
 hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false
