@@ -2,7 +2,9 @@
 
 import contextlib
 import http.client
+import itertools
 import json
+import math
 import struct
 import threading
 import urllib.parse
@@ -29,7 +31,7 @@ def serving(config):
 
 
 class Http:
-    """Sends requests and returns (status, JSON)."""
+    """Sends requests and returns (status, JSON, or a result in protobuf as the JSON that it stands for)."""
 
     def __init__(self, url):
         self.address = urllib.parse.urlparse(url).netloc
@@ -45,7 +47,7 @@ class Http:
 
     def post(self, path, /, **values):
         status, body = self.send("POST", "/api/v1/" + path, json.dumps(values).encode())
-        return status, json.loads(body)
+        return status, result_of(body) if body[:1] == b"\n" else json.loads(body)
 
     def ask(self, path, /, **values):
         """The answer to a request, which must succeed."""
@@ -150,3 +152,66 @@ def forward_backward_message(
     for name, value in (config or {}).items():
         out += part(5, part(1, name) + b"\x11" + struct.pack("<d", value))
     return out
+
+
+def fields(data):
+    """(number, value) of each field of a message."""
+
+    def number(at):
+        value = shift = 0
+        while True:
+            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128:
+                return value, at
+
+    at = 0
+    while at < len(data):
+        tag, at = number(at)
+        if tag & 7 == 1:
+            value, size = struct.unpack_from("<d", data, at)[0], 8
+        else:
+            value, at = number(at)
+            size = value if tag & 7 == 2 else 0
+            value = data[at : at + size] if tag & 7 == 2 else value
+        yield tag >> 3, value
+        at += size
+
+
+def floats(data):
+    return [None if math.isnan(x) else x for (x,) in struct.iter_unpack("<f", data)]
+
+
+def integers(data, kind="i"):
+    return [x for (x,) in struct.iter_unpack(f"<{kind}", data)]
+
+
+def result_of(data):
+    """The entries of a result of forward_backward, or of sampling."""
+    found = list(fields(data))
+    last = dict(found)
+    if last[1] == b"ArrayRecord":
+        tensor = dict(fields(dict(fields(dict(fields(last[2]))[2]))[2]))
+        values, ends = floats(tensor[1]), integers(tensor[2], "q")
+        outputs = [values[a // 4 : b // 4] for a, b in itertools.pairwise(ends)]
+        metrics = (dict(fields(entry)) for number, entry in found if number == 3)
+        return {
+            "loss_fn_outputs": [{"logprobs": {"data": values}} for values in outputs],
+            "metrics": {entry[1].decode(): entry[2] for entry in metrics},
+        }
+    sequences = (dict(fields(entry)) for number, entry in found if number == 1)
+    top = dict(fields(last.get(3, b"")))
+    cells = list(zip(integers(top.get(1, b"")), floats(top.get(2, b"")), strict=True))
+    k = top.get(3, 0)
+    rows = [cells[i * k : i * k + k] for i in range(top.get(4, 0))]
+    return {
+        "sequences": [
+            {
+                "tokens": integers(entry[2]),
+                "logprobs": floats(entry[3]),
+                "stop_reason": ("stop", "length")[entry[1]],
+            }
+            for entry in sequences
+        ],
+        "prompt_logprobs": floats(last[2]) if 2 in last else None,
+        "topk_prompt_logprobs": [None if row[0] == (0, -99999.0) else row for row in rows],
+    }

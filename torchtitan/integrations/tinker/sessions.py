@@ -5,6 +5,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from torchtitan.integrations.tinker.http import CALLER
 from torchtitan.integrations.tinker.requests import Refused
 
 SECONDS_UNTIL_GONE = 30  # without a heartbeat, which clients send every 10 s
@@ -14,11 +15,8 @@ MAX_SESSIONS = 4096
 
 @dataclass
 class _Session:
-    """alive_until: if no request comes. connections: its open ones, by their threads.
-
-    is_closing: its client has closed all connections. was_cut: one of them while it waited for an
-    answer, which programs do when they end.
-    """
+    """alive_until: if no request comes. is_closing: its client has closed all connections. was_cut: one
+    of them while it waited for an answer, which programs do when they end."""
 
     alive_until: float = 0.0
     connections: set[int] = field(default_factory=set)
@@ -53,17 +51,16 @@ class Sessions:
                 f"session {session_id} is unknown or finished; make a new ServiceClient", 410
             )
 
-    def note(self, id_in_session: str) -> bool:
-        """Note a request for a session's model, sampler or result, on the thread of its connection.
+    def _of(self, id_in_session: str) -> _Session | None:
+        return self._all.get(id_in_session.partition(":")[0])
 
-        Returns False for an unknown session.
-        """
+    def note(self, id_in_session: str) -> bool:
+        """Note a request for a session's model, sampler or result; return False for an unknown session."""
         with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            if session is None:
+            if (session := self._of(id_in_session)) is None:
                 return False
             session.alive_until = time.monotonic() + SECONDS_UNTIL_GONE
-            session.connections.add(threading.get_ident())
+            session.connections.add(CALLER.get().connection)
             session.is_closing = session.was_cut = False
             return True
 
@@ -82,15 +79,13 @@ class Sessions:
                     session.alive_until = min(session.alive_until, until)
 
     def is_alive(self, id_in_session: str) -> bool:
-        with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            return session is not None and time.monotonic() < session.alive_until
+        session = self._of(id_in_session)
+        return session is not None and time.monotonic() < session.alive_until
 
     def has_client(self, id_in_session: str) -> bool:
         """Return False if the session's client has closed its connections, and has not come back."""
-        with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            return session is None or not session.is_closing or self.is_alive(id_in_session)
+        session = self._of(id_in_session)
+        return session is None or not session.is_closing or self.is_alive(id_in_session)
 
     def finish(self, session_id: str) -> None:
         with self._lock:
