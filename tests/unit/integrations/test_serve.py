@@ -1,6 +1,7 @@
 """The HTTP server, tested with raw requests; test_serve_tinker.py uses the published client."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -226,19 +227,31 @@ def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, cap
     assert status == 404 and "a newer model took the policy over" in answer["detail"]
 
 
-def test_second_session_waits_for_the_policy(run, url):
+def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
+    run, url, monkeypatch
+):
+    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 2.0)
+    heartbeat = functools.partial(run.ask, "session_heartbeat", session_id=run.session)
+    heartbeat()
     other = Http(url)
     session = other.ask("create_session")["session_id"]
-    status, answer = other.post(
-        "create_model", session_id=session, model_seq_id=0, base_model="any"
-    )
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
+    beats = threading.Timer(0.2, heartbeat)
+    beats.start()
+    status, answer = other.post("create_model", **model)
+    beats.join()
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
+    assert other.post("create_model", **model)[0] == 200, "as after the owner was killed"
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and "its session has ended" in answer["detail"]
+    run.session = session  # finished by the fixture
 
 
 def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.integrations.tinker.sessions.SECONDS_UNTIL_GONE", 0.2)
+    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 0.2)
     run.ask("session_heartbeat", session_id=run.session)
     time.sleep(0.25)
+    monkeypatch.undo()
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
     assert status == 200 and json.loads(answer)["is_lora"] is False
@@ -614,53 +627,6 @@ def blocked(url, monkeypatch):
         lambda self, params: self._thread.submit(wait, self, params),
     )
     return has_begun, may_go_on
-
-
-def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
-    has_begun, may_go_on = blocked(url, monkeypatch)
-    run.forward_backward(DATA)
-    step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
-    assert has_begun.wait(5)
-    waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
-    futures = [run.ask("optim_step", **values) for values in waiting]
-    connection = open_poll(run, step["request_id"])
-    time.sleep(0.3)
-    other = Http(url)
-    session = other.ask("create_session")["session_id"]
-    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
-    assert other.post("create_model", **model)[0] == 400
-    connection.close()  # what the system does for a process that is killed
-    began = time.monotonic()
-    while (found := other.post("create_model", **model))[0] != 200:
-        assert time.monotonic() - began < 2
-        time.sleep(0.05)
-    may_go_on.set()
-    other.result(found[1])  # after the steps that nobody waits for
-    for future in futures:
-        assert "the client closed its connections" in run.result(future)["error"]
-    run.session = session  # finished by the fixture
-
-
-def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(monkeypatch):
-    alive = sessions.Sessions()
-    now = [100.0]
-    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
-    session, here = alive.create(), http.CALLER.get().connection
-    alive.connection_ended(here, False, False)  # closed by the server
-    now[0] += 29
-    assert alive.is_alive(session)
-    alive.note(f"{session}:train:0")
-    alive.connection_ended(here, True, False)
-    now[0] += 11.9
-    assert alive.is_alive(session) and alive.has_client(f"{session}:train:0")
-    alive.note(session)  # a heartbeat, on a new connection
-    alive.connection_ended(here, True, False)
-    now[0] += 12.1
-    assert not alive.is_alive(session) and not alive.has_client(session)
-    alive.note(session)
-    assert alive.is_alive(session) and alive.has_client(session)
-    now[0] += 31  # silent, but its connection is open: it may come back
-    assert not alive.is_alive(session) and alive.has_client(session)
 
 
 def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(

@@ -16,8 +16,7 @@ from torchtitan.rl.types import TrainingSample
 
 _T = TypeVar("_T")
 
-_CLIPPING = ("ppo", "cispo", "gspo")
-_LOSSES = ("cross_entropy", "importance_sampling", *_CLIPPING, "dro")
+_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 _LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
@@ -29,24 +28,26 @@ def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
             "log-probs call forward_backward_custom"
         )
-    known = {"beta"} if name == "dro" else {"clip_low_threshold", "clip_high_threshold"}
-    if unknown := sorted(set(config) - known):
-        raise ValueError(
-            f"loss_fn_config of {name} takes {' and '.join(sorted(known))}, got {unknown[0]!r}"
-        )
+    known = ["beta"] if name == "dro" else ["clip_high_threshold", "clip_low_threshold"]
     for key, value in config.items():
+        if key not in known:
+            raise ValueError(f"loss_fn_config of {name} takes {' and '.join(known)}, got {key!r}")
         if not math.isfinite(value) and (name == "dro" or math.isnan(value)):
             raise ValueError(f"{key} of loss_fn_config must be a number, got {value}; correct it")
-    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
-    bounds = dict(config) if name == "dro" else {}
-    if name != "cross_entropy":
-        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
-        bounds["max_log_ratio"] = _LARGEST_LOG_RATIO if name in _CLIPPING else math.inf
-    if name in _CLIPPING:
-        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
-        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
-    if name in ("ppo", "gspo"):
-        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's, which does not
+    # bound ratios and has no dual clip. A clipped loss stays finite only if exp is finite, too.
+    match name:
+        case "cross_entropy":
+            return build_loss(name)
+        case "importance_sampling" | "dro":
+            return build_loss(name, max_log_ratio=math.inf, **(config if name == "dro" else {}))
+    bounds = {
+        "max_log_ratio": _LARGEST_LOG_RATIO,
+        "ratio_clip_low": 1 - config.get("clip_low_threshold", 0.8),
+        "ratio_clip_high": config.get("clip_high_threshold", 1.2) - 1,
+    }
+    if name != "cispo":
+        bounds["dual_clip"] = 0.0
     return build_loss("dapo" if name == "ppo" else name, **bounds)
 
 

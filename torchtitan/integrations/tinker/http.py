@@ -20,7 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
@@ -28,21 +28,10 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes], Answer]
-"""(method, path, body) -> answer; raises ValueError. Called on a thread, inside which `CALLER` is set."""
-OnEnd = Callable[[int, bool, bool], Any]
-"""Called with the number of a connection that has ended; whether its client has closed it; and whether it
-did so while it waited for an answer. May be called again for a connection that was cut."""
+"""(method, path, body) -> answer; raises ValueError. Called on a thread, inside which `REACHED_AT` is set."""
 
-
-class Caller(NamedTuple):
-    """The number of the connection of a request, and the URL under which its client reached the server."""
-
-    connection: int = 0
-    url: str = ""
-
-
-_NOBODY = Caller()
-CALLER = contextvars.ContextVar("CALLER", default=_NOBODY)
+REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
+"""The URL under which a request's client reached the server."""
 
 _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
@@ -53,7 +42,6 @@ _SECONDS_IDLE = (
     15  # until a request's headers; more than the 10 s between two heartbeats of a client
 )
 _SECONDS_PER_REQUEST = 60  # to read a request's body, and as long again to send the answer
-_SECONDS_BETWEEN_LOOKS = 0.2  # at connections that wait for an answer
 _SECONDS_TO_FINISH = 5
 
 
@@ -103,35 +91,23 @@ class HttpServer:
     Raises OSError if it cannot listen at the address.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        max_bytes: int,
-        access: Access,
-        respond: Respond,
-        on_end: OnEnd = lambda *_: None,
-    ):
+    def __init__(self, host: str, port: int, max_bytes: int, access: Access, respond: Respond):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
         self.host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{self.host}]' if ':' in host else self.host}:{self.port}"
-        self._max_bytes, self._access = max_bytes, access
-        self._respond, self._on_end = respond, on_end
-        self._numbers = itertools.count(1)
+        self._max_bytes, self._access, self._respond = max_bytes, access, respond
         self._open: set[asyncio.StreamWriter] = set()
         # Connections that have not sent a whole request, the one that waits longest first.
         self._unread: dict[asyncio.StreamWriter, None] = {}
-        self._answering: dict[int, asyncio.StreamReader] = {}
+        self._n_answering = 0
         # A request for a result that is not there holds its thread for up to 20 s.
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="http", daemon=True
         )
-
-    def start(self) -> None:
-        self._thread.start()
+        self.start = self._thread.start
 
     def close(self) -> None:
         """Accept no more requests, and wait a moment for answers that are being sent."""
@@ -146,29 +122,22 @@ class HttpServer:
             self._connection, sock=self._socket, limit=_MAX_HEADER_BYTES
         )
         while not self._is_closed.is_set():
-            for connection, reader in self._answering.items():
-                if reader.at_eof() or reader.exception() is not None:
-                    self._on_end(connection, True, True)
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            await asyncio.sleep(0.1)
         server.close()
         until = time.monotonic() + _SECONDS_TO_FINISH
-        while self._answering and time.monotonic() < until:
+        while self._n_answering and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_CONNECTIONS:
+        self._open.add(writer)
+        if len(self._open) > _MAX_CONNECTIONS:
             logger.warning("%d connections are open: closed one of them", _MAX_CONNECTIONS)
             closed = next(iter(self._unread), writer)
             self._unread.pop(closed, None)
-            self._open.discard(closed)
             closed.transport.abort()
-            if closed is writer:
-                return
-        connection = next(self._numbers)
-        self._open.add(writer)
         writer.transport.set_write_buffer_limits(0)  # `drain` waits until all is sent
         try:
-            while await self._request(connection, reader, writer):
+            while await self._request(reader, writer):
                 pass
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()
@@ -178,11 +147,8 @@ class HttpServer:
             self._open.discard(writer)
             self._unread.pop(writer, None)
             writer.close()
-            self._on_end(connection, reader.at_eof(), False)
 
-    async def _request(
-        self, connection: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request. Returns True if another one may follow."""
         self._unread[writer] = self._unread.pop(writer, None)
         try:
@@ -192,17 +158,14 @@ class HttpServer:
             return False
         self._unread.pop(writer, None)
         keeps = headers.get("Connection", "").lower() != "close"
-        CALLER.set(Caller(connection, f"http://{headers['Host']}"))
-        self._answering[connection] = reader
+        REACHED_AT.set(f"http://{headers['Host']}")
+        self._n_answering += 1
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(
-                self._pool,
-                contextvars.copy_context().run,
-                *(self._answer, method, path.partition("?")[0], body),
-            )
-            await self._send(writer, answer, keeps)
+            run, call = contextvars.copy_context().run, (self._answer, method, path, body)
+            loop = asyncio.get_running_loop()
+            await self._send(writer, await loop.run_in_executor(self._pool, run, *call), keeps)
         finally:
-            del self._answering[connection]
+            self._n_answering -= 1
         return keeps
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, Any, bytes]:
@@ -244,7 +207,7 @@ class HttpServer:
 
     def _answer(self, method: str, path: str, body: bytes) -> Answer:
         try:
-            return self._respond(method, path, body)
+            return self._respond(method, path.partition("?")[0], body)
         except ValueError as error:
             status = error.status if isinstance(error, Refused) else 400
             return Answer({"detail": str(error)}, status)

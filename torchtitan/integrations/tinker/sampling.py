@@ -1,7 +1,6 @@
 """Tinker's endpoints for sampling."""
 
 from collections.abc import Callable
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -115,7 +114,6 @@ class Sampling:
             items=[(prompt, last_n)],
             lane=sampler,
             comes_in_bursts=True,
-            is_wanted=partial(self._sessions.has_client, session),
         )
         return self._results.submit(
             request_id,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torchtitan.integrations.tinker.http import CALLER
+from torchtitan.integrations.tinker.http import REACHED_AT
 from torchtitan.integrations.tinker.requests import Refused, folder_of
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.files import read_json_object
@@ -80,7 +80,7 @@ class SavedFiles:
         for file in self._files(model, kind, name):
             path = f"{model}/{kind}/{name}/{file}"
             signature = self._signature(str(expires), path)
-            urls[file] = f"{CALLER.get().url}{_FILES}{expires}/{signature}/{path}"
+            urls[file] = f"{REACHED_AT.get()}{_FILES}{expires}/{signature}/{path}"
         return Answer({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
     def _send(self, _: Any, model: str, kind: str, name: str, file: str) -> Answer:

@@ -54,7 +54,6 @@ class Server:
                 config.max_request_mib * 2**20,
                 Access(names, key, service.files.is_signed),
                 service.answer,
-                service.connection_ended,
             )
         except OSError as error:
             self._commands.stop()

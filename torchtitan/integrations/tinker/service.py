@@ -4,12 +4,12 @@ The server trains one policy at a time: all its weights, or adapters. A session 
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torchtitan.integrations.tinker import sessions, wire
@@ -39,7 +39,6 @@ class Service:
         self._models: dict[str, tuple[int, str]] = {}
         self._results, self._sessions = Results(put), Sessions()
         self._lock = threading.Lock()
-        self.connection_ended = self._sessions.connection_ended
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
@@ -150,6 +149,7 @@ class Service:
                 f"base_model must be {self._name!r}, the model that this server trains, got "
                 f"{base_model!r}"
             )
+        self._wait_for_owner(session_id)
         with self._lock:
             self._sessions.check(session_id)
             before = self._models.copy()
@@ -178,6 +178,18 @@ class Service:
         parts = (take(config, f"train_{part}", bool, True) for part in ("attn", "mlp", "unembed"))
         arguments = {"adapters": adapters_of(lora, rank, take(config, "seed", int, None), *parts)}
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
+
+    def _wait_for_owner(self, session_id: str) -> None:
+        """If another session owns the only policy, wait until it ends, or its program shows that it lives.
+
+        A program that was killed and is started again would otherwise be refused.
+        """
+        owner = next(iter(self._models), session_id)
+        if self._lora is None and owner.partition(":")[0] != session_id:
+            before, left = math.inf, self._sessions.seconds_left(owner)
+            while 0 < left <= before:
+                time.sleep(0.05)
+                before, left = left, self._sessions.seconds_left(owner)
 
     def _make_room(self, model_id: str) -> None:
         """Drop models whose session has ended; without adapters also an older one of this session.
@@ -212,9 +224,8 @@ class Service:
         lane = model or "the policy"
         if not items:
             return Command(method, options | {"model": model}, lane=lane)
-        is_wanted = partial(self._sessions.has_client, model_id)
         items = [(model, item) for item in items]
-        return Command(method, {}, items=items, lane=lane, is_wanted=is_wanted, **options)
+        return Command(method, {}, items=items, lane=lane, **options)
 
     def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
         if self._lora is None:
