@@ -15,7 +15,15 @@ import time
 import pytest
 
 from tests.reliability import jobs
-from tests.unit.integrations.tinker_server import Http, forward_backward_message, part, serving
+from tests.unit.integrations.tinker_server import (
+    DATA,
+    PROMPT,
+    Http,
+    forward_backward_message,
+    part,
+    server_config,
+    serving,
+)
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker import http, results, sessions, wire
@@ -28,30 +36,7 @@ from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.testing.gloo import run_ranks
 
-DATA = [
-    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
-    ([5], {"target_tokens": [6], "weights": [1.0]}),
-]
-PROMPT = [1, 2, 3, 4]
 SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
-
-
-def server_config(folder, *overrides):
-    return toy_config(folder, "--rl.serve.port=0", *overrides)
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
-        yield url
-
-
-@pytest.fixture
-def run(url):
-    """A new training run, which gives up the policy at its end."""
-    client = Http(url).start()
-    yield client
-    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
 
 
 def test_training_over_http_is_training_in_this_process(run, tmp_path):
@@ -75,7 +60,7 @@ def test_new_model_begins_with_the_first_weights(run, url):
     run.forward_backward(DATA)
     run.optim_step()
     assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] != before
-    run.ask(f"sessions/{run.session}/finish", reason={"type": "success"})
+    run.finish()
     again = Http(url).start()
     run.session = again.session  # finished by the fixture
     assert again.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
@@ -134,24 +119,6 @@ def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
     assert [f["sequences"][0]["tokens"] for f in found] == [
         f["sequences"][0]["tokens"] for f in alone
     ]
-
-
-def test_mistake_of_one_sample_is_not_the_others(run):
-    sampler = run.sampler()
-    long = {"max_tokens": 21}  # 4 + 21 tokens are one more than a row has
-    accepted = [
-        run.sample(sampler, PROMPT[:length], i, wait=False, params=long if length < 4 else {})
-        for i, length in enumerate([3, 4, 3])
-    ]
-    assert all("sequences" in run.result(future) for future in accepted)
-    status, answer = run.post(
-        "asample",
-        sampling_session_id=sampler,
-        seq_id=9,
-        prompt={"chunks": [{"tokens": PROMPT}]},
-        sampling_params={"max_tokens": 30},
-    )
-    assert (status, answer["detail"]) == (400, "max_tokens must be 1 to 21, got 30")
 
 
 def test_request_that_is_sent_twice_is_carried_out_once(run):
@@ -276,19 +243,6 @@ def test_failed_call_fails_the_step(run):
     assert "metrics" in run.optim_step()
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        ("stable_reinforce", "loss_fn must be one of cross_entropy, .* got 'stable_reinforce'"),
-        ("importance_sampling", "a policy loss needs logprobs"),
-    ],
-)
-def test_unknown_loss_is_an_error_of_the_future(run, loss_fn, message):
-    import re
-
-    assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
-
-
 def test_numbers_that_are_not_finite_reach_no_gradient_and_no_answer(run):
     inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, float("nan")]}
     failed = run.forward_backward([([1, 2], inputs)], "importance_sampling")
@@ -335,15 +289,9 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
         (
             "optim_step",
-            {"adam_params": {"learning_rate": "1"}},
-            400,
-            "learning_rate must be a number, got '1'",
-        ),
-        (
-            "optim_step",
             {"adam_params": {"learning_rate": None}},
             400,
-            "learning_rate must be a finite number, got null, which stands for NaN",
+            "got null, which stands for NaN",
         ),
         ("get_info", {"model_id": "none"}, 404, "model none is unknown, or its session has ended"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
@@ -352,9 +300,8 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
             "weights_info",
             {"tinker_path": "tinker://../../etc/weights/passwd"},
             400,
-            "a saved state is tinker://",
+            "a saved state is",
         ),
-        ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
         ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not supported"),
     ],
 )
@@ -367,14 +314,13 @@ def test_wrong_requests_are_named(url, path, values, status, message):
     ("body", "headers", "status", "message"),
     [
         (b"{", {}, 400, "not valid JSON"),
-        (b"[1]", {}, 400, "must be a JSON object"),
         (b"[" * 100_000, {}, 400, "not valid JSON"),
         (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
         (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
+        (b"", {"X": "y" * 2**17}, 400, "the request is not HTTP/1.1 with short headers"),
         (b"{}", {"Content-Encoding": "zstd"}, 415, "must not be compressed"),
         (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
         (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
-        (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
         (b'{"tags": 1e999}', {}, 400, "numbers must be finite, got 1e999"),
     ],
 )
@@ -400,15 +346,12 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
     assert n_refused > 1000
 
 
-@pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
-@pytest.mark.parametrize("is_one_datum", [False, True])
-def test_entries_of_a_request_are_bounded(entry, is_one_datum):
+@pytest.mark.parametrize("entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20)])
+def test_entries_of_a_request_are_bounded(entries):
     """Without a limit, reading them takes minutes."""
-    entries = entry * (2**23 // len(entry))
-    body = part(1, "m") + (part(3, part(2, b"") * 2**20) if is_one_datum else entries)
     began = time.process_time()
     with pytest.raises(ValueError, match="may have 262144 Datums, chunks and loss inputs"):
-        wire.read_forward_backward(body, lambda _: None)
+        wire.read_forward_backward(part(1, "m") + entries, lambda _: None)
     assert time.process_time() - began < 2
 
 
@@ -490,20 +433,17 @@ def test_key_is_read_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("flag", "message"),
     [
-        (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
-        (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
-        (["--rl.serve.port=70000"], "rl.serve.port must be at most 65535"),
-        (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
-        (["--rl.serve.max_models=0"], "rl.serve.max_models must be at least 1"),
-        (["--rl.serve.max_host_mib=-1"], "rl.serve.max_host_mib must be at least 0"),
-        (["--rl.async_steps=1"], "clients of a server choose the order"),
+        ("host=example", "rl.serve.host must be an IP address, got 'example'"),
+        ("names=Box:80", "must be host names in lower case, .* got 'Box:80'"),
+        ("max_models=0", "rl.serve.max_models must be at least 1"),
     ],
 )
-def test_config_of_the_server_is_checked(tmp_path, values, message):
+def test_config_of_the_server_is_checked(tmp_path, flag, message):
+    key, _, value = flag.partition("=")
     with pytest.raises(ConfigError, match=message):
-        check_server_config(toy_config(tmp_path, *values))
+        check_server_config(toy_config(tmp_path, f"--rl.serve.{key}", value))
 
 
 def test_address_in_use_is_a_config_error(url, tmp_path):
@@ -596,55 +536,6 @@ def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
         for ours, theirs in zip(drawn["topk_prompt_logprobs"][1:], two[0][2][1:], strict=True):
             assert [token for token, _ in ours] == [token for token, _ in theirs]
             assert dict(ours) == pytest.approx(dict(theirs), abs=1e-4)
-
-
-# ---- clients that end, and results that wait ----
-
-
-def open_poll(client, request_id):
-    """Send a request for a result over a socket of its own; the answer is not read."""
-    host, _, port = client.address.partition(":")
-    connection = socket.create_connection((host, int(port)))
-    body = json.dumps({"request_id": request_id}).encode()
-    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
-
-
-def blocked(url, monkeypatch):
-    """Events: an optimizer step has begun, and they may go on."""
-    has_begun, may_go_on = threading.Event(), threading.Event()
-    step = LocalTrainingClient.optim_step.__wrapped__
-
-    def wait(self, params):
-        has_begun.set()
-        may_go_on.wait(30)
-        return step(self, params)
-
-    monkeypatch.setattr(
-        LocalTrainingClient,
-        "optim_step",
-        lambda self, params: self._thread.submit(wait, self, params),
-    )
-    return has_begun, may_go_on
-
-
-def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
-    run, url, monkeypatch
-):
-    _, may_go_on = blocked(url, monkeypatch)
-    before = run.forward_backward(DATA)["metrics"]["loss:sum"]
-    step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
-    accepted = run.ask("optim_step", **step)
-    lost = open_poll(run, accepted["request_id"])
-    assert run.ask("optim_step", **step) == accepted
-    lost.close()
-    may_go_on.set()
-    metrics = run.result(accepted)["metrics"]
-    assert run.result(accepted)["metrics"] == metrics
-    assert run.ask("optim_step", **step) == accepted and run.result(accepted)["metrics"] == metrics
-    assert run.forward_backward(DATA)["metrics"]["loss:sum"] < before
-    assert "metrics" in run.optim_step(), "there was one step, and gradients of one call since"
 
 
 def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch):

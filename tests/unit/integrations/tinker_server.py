@@ -9,7 +9,19 @@ import struct
 import threading
 import urllib.parse
 
+from tests.unit.rl.toy import toy_config
 from torchtitan.rl.serve import Server
+
+DATA = [
+    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
+    ([5], {"target_tokens": [6], "weights": [1.0]}),
+]
+PROMPT = [1, 2, 3, 4]
+LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
+
+
+def server_config(folder, *overrides):
+    return toy_config(folder, "--rl.serve.port=0", *overrides)
 
 
 @contextlib.contextmanager
@@ -35,7 +47,7 @@ class Http:
 
     def __init__(self, url):
         self.address = urllib.parse.urlparse(url).netloc
-        self.n_sent = 0
+        self.n_sent, self.n_models = 0, -1
 
     def send(self, method, path, body=b"", headers=None):
         connection = http.client.HTTPConnection(self.address, timeout=60)
@@ -69,15 +81,31 @@ class Http:
     # ---- a training run ----
 
     def start(self):
+        self.begin().start_model(rank=8)
+        return self
+
+    def begin(self):
         self.session = self.ask("create_session", tags=[], sdk_version="0")["session_id"]
-        self.model = self.wait(
+        return self
+
+    def create_model(self, **lora_config):
+        """A further model of the session, with adapters."""
+        self.n_models += 1
+        return self.post(
             "create_model",
             session_id=self.session,
-            model_seq_id=0,
+            model_seq_id=self.n_models,
             base_model="any",
-            lora_config={"rank": 8},
-        )["model_id"]
-        return self
+            lora_config=lora_config,
+        )
+
+    def start_model(self, **lora_config):
+        status, answer = self.create_model(**lora_config)
+        assert status == 200, answer
+        self.model = self.result(answer)["model_id"]
+
+    def finish(self):
+        self.ask(f"sessions/{self.session}/finish", reason={"type": "success"})
 
     def train(self, path, /, **values):
         self.n_sent += 1

@@ -416,17 +416,8 @@ class LocalTrainingClient(AsyncNames):
         self, data: Sequence[Datum], loss: PolicyLoss | None = None
     ) -> list[TrainingSample]:
         """Raises ValueError for data that the model, or the loss, cannot use."""
-        samples = []
-        needed = ("logprobs", "advantages") if loss is not None and loss.has_generator else ()
-        for number, datum in enumerate(data):
-            for name in needed:
-                if name not in datum.loss_fn_inputs:
-                    raise ValueError(
-                        f"a policy loss needs {name} in loss_fn_inputs, got "
-                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
-                        "target"
-                    )
-            samples.append(sample := training_sample(datum, loss))
+        samples = [training_sample(datum, loss) for datum in data]
+        for number, sample in enumerate(samples):
             if len(sample) > self._batcher.seq_len:
                 raise ValueError(
                     f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
