@@ -29,13 +29,8 @@ class VLLMGenerator(ForeignGenerator):
     max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
     folder: each rank writes the adapters to a subfolder of it.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
-    records_experts: completions have the experts of their tokens, by vLLM's
-        `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.
+    records_experts: vLLM refuses it for dense models and some layouts.
     options: further arguments of `vllm.LLM`.
-
-    Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
-    not report the probability mass of the tokens that it kept. An update checks versions and names
-    of weights but no digest, because vLLM changes the layout of weights.
 
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
     divide the number of ranks.
@@ -74,11 +69,9 @@ class VLLMGenerator(ForeignGenerator):
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
         if adapter_rank:
-            options |= {
-                "enable_lora": True,
-                "max_loras": 1,
-                "max_lora_rank": _allowed(adapter_rank),
-            }
+            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM's, up to 512
+            rank = next((n for n in choices if n >= adapter_rank), 512)
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if records_experts:
             options["enable_return_routed_experts"] = True
         self.ranks_per_copy = tensor_parallel_degree
@@ -108,11 +101,9 @@ class VLLMGenerator(ForeignGenerator):
             enable_prefix_caching=True,
             **options,
         )
-        # vLLM's finalizer destroys the default process group when the engine is collected. That
-        # group is the trainer's, and may be gone by then, so the finalizer is detached.
+        # When the engine is collected, vLLM would destroy the default process group, the trainer's.
         engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
-        finalizer = getattr(engine_core, "_finalizer", None)
-        if finalizer is not None:
+        if finalizer := getattr(engine_core, "_finalizer", None):
             finalizer.detach()
         host.at_last_move_out(_destroy_groups_of_vllm)
 
@@ -141,14 +132,12 @@ class VLLMGenerator(ForeignGenerator):
             lora_request=self._adapters,
         )
         completions = []
-        outputs = [output for request in requests for output in request.outputs]
-        for i, output in enumerate(outputs):
-            token_ids = tuple(output.token_ids)
-            pairs = zip(output.logprobs, token_ids, strict=True)
+        for i, output in enumerate(output for request in requests for output in request.outputs):
+            pairs = zip(output.logprobs, output.token_ids, strict=True)
             logprobs = [by_token[token].logprob for by_token, token in pairs]
-            experts = getattr(output, "routed_experts", None)
+            experts, prompt = getattr(output, "routed_experts", None), prompts[i // num_samples]
             completions.append(
-                self._completion(token_ids, logprobs, sampling, prompts[i // num_samples], experts)
+                self._completion(output.token_ids, logprobs, sampling, prompt, experts)
             )
         return completions
 
@@ -167,8 +156,8 @@ class VLLMGenerator(ForeignGenerator):
             raise RunError("it did not read all weights")
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
-                "it kept its prefix cache, which holds keys and values of earlier weights, "
-                "because a request was still running; end all requests before an update"
+                "it kept its prefix cache, with keys and values of earlier weights, because a request "
+                "was still running; end all requests before an update"
             )
 
 
@@ -184,11 +173,6 @@ def _pack_experts_again(worker: Any) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
-
-
-def _allowed(rank: int) -> int:
-    """Return the smallest `max_lora_rank` of vLLM's choices that holds `rank`."""
-    return next((n for n in (8, 16, 32, 64, 128, 256, 320) if n >= rank), 512)
 
 
 def _destroy_groups_of_vllm() -> None:

@@ -1,9 +1,8 @@
 """The update of a generator's weights: what is sent, and the check that it arrived.
 
-A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters. Every
-update has a version, and a digest that the receiver's weights have to match. Weights for our models are
-sent under our names, because some buffers have no Hugging Face name. How weights travel is in
-`weight_transport`.
+A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters; its
+`update_weights` gets them with a version and a digest. Our models take our names, because some buffers
+have no Hugging Face name. How weights travel, and the packing of what changed, is in `weight_transport`.
 """
 
 import os
@@ -40,9 +39,10 @@ class WeightMismatchError(RuntimeError):
 
 
 class TakesWeights(Protocol):
-    """A receiver of weights, such as `rl.generator.Generator`, which explains these attributes.
+    """A receiver of weights, such as a generator; it may have `takes_shards` = True.
 
-    A missing `takes_shards` means False.
+    weight_names: "shared" if it has the trainer's tensors. weight_dtype: the type that parameters have
+    to be cast to; None for no cast.
     """
 
     policy_version: int
@@ -53,14 +53,12 @@ class TakesWeights(Protocol):
 
 
 class LiveWeights:
-    """The weights of each rank's own pipeline stage, not gathered, for a receiver that takes shards.
+    """This rank's weights, not gathered, under our names; sharded weights are DTensors.
 
-    `state_dict()`, or iterating over its items, returns tensors under our names, sharded weights as
-    DTensors. They are the live parameters, unless they need a cast: read or copy them before
-    `update_weights` returns.
+    `state_dict()`, or iterating over its items, returns the live parameters, unless they need a cast:
+    read or copy them before `update_weights` returns.
 
-    version: as in `PolicyWeights`. digest: `digest_of` this rank's `local_shard`s, computed on
-        access; it differs between layouts.
+    version: as in `PolicyWeights`. digest: of this rank's `local_shard`s, computed on access.
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
@@ -82,7 +80,7 @@ class LiveWeights:
 class AdapterWeights:
     """The adapters, for a receiver that has the base: (name, bytes as uint8 [n]) of PEFT's files.
 
-    version: as in `PolicyWeights`. Iterating is collective over the engine's ranks.
+    Iterating is collective over the engine's ranks.
     """
 
     digest: str | None = None
@@ -121,7 +119,10 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights in the form that the generator takes; None if it shares them."""
+    """Return the engine's weights as the generator takes them, None if it shares them.
+
+    Shards are `LiveWeights` under our names, or `LocalShard`s under Hugging Face names.
+    """
     dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names, takes_shards:
         case "hf", _:
@@ -191,13 +192,19 @@ class WeightSync:
         Raises WeightMismatchError on all ranks if any rank received different weights,
         StaleWeightsError if the generator has another version afterwards.
         """
-        weights, failure = weights_for(self.generator, self.engine), None
+        failure = None
         try:
+            weights = weights_for(self.generator, self.engine)
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
             failure = str(error)
-        texts = all_ranks(failure) if self._any_rank(failure is not None) else []
-        for rank, text in enumerate(texts):
+        # A sum takes a fifth of the time of gathering texts.
+        has_failed = failure is not None
+        if dist.is_initialized():
+            num_failed = torch.tensor(float(has_failed), device=self.engine.device)
+            dist.all_reduce(num_failed)
+            has_failed = bool(num_failed)
+        for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
         version = self.engine.weights_version
@@ -207,11 +214,3 @@ class WeightSync:
                 f"version {version}; its update_weights must set policy_version"
             )
         return version
-
-    def _any_rank(self, failed: bool) -> bool:
-        """Return True if any rank failed. A sum takes a fifth of the time of gathering texts."""
-        if not dist.is_initialized():
-            return failed
-        num_failed = torch.tensor(float(failed), device=self.engine.device)
-        dist.all_reduce(num_failed)
-        return bool(num_failed)
