@@ -183,14 +183,11 @@ class CachedForward:
     def __call__(
         self, tokens: Tensor, n_tokens: Sequence[int] | None = None, *, last_only: bool = False
     ) -> Any:
-        """Return the result of `run`: logits [B, T, V] of new tokens [B, T].
+        """Return the result of `run`: logits [B, T, V] of new tokens [B, T], which continue the rows.
 
-        The tokens continue the rows kept since the last call (see `keep_rows`).
-
-        n_tokens: the number of new tokens in each row; the rest is padding, whose logits are
-            undefined. None: T.
+        n_tokens: the number of new tokens in each row, T by default; the rest is padding, whose logits
+            are undefined.
         last_only: return only the logits of each row's last new token, [B, 1, V].
-
         Raises ValueError if a row gets longer than the cache.
         """
         n_rows, width = tokens.shape
@@ -233,8 +230,7 @@ class CachedForward:
     def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
         """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
 
-        Copies only the slots that the other cache uses. The first call on an empty cache sets its
-        number of rows.
+        The first call on an empty cache sets its number of rows.
         """
         at, index = torch.tensor([places, rows], device=self._device)
         self.lengths = self.lengths or [0] * len(places)
@@ -270,16 +266,15 @@ def kv_cache(
 ) -> Iterator[CachedForward]:
     """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
 
-    Each call takes only the tokens that follow the tokens of earlier calls. A row is one document,
-    masked by the model's `layer_masks`, so every family and every attn_type works. Inside the
-    context the model must not be called in another way.
+    A row is one document, masked by the model's `layer_masks`, so every family and every attn_type
+    works. Inside the context the model must not be called in another way.
 
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
         for pipeline stages.
     records_experts: keep the experts of all tokens, see `ExpertRecord`.
-    Raises ValueError for layers without an attention kernel to replace, for a value head, and for
+    Raises ValueError for models without an attention kernel to replace or with a value head, and for
     max_length beyond the RoPE table.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)

@@ -20,13 +20,11 @@ from torchtitan.tools.errors import ConfigError, RunError
 class VLLMGenerator(ForeignGenerator):
     """Samples with a vLLM engine inside this process; each rank has an engine on its own device.
 
+    Arguments are those of `[rl.generator]`, and:
+
     hf_assets_path: folder with the model's config.json and tokenizer. Its weights are read only if
         updates bring adapters; otherwise all weights come from `update_weights`.
     dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
-    memory_share: share of the device's memory for weights and cache; the trainer needs the rest.
-    tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
-        same prompts and draw the same completions.
-    max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
     folder: each rank writes the adapters to a subfolder of it.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
     records_experts: vLLM refuses it for dense models and some layouts.
@@ -144,7 +142,8 @@ class VLLMGenerator(ForeignGenerator):
     def _load(self, pairs: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self.weight_names == "adapters":
             # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
-            name, path = f"version-{version}", self._write_adapters(pairs, version)
+            self._write_adapters(pairs, version)
+            name, path = f"version-{version}", self._folder_of(version)
             self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
             self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
             self._remove_other_versions(version)
@@ -162,10 +161,9 @@ class VLLMGenerator(ForeignGenerator):
 
 
 def _pack_experts_again(worker: Any) -> None:
-    """Let a vLLM worker on a CPU pack the experts of the next weights that it loads.
+    """Let a vLLM worker on a CPU pack the experts of the next weights, as of a layer without a kernel.
 
-    Otherwise it copies them unpacked over the packed ones, and log-probs are wrong without an error.
-    Private to vLLM: it packs experts of a layer that has no kernel yet. Tested with vLLM 0.32.0.
+    Otherwise it copies them unpacked over the packed ones. Private to vLLM; tested with vLLM 0.32.0.
     """
     if worker.device.type != "cpu":
         return
@@ -178,7 +176,7 @@ def _pack_experts_again(worker: Any) -> None:
 def _destroy_groups_of_vllm() -> None:
     """Destroy vLLM's process groups, which it would use again after the default group is gone.
 
-    Private to vLLM: it has no public call that forgets `_WORLD`. Tested with vLLM 0.32.0.
+    Private to vLLM, which has no public call that forgets `_WORLD`; tested with vLLM 0.32.0.
     """
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():

@@ -44,10 +44,7 @@ def register() -> None:
 
 
 def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
-    """Return this worker's connection to the sender, given the message that announced it.
-
-    info: with the keys of `WeightLane`'s message as attributes. timeout_seconds: for each wait.
-    """
+    """Return this worker's connection to the sender. info: `WeightLane`'s message, as attributes."""
     connection = socket.create_connection((info.master_address, info.master_port), timeout_seconds)
     connection.sendall(_secret(info.token, info.rank_offset + worker))
     return connection
@@ -73,11 +70,9 @@ class WeightLane:
 
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
     call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
-        where the message is None. It raises if the server refuses.
+        where the message is None. After it has raised, the lane cannot be used again.
     url: the server's; the lane listens at the address of this machine that reaches it.
     delta: send only what changed since the last update; for "gloo".
-
-    Raises what `call` raises. After that the lane cannot be used again.
     """
 
     def __init__(

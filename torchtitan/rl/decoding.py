@@ -98,10 +98,9 @@ class LocalDecoder:
         if not fits:
             warn_once(
                 logger,
-                f"generation gathers the weights of each layer for each token: all layers together "
-                f"take {needed / 2**30:.1f} GiB, which must be at most half of each rank's free "
-                f"memory, here {free / 2**30:.1f} GiB; with more ranks, or tensor parallelism, "
-                "generation is several times as fast",
+                f"generation gathers each layer's weights for each token, which is slow: together they "
+                f"take {needed / 2**30:.1f} GiB, more than half of a rank's free memory, here "
+                f"{free / 2**30:.1f} GiB; take more ranks, or tensor parallelism",
             )
         return fits
 
@@ -189,6 +188,7 @@ def continue_prompts(
     return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions, experts
 
 
+@dataclass
 class _Rows:
     """The rows that a rank continues, in order: some wait, some have a place in the cache.
 
@@ -197,33 +197,27 @@ class _Rows:
     tokens, and `experts` [tokens, layers, k] once it has ended, if the cache records them.
     """
 
-    def __init__(
-        self,
-        decoder: LocalDecoder,
-        forward: CachedForward,
-        prompts: Sequence[Sequence[int]],
-        prompt_of_row: list[int],
-        next_version: Callable[[], int],
-        on_rows: Callable[[list[int]], None],
-        sampling: SamplingConfig,
-    ):
-        self.decoder, self.forward, self.sampling = decoder, forward, sampling
-        self.prompts, self.prompt_of_row = prompts, prompt_of_row
-        self.next_version, self.on_rows = next_version, on_rows
-        self.versions: list[list[int]] = [[] for _ in prompt_of_row]
-        self.experts: list[Any] = [None] * len(prompt_of_row)
-        self._ids: list[list[int]] = [[] for _ in prompt_of_row]  # of tokens, to find stops
-        # Rows that had a place so far, and rows whose prompt was read: the rows between them enter next.
-        self._n_begun = self._n_read = 0
+    decoder: LocalDecoder
+    forward: CachedForward
+    prompts: Sequence[Sequence[int]]
+    prompt_of_row: list[int]
+    next_version: Callable[[], int]
+    on_rows: Callable[[list[int]], None]
+    sampling: SamplingConfig
+    # Rows that had a place so far, and rows whose prompt was read: the rows between them enter next.
+    n_begun: int = 0
+    n_read: int = 0
+
+    def __post_init__(self) -> None:
+        self.versions: list[list[int]] = [[] for _ in self.prompt_of_row]
+        self.experts: list[Any] = [None] * len(self.prompt_of_row)
+        self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # of tokens, to find stops
 
     def draw_all(self, uniform: Tensor, n_wanted: int, n_places: int) -> None:
-        """Draw all rows to their ends.
+        """Draw all rows to their ends. n_wanted: rows from here on only take part in the forwards.
 
-        uniform: fp64 [N, L]. n_wanted: rows from this number on only take part in the forwards.
-
-        Each turn of the loop is one forward, either of prompts or of one token per row in the cache.
-        So ranks of a group make the same number of forwards although they read prompts at different
-        times.
+        Each turn of the loop is one forward, either of prompts or of one token per row in the cache. So
+        ranks of a group make as many forwards although they read prompts at different times.
         """
         n_rows, n_new = uniform.shape
         self.uniform, self.n_wanted = uniform, n_wanted
@@ -234,9 +228,9 @@ class _Rows:
         # A forward for the prompt of each single row would delay all other rows.
         places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
         while self._n_left():
-            n_waiting, n_free = n_rows - self._n_begun, self.is_open.count(False)
+            n_waiting, n_free = n_rows - self.n_begun, self.is_open.count(False)
             may_enter = n_waiting > 0 and n_free >= min(n_waiting, places_per_entry)
-            reads = may_enter and self._n_begun == self._n_read
+            reads = may_enter and self.n_begun == self.n_read
             if reads:
                 self._read_prompts(n_free)
             if may_enter:
@@ -248,7 +242,7 @@ class _Rows:
 
     def _n_left(self) -> int:
         """Return the number of waiting and open rows of all ranks of the group. Collective."""
-        n_left = sum(self.is_open) + len(self.prompt_of_row) - self._n_begun
+        n_left = sum(self.is_open) + len(self.prompt_of_row) - self.n_begun
         if self.decoder.group is None:
             return n_left
         of_ranks = torch.tensor(n_left, device=self.tokens.device)
@@ -256,18 +250,15 @@ class _Rows:
         return int(of_ranks)
 
     def _read_prompts(self, n_free: int) -> None:
-        """Read the prompts of the next rows, each once, however many rows continue it.
-
-        Their keys and values are kept until all these rows have a place.
-        """
-        of_row, first = self.prompt_of_row, self._n_read
+        """Read the prompts of the next rows, each once, and keep them until these rows have a place."""
+        of_row, first = self.prompt_of_row, self.n_read
         self._read = read = sorted(set(of_row[first : first + n_free]))
-        while self._n_read < len(of_row) and of_row[self._n_read] in read:
-            self._n_read += 1
+        while self.n_read < len(of_row) and of_row[self.n_read] in read:
+            self.n_read += 1
         lengths = [len(self.prompts[i]) for i in read]
         padded = [[*self.prompts[i], *[0] * (max(lengths) - len(self.prompts[i]))] for i in read]
         # If each prompt has one row, it is read into its place, without a second cache.
-        is_direct = not self.forward.lengths and read == of_row[: self._n_read]
+        is_direct = not self.forward.lengths and read == of_row[: self.n_read]
         self._cache_of_read = self.forward if is_direct else self.forward.aside(max(lengths))
         self._version_of_read = self.next_version()
         self.on_rows(read)
@@ -276,15 +267,15 @@ class _Rows:
 
     def _enter(self) -> None:
         """Give free places to rows whose prompts were read, and draw their first tokens."""
-        places = self._places(is_open=False)[: self._n_read - self._n_begun]
+        places = self._places(is_open=False)[: self.n_read - self.n_begun]
         for place in places:
-            self.row_at[place] = self._n_begun
-            self._n_begun += 1
+            self.row_at[place] = self.n_begun
+            self.n_begun += 1
         sources = [self._read.index(self.prompt_of_row[self.row_at[place]]) for place in places]
         if self._cache_of_read is not self.forward:
             self.forward.put_rows(places, self._cache_of_read, sources)
         self._draw(places, self._logits_of_read, sources, self._version_of_read)
-        if self._n_begun == self._n_read:
+        if self.n_begun == self.n_read:
             del self._cache_of_read, self._logits_of_read  # frees their memory
 
     def _continue(self) -> None:
@@ -336,10 +327,9 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows from the cache once half of the rows have ended.
+        """Drop ended rows once half of the rows have ended, because that copies the cache.
 
-        Ended rows cost as much as open rows, but dropping them copies the cache. One row always
-        stays, because other ranks may need this rank's forwards.
+        One row always stays, because other ranks may need this rank's forwards.
         """
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return

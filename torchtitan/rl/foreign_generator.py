@@ -44,10 +44,9 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights. Collective over the ranks that share an update.
+        """Have the engine load the weights; raises WeightMismatchError if it does not.
 
-        No digest is checked, because engines change the layout of weights. Raises WeightMismatchError if
-        the engine does not load them.
+        Collective. No digest is checked, because engines change the layout of weights.
         """
         self.policy_version = -1  # until all weights are of one version
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
@@ -87,13 +86,11 @@ class ForeignGenerator(Generator):
     def _folder_of(self, version: int) -> str:
         return os.path.join(self._folder, f"version-{version}")
 
-    def _write_adapters(self, pairs: Pairs, version: int) -> str:
-        """Write the files of `AdapterWeights` to the version's folder, and return it."""
-        folder = self._folder_of(version)
-        os.makedirs(folder, exist_ok=True)
+    def _write_adapters(self, pairs: Pairs, version: int) -> None:
+        """Write the files of `AdapterWeights` to the version's folder."""
+        os.makedirs(self._folder_of(version), exist_ok=True)
         for name, content in pairs:
-            Path(folder, name).write_bytes(content.cpu().numpy().tobytes())
-        return folder
+            Path(self._folder_of(version), name).write_bytes(content.cpu().numpy().tobytes())
 
     def _remove_other_versions(self, version: int) -> None:
         for folder in Path(self._folder).glob("version-*"):

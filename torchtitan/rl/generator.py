@@ -48,15 +48,12 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
-    """Continues prompts with the weights of the last update.
+    """Continues prompts with the weights of the last update, as `weight_sync.TakesWeights`.
 
-    policy_version: version of these weights; -1 before the first update.
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
         all of them get all completions.
     ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
         together, if it is not collective.
-    weight_names, weight_dtype, takes_shards: what `weight_sync.weights_for` sends: "shared" for a
-        generator with the trainer's tensors; the dtype of parameters, None for the trainer's.
     """
 
     policy_version: int = -1
@@ -91,7 +88,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns; the version was checked. rows: numbers of the completions."""
+        """Return what `generate` returns. rows: numbers of the completions."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
@@ -123,7 +120,7 @@ class Generator(ABC):
 class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
-    max_rows: number of completions that a rank continues at once, which bounds its cache; 0 for all.
+    max_rows: number of completions that a rank continues at once; 0 for all.
     records_experts: completions tell which experts their tokens went to.
     """
 
@@ -133,7 +130,7 @@ class DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
-        self._on_rows: Callable[[list[int]], Any] = lambda _: None  # see `continue_prompts`
+        self._on_rows: Callable[[list[int]], Any] = lambda _: None
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
@@ -163,14 +160,18 @@ class DecoderGenerator(Generator):
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        # One number for each token that a completion may get, the same on every rank: neither the
-        # layout of ranks nor the end of other rows changes a row's numbers.
+        # Neither the layout of ranks nor the end of other rows changes a row's numbers.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
             return []
+
+        def next_version() -> int:
+            self.before_forward()
+            return self.policy_version
+
         drawn, versions_of_rows, experts = continue_prompts(
             self.decoder,
             prompts,
@@ -178,7 +179,7 @@ class DecoderGenerator(Generator):
             uniform[rows],
             sampling,
             self.max_rows,
-            self._next_version,
+            next_version,
             self.records_experts,
             self._on_rows,
         )
@@ -187,27 +188,22 @@ class DecoderGenerator(Generator):
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-        completions = []
-        for number, (row, versions) in enumerate(zip(drawn, versions_of_rows, strict=True)):
-            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
-            tokens, logprobs, kept_masses = row[: len(versions)].T.tolist()
-            token_ids = tuple(map(int, tokens))
-            completions.append(
-                Completion(
-                    token_ids=token_ids,
-                    token_logprobs=tuple(logprobs),
-                    finish_reason="stop" if sampling.stops_at(token_ids) else "length",
-                    policy_version=min(versions),
-                    token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
-                    token_versions=tuple(versions) if len(set(versions)) > 1 else None,
-                    routed_experts=None if experts is None else experts[number, :n_read].clone(),
-                )
-            )
-        return completions
 
-    def _next_version(self) -> int:
-        self.before_forward()
-        return self.policy_version
+        def completion(number: int, versions: list[int]) -> Completion:
+            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
+            tokens, logprobs, kept_masses = drawn[number, : len(versions)].T.tolist()
+            token_ids = tuple(map(int, tokens))
+            return Completion(
+                token_ids=token_ids,
+                token_logprobs=tuple(logprobs),
+                finish_reason="stop" if sampling.stops_at(token_ids) else "length",
+                policy_version=min(versions),
+                token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
+                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+                routed_experts=None if experts is None else experts[number, :n_read].clone(),
+            )
+
+        return [completion(*numbered) for numbered in enumerate(versions_of_rows)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -237,10 +233,9 @@ class LocalGenerator(DecoderGenerator):
     def with_adapters(
         self, weights: Sequence[Mapping[str, torch.Tensor]], of_prompts: Sequence[int]
     ) -> Iterator[None]:
-        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`.
+        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name, as `snapshots.host_copy`
-            returns them. The engine's own adapters have no part in it. Collective.
+        weights: of each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
         Raises ValueError if `reasons_for_turns` has a reason.
         """
         parts, dims = self.engine.model_parts, self.engine.parallel_dims
@@ -303,8 +298,7 @@ class CopyGenerator(DecoderGenerator):
     ) -> "CopyGenerator":
         """Return a generator with a copy of the policy's model on this rank, without weights yet.
 
-        dtype: of its parameters except routers, which keep the policy's dtype; None takes the dtype
-            of the trainer's matrix products.
+        dtype: of its parameters except routers; None takes that of the trainer's matrix products.
         """
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
@@ -415,9 +409,9 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
-    trainer_dtype = policy.compute_dtype_name
-    refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
-    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
+    dtype = policy.compute_dtype_name
+    refuse(rescoring(rl, dtype), weight_sharing(rl, dtype))
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, dtype):
         shared = LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
         return recording(shared, rl.generator.replay_experts)
     return build_copy(policy)
@@ -428,12 +422,8 @@ def build_copy(policy: PolicyModel) -> Generator:
     config, rl = policy.job_config, policy.job_config.rl
     settings = rl.generator
     if settings.backend == "local":
-        own = CopyGenerator.from_policy(
-            policy,
-            dtype=policy.generator_dtype,
-            seed=rl.seed,
-            max_rows=settings.max_batch_size,
-        )
+        dtype, max_rows = policy.generator_dtype, settings.max_batch_size
+        own = CopyGenerator.from_policy(policy, dtype=dtype, seed=rl.seed, max_rows=max_rows)
         if settings.exact:
             use_exact([own.model])
         return recording(own, settings.replay_experts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -49,11 +49,10 @@ class Request:
     """A request for `num_samples` episodes for each place, with the place as their group.
 
     tries: the next try has new prompts for places whose completions all got the same reward.
-    penalty: subtracted from rewards of long completions; None leaves rewards unchanged.
+    penalty: subtracted from rewards of long completions.
     stop_strings: texts that end a completion; the tries' own are ignored.
     max_turns: number of turns that the policy may take in an episode.
-    max_tokens: length limit of an episode, prompt included; a further turn has to fit. None sets no
-        limit.
+    max_tokens: length limit of an episode, prompt included; a further turn has to fit.
     """
 
     tries: Sequence[Try]
@@ -117,7 +116,9 @@ class Draws:
                 for i in range(request.num_samples)
             ]
             self._converse(generator, request, sampling, dialogues, own)
-            grade = partial(self._grade, request, number, dialogues, own, by_place)
+            # Only the rank that drew a completion grades it: a reward function may be slow or random.
+            graded = [dialogue for dialogue in dialogues if dialogue.place in own]
+            grade = partial(self._grade, request, number, graded, by_place)
             again = _agreed(generator, grade, is_last=number + 1 == len(request.tries))
             if not any(again):
                 break
@@ -139,12 +140,12 @@ class Draws:
         )
         for turn in range(1, request.max_turns + 1):
             # All samples of a prompt share its first turn's context, which is read once.
-            contexts = dialogues[::n_samples]
+            first_of_each = dialogues[::n_samples]
             completions = generator.generate(
-                [(*d.prompt.token_ids, *d.token_ids) for d in contexts],
+                [dialogue.context for dialogue in first_of_each],
                 sampling,
                 n_samples,
-                first_row=[d.row for d in contexts],
+                first_row=[dialogue.row for dialogue in first_of_each],
             )
             for dialogue, completion in zip(dialogues, completions, strict=True):
                 dialogue.complete(completion)
@@ -169,9 +170,9 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         own: range,
     ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
-        """Return (row, (text, token ids)) of the task's replies to the dialogues that go on.
+        """Return (row, (text, token ids)) of the task's replies to `own` dialogues that go on.
 
-        A dialogue goes on if its turn ended with a stop, the task replies, and another turn fits.
+        They go on if the turn ended with a stop, the task replies, and another turn fits.
         """
         stopped = [
             d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
@@ -189,8 +190,7 @@ class Draws:
                     f"a reply must have a token, got {text!r} for the expected answer "
                     f"{dialogue.prompt.answer!r}; return None to end an episode"
                 )
-            length = len(dialogue.prompt.token_ids) + len(dialogue.token_ids) + len(token_ids)
-            longest = length + sampling.max_tokens
+            longest = len(dialogue.context) + len(token_ids) + sampling.max_tokens
             if request.max_tokens is not None and longest > request.max_tokens:
                 dialogue.is_out_of_room = True
             else:
@@ -202,16 +202,14 @@ class Draws:
         request: Request,
         number: int,
         dialogues: Sequence["_Dialogue"],
-        own: range,
         by_place: dict[int, list[Episode]],
     ) -> list[int]:
         """Put the graded episodes of try `number` into `by_place`.
 
-        Only the rank that drew a completion grades it, because a reward function may be slow or
-        random. Returns the places whose completions all got the same reward.
+        Returns the places whose completions all got the same reward.
         """
         drawn: dict[int, list[Episode]] = {}
-        for episode in _graded(self.task, [d for d in dialogues if d.place in own], request):
+        for episode in _graded(self.task, dialogues, request):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
         by_place.update(drawn)
         return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
@@ -224,10 +222,10 @@ class Draws:
 
 
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = False) -> list[T]:
-    """Return the results of `work` on the ranks that generate together, which raise together.
+    """Return the results of `work` on all ranks, which raise together, if ranks generate together.
 
-    Only this rank's result if it generates alone, because its draws may be on a thread, which must not
-    communicate; and if no rank needs the others', after the last attempt.
+    A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
+    the others' results.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -282,7 +280,7 @@ class _Dialogue:
     """An unfinished episode.
 
     place: of the prompt in its step. row: the episode's number among the episodes of all ranks.
-    token_ids, logprobs, mask, versions: of all tokens after the prompt, as in `Episode`.
+    tokens: (id, log-prob, loss mask, version) of all tokens after the prompt, as in `Episode`.
     is_out_of_room: True if it ended because a reply and another turn would not fit.
     """
 
@@ -291,26 +289,21 @@ class _Dialogue:
     row: int
     completions: list[Completion] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: list[tuple[int, float, int, int]] = field(default_factory=list)
     is_out_of_room: bool = False
 
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
+
     def complete(self, completion: Completion) -> None:
-        n_tokens = len(completion.token_ids)
         self.completions.append(completion)
-        self.token_ids += completion.token_ids
-        self.logprobs += completion.token_logprobs
-        self.mask += [1] * n_tokens
-        self.versions += completion.token_versions or [completion.policy_version] * n_tokens
+        versions = completion.token_versions or repeat(completion.policy_version)
+        self.tokens += zip(completion.token_ids, completion.token_logprobs, repeat(1), versions)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
         self.replies.append(text)
-        self.token_ids += token_ids
-        self.logprobs += [0.0] * len(token_ids)
-        self.mask += [0] * len(token_ids)
-        self.versions += [-1] * len(token_ids)
+        self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
     def turns(self, task: Task, stop_strings: Sequence[str]) -> list[Turn]:
         return [
@@ -324,21 +317,22 @@ class _Dialogue:
         if several_turns:
             scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
         reason = "length" if self.is_out_of_room else self.completions[-1].finish_reason
+        token_ids, logprobs, mask, versions = zip(*self.tokens, strict=True)
         return Episode(
             group_id=self.place,
             prompt=self.prompt.text,
             prompt_token_ids=tuple(self.prompt.token_ids),
             expected_answer=self.prompt.answer,
             text=turns[-1].text,
-            token_ids=tuple(self.token_ids),
-            token_log_probs=tuple(self.logprobs),
+            token_ids=token_ids,
+            token_log_probs=logprobs,
             policy_version=min(part.policy_version for part in self.completions),
             finish_reason=reason,
             reward=grade.reward,
             scores=scores,
-            loss_mask=tuple(self.mask) if self.replies else None,
+            loss_mask=mask if self.replies else None,
             turns=tuple(text for text in said if text is not None) if several_turns else (),
-            token_versions=tuple(self.versions) if len(set(self.versions) - {-1}) > 1 else None,
+            token_versions=versions if len(set(versions) - {-1}) > 1 else None,
             routed_experts=_joined_experts([part.routed_experts for part in self.completions]),
         )
 
@@ -491,9 +485,8 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        These episodes are saved because the weights that drew them are not. If the generator is gone
-        with them, that raises LostGeneratorError, unless a resumed run can draw them again because
-        nothing was drawn ahead of the weights.
+        They are saved because the weights that drew them are not. If they are lost with the generator,
+        that raises LostGeneratorError, unless a resumed run can draw them again with its weights.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):

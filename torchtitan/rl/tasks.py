@@ -174,11 +174,9 @@ TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
 # Functions, or their names, module:function, which are imported on use.
-_TASKS: dict[str, TaskBuilder | str] = {
-    name: f"torchtitan.experiments.rl_toy.tasks:{name}"
-    for name in ("sum_digits", "copy", "sort", "guess")
-}
-_TASKS["jsonl"] = "torchtitan.rl.jsonl_task:build"
+_TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
+    ("sum_digits", "copy", "sort", "guess"), "torchtitan.experiments.rl_toy.tasks:build"
+) | {"jsonl": "torchtitan.rl.jsonl_task:build"}
 
 
 def register_task(name: str, build: TaskBuilder | None = None) -> Any:

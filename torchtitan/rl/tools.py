@@ -7,10 +7,10 @@ The result of a call that fails is a text that begins with "error: ".
 import ast
 import inspect
 import json
-import operator
 import re
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,19 +67,15 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     attribute that is not a schema.
     """
     if hasattr(function, "schema"):
-        match function.schema:
-            case {"function": {"name": str(own_name), **others}} if own_name:
-                try:
-                    json.dumps(function.schema)
+        with suppress(TypeError, ValueError, RecursionError):  # of what is no JSON
+            match json.loads(json.dumps(function.schema)):
+                case {"function": {"name": str(own_name), **others}} if own_name:
                     if isinstance(others.get("parameters", {}), dict):
                         return function.schema
-                except (TypeError, ValueError, RecursionError):
-                    pass
         raise ValueError(
             f"rl.task.tools: the attribute `schema` of {name} must be a JSON object like "
-            '{"type": "function", "function": {"name": "f", "description": "...", "parameters": '
-            f'{{"type": "object", "properties": {{...}}}}}}}}, got {function.schema!r}; correct it, or '
-            "take it out for one from annotations and docstring"
+            '{"type": "function", "function": {"name": "f", "parameters": {...}}}, got '
+            f"{function.schema!r}; correct it, or take it out for one from annotations and docstring"
         )
     hints = typing.get_type_hints(function)
     properties, required = {}, []
@@ -163,33 +159,16 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-# ---- the calculator, a tool to try ----
-
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+# What an expression for `calculator` may have, besides numbers.
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
+_ARITHMETIC += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 
 
 def calculator(expression: str) -> str:
     """Work out an arithmetic expression of numbers, + - * / // % and parentheses."""
-
-    def value_of(node: ast.AST) -> float:
-        match node:
-            case ast.Expression(body):
-                return value_of(body)
-            case ast.Constant(value) if type(value) in (int, float):
-                return value
-            case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](value_of(left), value_of(right))
-            case ast.UnaryOp(kind, operand) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](value_of(operand))
-        raise ValueError(f"an expression has numbers, + - * / // % and (), got {expression!r}")
-
-    return str(value_of(ast.parse(expression.strip(), mode="eval")))
+    tree = ast.parse(expression.strip(), mode="eval")
+    for node in ast.walk(tree):
+        is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+        if not is_number and not isinstance(node, _ARITHMETIC):
+            raise ValueError(f"an expression has numbers, + - * / // % and (), got {expression!r}")
+    return str(eval(compile(tree, "expression", "eval")))

@@ -39,10 +39,13 @@ class WeightMismatchError(RuntimeError):
 
 
 class TakesWeights(Protocol):
-    """A receiver of weights, such as a generator; it may have `takes_shards` = True.
+    """A receiver of weights, such as `rl.generator.Generator`.
 
-    weight_names: "shared" if it has the trainer's tensors. weight_dtype: the type that parameters have
-    to be cast to; None for no cast.
+    policy_version: version of its weights; -1 before the first update.
+    weight_names: the names of the weights that it takes; "shared" if it has the trainer's tensors.
+    weight_dtype: the type that parameters have to be cast to; None for no cast.
+    takes_shards (False if it is missing): it takes each rank's shards in place of whole tensors,
+        `LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
     policy_version: int
@@ -80,7 +83,7 @@ class LiveWeights:
 class AdapterWeights:
     """The adapters, for a receiver that has the base: (name, bytes as uint8 [n]) of PEFT's files.
 
-    Iterating is collective over the engine's ranks.
+    Reading them is collective.
     """
 
     digest: str | None = None
@@ -119,10 +122,7 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights as the generator takes them, None if it shares them.
-
-    Shards are `LiveWeights` under our names, or `LocalShard`s under Hugging Face names.
-    """
+    """Return the engine's weights as the generator takes them, None if it shares them."""
     dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names, takes_shards:
         case "hf", _:
@@ -140,7 +140,7 @@ def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
     """Overwrite the model's parameters and saved buffers with weights under our names.
 
-    check_digest: afterwards compare the model's weights with the sent weights, bit for bit.
+    check_digest: compare the result with the sent weights, bit for bit.
     Raises WeightMismatchError if they differ, or names are missing or unknown.
     """
     targets = model.state_dict()
@@ -169,25 +169,21 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
         digest = digest_of((name, targets[name]) for name in received)
         if digest != weights.digest:
             raise WeightMismatchError(
-                f"the generator's weights have the digest {digest[:16]}, and the sent weights of "
-                f"version {weights.version} have {str(weights.digest)[:16]}; something overwrote "
-                "them on the way"
+                f"the generator's weights have the digest {digest[:16]}, and the sent weights of version "
+                f"{weights.version} have {str(weights.digest)[:16]}; something overwrote them on the way"
             )
 
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the engine's weights to a generator.
-
-    check_digest: see `copy_weights`; costs a second read of all weights.
-    """
+    """Sends the engine's weights to a generator. check_digest: costs a second read of all weights."""
 
     engine: TrainingEngine
     generator: TakesWeights
     check_digest: bool = True
 
     def update(self) -> int:
-        """Send the current weights to the generator; return their version. Collective.
+        """Send the current weights; return their version. Collective.
 
         Raises WeightMismatchError on all ranks if any rank received different weights,
         StaleWeightsError if the generator has another version afterwards.

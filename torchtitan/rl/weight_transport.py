@@ -25,7 +25,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class PolicyWeights(Protocol):
-    """Iterates over (name, tensor) of all weights. Copy the tensors: their memory may change later.
+    """Iterates over (name, tensor) of all weights, whose memory may change later.
 
     version: the engine's `weights_version`. digest: known after the last tensor.
     """
@@ -75,8 +75,7 @@ def copied(pairs: Pairs, device: torch.device | None) -> Iterator[tuple[str, Ten
 class StagedWeights:
     """A copy of weights that can be read once, later; reading frees its memory.
 
-    pairs: an iteration over `weights`; None begins one. device: of the copy; None keeps the tensors'.
-    version, digest: as in `PolicyWeights`.
+    pairs: an iteration over `weights`; None begins one. device: as in `copied`.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class StagedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._is_read:
             raise RunError(
-                f"version {self.version} of the weights was read by an update that failed; its error "
-                "is in the log before this one"
+                f"version {self.version} of the weights was read by an update that failed; see its error"
             )
         self._is_read = True
         while self._pairs:
@@ -123,20 +121,16 @@ class WeightChanges:
         self._last: dict[str, Tensor] = {}
 
     def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight packed: its changes, or the whole tensor where that is smaller.
-
-        pairs: contiguous tensors on the host that stay as they are, such as `copied`.
-        """
+        """Yield each weight's changes, or the whole tensor where that is smaller. pairs: as of `copied`."""
         for name, tensor in pairs:
             last, self._last[name] = self._last.get(name), tensor
             changes = None if last is None else _pack(last, tensor)
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights; the next update changes their memory.
+        """Yield whole weights, whose memory the next update changes; not packed tensors pass unchanged.
 
-        pairs: tensors on the host; those without a mark of `packed` pass unchanged. Raises RunError if
-            a result differs from the sender's tensor.
+        Raises RunError if a result differs from the sender's tensor.
         """
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
@@ -233,9 +227,8 @@ def received_object(group: Any) -> Any:
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights to the members that iterate over `ReceivedWeights`.
+    """Broadcast weights, as of `copied`, to the members that iterate over `ReceivedWeights`.
 
-    weights: contiguous tensors in host memory, which must not change meanwhile.
     changes: packs the weights; None sends them whole.
     """
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
