@@ -86,7 +86,7 @@ class JsonlTask(Task):
                 try:
                     if line.strip():
                         prompts.append(self._prompt_of(line))
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
         if len(kept) < len(prompts):
@@ -107,16 +107,20 @@ class JsonlTask(Task):
 
     def _prompt_of(self, line: bytes) -> Prompt:
         """Return the prompt of a line; raises ValueError for a bad line."""
-        values = json.loads(line)
-        json.dumps(values, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        try:
+            values = json.loads(line)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {error}") from error
         text = values.get(self._prompt_key) if isinstance(values, dict) else None
         is_chat = isinstance(text, list)
         if not text or not (is_chat or (isinstance(text, str) and self.tools is None)):
-            kind = "a list of messages, as rl.task.tools needs it,"
+            kind = "a text or a list of messages"
+            if self.tools is not None:
+                kind = "a list of messages, because of rl.task.tools,"
             raise ValueError(
-                f"rl.task.prompt_key = {self._prompt_key!r} must name "
-                f"{'a text or a list of messages' if self.tools is None else kind} in every line, got "
-                f'{text!r}; write [{{"role": "user", "content": ...}}], or correct the key'
+                f"rl.task.prompt_key = {self._prompt_key!r} must name {kind} in every line, got "
+                f"{text!r}; correct the line or the key"
             )
         answer = values.get(self._answer_key, "")
         if isinstance(answer, dict | list | None):
@@ -236,7 +240,8 @@ class JsonlTask(Task):
         if not abs(reward) <= LARGEST_REWARD:
             raise ValueError(
                 f"the function rl.task.reward_fn must return a finite number, at most "
-                f"{LARGEST_REWARD:g} in size, got {result.value!r}; {about}; correct it"
+                f"{LARGEST_REWARD:g} in size, got {result.value!r} for the completion {text!r} and the "
+                f"answer {prompt.answer!r}; correct it"
             )
         return Grade(reward, scores)
 
