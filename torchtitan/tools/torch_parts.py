@@ -74,7 +74,6 @@ job: every job
     version_of torch:Tensor._version
     below_autograd torch._C:_AutoDispatchBelowAutograd
     onednn_linear torch:ops.mkldnn._linear_pointwise | MKL computes
-    onednn_pack torch:ops.mkldnn._reorder_linear_weight | MKL computes
     onednn_has_bf16 torch:ops.mkldnn._is_mkldnn_bf16_supported | bf16 is taken to be slow
     skips_on_device torch.optim:Adam._step_supports_amp_scaling | the host skips bad steps
     last_lr torch.optim.lr_scheduler:LRScheduler._last_lr
@@ -91,9 +90,6 @@ documents on cpu: attention to packed documents on a CPU; train on a GPU
 optimizer offload: optimizer states in host memory
     empty_host_cache 2.12-2.15 torch.accelerator:empty_host_cache
     empty_host_cache 2.11-2.11 torch._C:_host_emptyCache
-generation: generation on a CPU
-    forward_hooks torch.nn:Module._forward_hooks
-    forward_pre_hooks torch.nn:Module._forward_pre_hooks
 data workers: a data worker that reads a stream of `datasets`; set training.dataloader.num_workers = 0
     worker_info torch.utils.data._utils.worker:_worker_info
 plain files: reading a pickled dataloader state
