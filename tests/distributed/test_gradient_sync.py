@@ -25,7 +25,7 @@ def make_engine(folder, *flags, family="llama3"):
 
 
 def own_microbatches(engine):
-    """Return microbatches of different lengths; the last rank has one less, and runs a filler."""
+    """Return microbatches of different lengths; the last rank has one less, and runs a dummy."""
     generator = torch.Generator().manual_seed(engine.dp_rank)
     rows = [torch.randint(0, 2048, (1, n + 1), generator=generator) for n in (32, 16, 24)]
     rows = rows[: 3 - (engine.dp_rank + 1 == engine.dp_size)]

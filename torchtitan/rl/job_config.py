@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.fields import (
     Count,
+    Fraction,
     NotNegative,
     Positive,
     PositiveFloat,
@@ -30,12 +31,12 @@ class RLTask(Section):
     name: str = "sum_digits"
     # Turns that the policy may take in one episode, if the task replies to it
     max_turns: Positive = 1
-    num_min: int = 2  # For sum_digits: the fewest numbers to add
-    num_max: int = 2  # For sum_digits: the most numbers to add
-    value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
-    length: int = 3  # For copy and sort: letters in the prompt
+    num_min: Positive = 2  # For sum_digits: the fewest numbers to add
+    num_max: Positive = 2  # For sum_digits: the most numbers to add
+    value_max: Positive = 9  # For sum_digits and guess: the largest number; the smallest is 0
+    length: Positive = 3  # For copy and sort: letters in the prompt
     # For copy and sort: size of the alphabet, which begins at a; at most 26
-    num_letters: int = 8
+    num_letters: Annotated[int, Range(1, 26)] = 8
     path: str = ""  # For jsonl: a file with one JSON object per line
     # For jsonl: the file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
@@ -69,9 +70,9 @@ class RLAdvantage(Section):
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
     # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
     std: bool = False
-    gamma: float = 1.0  # For gae: the discount per token
+    gamma: Fraction = 1.0  # For gae: the discount per token
     # For gae: 1 compares a completion's reward with its values, 0 compares neighbouring values
-    lam: float = 1.0
+    lam: Fraction = 1.0
     # For gae: give the advantages of a step's tokens a mean of 0 and a standard deviation of 1
     whiten: bool = True
 
@@ -205,7 +206,7 @@ class RLGenerator(Section):
 @dataclass
 class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
     max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn

@@ -1,8 +1,10 @@
 """The values that the parts of the RL trainer exchange.
 
-Per-token tensors for training are shifted already: index t of labels, masks, log-probs,
-advantages and weights belongs to the prediction made at input token t. A sequence of n tokens
-fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
+On the way from a batch to gradients: `Episode`, `TrainingSample`, `TrainingMicrobatch` (with its
+`LossInputs`, which the loss reads), then the engine's `TokenBatch` and `Microbatch`.
+
+Per-token tensors for training are shifted already: index t of labels, masks, log-probs, advantages
+and weights belongs to the prediction made at input token t. A sequence of n tokens fills n - 1 slots.
 
 B rows, T slots per row, n slots of one sequence.
 """
@@ -47,24 +49,22 @@ class SamplingConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.stop_strings and self.decode is None:
+        if self.stop_strings and (self.decode is None or "" in self.stop_strings):
             raise ValueError(
-                f"stop_strings = {self.stop_strings} are searched in a completion's text, got no "
-                "decode function; pass the tokenizer's"
+                f"stop_strings are searched in a completion's text, got {self.stop_strings} and decode = "
+                f"{self.decode}; pass the tokenizer's, and texts of at least one character"
             )
-        if "" in self.stop_strings:
-            raise ValueError("a stop string must have at least one character, got ''; take it out")
-        rules = {
+        for name, is_kept, rule in (
             # Dividing fp32 logits by less overflows.
-            "temperature": (
-                self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
-                "0, which takes the likeliest token, or at least 1e-20 and finite",
+            (
+                "temperature",
+                not self.temperature or 1e-20 <= self.temperature < math.inf,
+                "0 or 1e-20 to inf",
             ),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
-            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-        }
-        for name, (is_kept, rule) in rules.items():
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
+            ("top_k", self.top_k >= 0, "at least 0, which keeps all tokens"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+        ):
             if not is_kept:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
@@ -85,8 +85,7 @@ class SamplingConfig:
         if not self.stop_strings:
             return False
         assert self.decode is not None
-        # A token with text has at least one byte, so the last `longest` tokens hold the string. Four
-        # more tokens, because the first of them may begin in the middle of a character.
+        # A token has at least one byte; four tokens more, because the first may begin inside a character.
         longest = max(len(string.encode()) for string in self.stop_strings)
         text = self.decode(list(token_ids[-(longest + 4) :]))
         return any(string in text for string in self.stop_strings)
@@ -97,15 +96,13 @@ class Completion:
     """The tokens that a generator drew after one prompt.
 
     token_ids: the new tokens, a stop token included.
-    token_logprobs: under the distribution that each token was drawn from: after the temperature and,
-        if top_p or top_k left tokens out, renormalised over the kept tokens.
-    finish_reason: "stop" after a stop token or string, "length" after max_tokens.
+    token_logprobs: under the distribution that each token was drawn from: after the temperature, and
+        renormalised over the tokens that top_p and top_k kept.
     policy_version: version of the oldest weights that drew a token.
     token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
     token_versions: version of the weights that drew each token; None if all are `policy_version`.
     routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
-        tokens but the last, which the model never reads; see `Decoder.check_routed_experts`. None
-        if they were not recorded.
+        tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
     """
 
     token_ids: tuple[int, ...]
@@ -125,9 +122,7 @@ class Episode:
     token_ids: all tokens after the prompt. token_log_probs: 0 for tokens that were not sampled.
     loss_mask: 1 for sampled tokens, 0 for tokens of replies; None if all tokens were sampled.
     turns: the texts of a dialogue; policy and environment alternate, the policy is first and last.
-    policy_version: version of the oldest weights that drew a token.
-    token_versions: version of the weights that drew each token, -1 for tokens of replies; None if
-        one version drew all tokens.
+    policy_version, token_versions: as in `Completion`; -1 for tokens of replies.
     group_id: equal for the completions of one prompt.
     scores: further measurements of the task, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
@@ -184,15 +179,11 @@ class Episode:
 class TrainingSample:
     """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring.
 
-    logprobs: `generator_logprobs`; any number where the mask is 0.
-    ref_logprobs: None if the loss has no KL term. old_logprobs: for losses with a correction, if a
-        batch serves several updates; None takes the log-probs of each forward pass.
-    old_values, returns: None without a critic.
-    weights: factors of the per-token losses; None lets the batcher compute them from the
-        aggregation mode.
+    logprobs: by the generator; any number where the mask is 0.
+    old_logprobs: None takes those of each forward pass. old_values, returns: None without a critic.
+    weights: factors of the per-token losses; None lets the batcher compute them from `agg_mode`.
     routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
-    group_id: equal for samples of one prompt.
-    policy_version: version of the oldest weights that drew a token.
+    group_id, policy_version: as in `Episode`.
     """
 
     token_ids: Tensor
@@ -210,26 +201,26 @@ class TrainingSample:
     policy_version: int = 0
 
     def __post_init__(self) -> None:
-        n_tokens, experts = self.token_ids.numel(), self.routed_experts
-        if experts is not None and (experts.dim() != 3 or len(experts) != n_tokens):
+        tokens, experts = self.token_ids, self.routed_experts
+        if tokens.dim() != 1 or not len(tokens):
+            raise ValueError(
+                f"token_ids of a sample must be 1-D and not empty, got shape {list(tokens.shape)}; a "
+                "sequence of n tokens has n - 1 of them"
+            )
+        if experts is not None and (experts.dim() != 3 or len(experts) != len(tokens)):
             raise ValueError(
                 "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
-                f"token], got {list(experts.shape)} for {n_tokens} input tokens; leave out the last "
+                f"token], got {list(experts.shape)} for {len(tokens)} input tokens; leave out the last "
                 "token, whose experts nobody needs"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"
-            if is_per_token and value.shape != self.token_ids.shape:
+            if is_per_token and value.shape != tokens.shape:
                 raise ValueError(
-                    f"{name} of a sample must have one entry per input token, "
-                    f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
-                    f"leave out the last input token and the first label"
+                    f"{name} of a sample must have one entry per input token, {list(tokens.shape)}, got "
+                    f"{list(value.shape)}; all are shifted already: leave out the last input token and "
+                    "the first label"
                 )
-        if self.token_ids.dim() != 1 or not n_tokens:
-            raise ValueError(
-                f"token_ids of a sample must be 1-D and not empty, got shape "
-                f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
-            )
         in_loss = self.loss_mask == 1
         if not (in_loss | (self.loss_mask == 0)).all():
             raise ValueError(
@@ -262,18 +253,14 @@ class TrainingSample:
         """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
         loss_mask: of `token_ids`; 0 for tokens that were not sampled, such as an environment's reply.
-        Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
+        Raises ValueError for an empty prompt or completion, and for missing log-probs.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
-        if not n_prompt or not n_new:
+        if not n_prompt or not n_new or len(token_logprobs) != n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; give "
-                f"every prompt a token to begin with, and leave out empty completions"
-            )
-        if len(token_logprobs) != n_new:
-            raise ValueError(
-                f"a sample needs one log-prob per sampled token, got {len(token_logprobs)} for "
-                f"{n_new}; leave out the log-probs of the prompt"
+                f"a sample needs a prompt and sampled tokens with one log-prob each, got {n_prompt}, "
+                f"{n_new} and {len(token_logprobs)}; give every prompt a token to begin with, and "
+                "leave out empty completions"
             )
 
         def after_prompt(values: Sequence[float]) -> Tensor:
@@ -297,8 +284,7 @@ class TrainingSample:
         """Return the sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
-                f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
-                f"and estimate advantages first"
+                f"an episode of group {episode.group_id} has no advantage yet; estimate it first"
             )
         return cls.from_sequence(
             episode.prompt_token_ids,
@@ -312,14 +298,9 @@ class TrainingSample:
             policy_version=episode.policy_version,
         )
 
-    of_sequence, of_episode = from_sequence, from_episode  # earlier names
-
 
 class Slot(NamedTuple):
-    """Where a sample is in a microbatch: `row`, columns `start` to `start + length`.
-
-    sample: its index in the list of samples that was batched.
-    """
+    """Where sample number `sample` is in a microbatch: `row`, columns `start` to `start + length`."""
 
     sample: int
     row: int
@@ -375,13 +356,12 @@ class TrainingBatch:
     """All samples of one call, for all ranks.
 
     microbatches: [microbatch][data-parallel rank]; every rank has the same number.
-    num_global_valid_tokens: tokens in the loss.
-    num_measured_tokens: tokens in the loss without those of skipped samples; metrics are means over
-        them.
+    num_global_valid_tokens: tokens in the loss; num_measured_tokens: those without skipped samples,
+        over which metrics are means.
     denominator: these samples' share of the number by which the optimizer step divides gradients,
         see `aggregation_weights`; None if the weights are final.
     num_samples: how many were given. oversize: indices of the samples that did not fit a row.
-    num_skipped: samples left out of the rows because their advantage is 0; denominators count them.
+    num_skipped: samples left out because their advantage is 0; denominators count them.
     """
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
@@ -393,16 +373,19 @@ class TrainingBatch:
     num_skipped: int = 0
 
     @property
+    def of_all_ranks(self) -> list[TrainingMicrobatch]:
+        return [cell for of_ranks in self.microbatches for cell in of_ranks]
+
+    @property
     def slots_per_token(self) -> float:
         """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
-        cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
-        n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
-        return sum(cell.inputs["labels"].numel() for cell in cells) / max(n_tokens, 1)
+        n_tokens = sum(slot.length for cell in self.of_all_ranks for slot in cell.slots)
+        return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
         """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
-        for cell in (cell for of_ranks in self.microbatches for cell in of_ranks):
+        for cell in self.of_all_ranks:
             masks = cell.per_sample(cell.inputs["loss_mask"])
             for sample, advantages in cell.per_sample(cell.inputs["advantages"]).items():
                 in_loss = advantages[masks[sample] != 0]
@@ -433,13 +416,11 @@ class OptimParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
-        if self.betas is not None and len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers, got {self.betas}; (0.9, 0.95) is usual")
-        for i, beta in enumerate(self.betas or (), start=1):
-            if not 0 <= beta < 1:
-                raise ValueError(
-                    f"beta{i} must be at least 0 and below 1, got {beta}; 0.9 and 0.95 are usual"
-                )
+        if self.betas and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            raise ValueError(
+                f"betas must be two numbers of at least 0 and below 1, got {self.betas}; (0.9, 0.95) is "
+                "usual"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {self.max_norm}; inf clips nothing")
 
@@ -448,10 +429,9 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    loss: the weighted sum over all samples. metrics: means, maxima and shares by name; for a policy
-        also the mean and standard deviation of the samples' advantages.
-    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample that
-        did not fit a row. The list is None unless the call set `return_logprobs`.
+    loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
+    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample in no row;
+        None unless the call set `return_logprobs`.
     """
 
     loss: float
@@ -463,9 +443,8 @@ class ForwardBackwardOutput:
 class OptimStepOutput:
     """The result of an optimizer step.
 
-    policy_version: of the weights after the step. grad_norm: before clipping.
-    skipped: True if the norm was not finite and nothing was updated.
-    metrics: "loss", and the metrics of `ForwardBackwardOutput` over all samples of the step.
+    policy_version: of the weights after the step. grad_norm: before clipping. skipped: True if the norm
+        was not finite and nothing was updated. metrics: over all samples of the step, and "loss".
     """
 
     policy_version: int

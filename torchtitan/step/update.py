@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.batch.fillers import forget_counts
+from torchtitan.batch.dummy_microbatches import forget_counts
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -33,11 +33,10 @@ class OptimStepResult:
     skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
         read waits until the device has computed the norm.
 
-    On an accelerator the device skips an update that is not finite, and the host learns of it a step
-    late: the warning and the error, and a ValueError for a `denominator` whose sum is negative or not
-    finite, come with the next `optim_step` before it updates, or with the next `save` or read of
-    `weights_version` if that is earlier. Hooks of the optimizers run in skipped steps, too.
-    With optimizers other than "fused" the host waits for the device instead.
+    On an accelerator with "fused" optimizers the device skips an update that is not finite, and the host
+    learns of it a step late: the warning, the error, and the ValueError for a `denominator` whose sum is
+    negative or not finite come with the next `optim_step`, `save` or read of `weights_version`. Hooks of
+    the optimizers run in skipped steps, too.
     """
 
     grad_norm: Tensor
@@ -58,10 +57,9 @@ class _LateOptimStepResult(OptimStepResult):
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """Says whether one step was skipped, and why.
+    """Whether one step was skipped, and why.
 
-    read: returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits until
-        the device has computed them.
+    read: returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     log_bad_losses: logs this rank's first microbatch whose loss was not finite, if there is one.
     """
 
@@ -78,8 +76,7 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n], on the device. sample_ids: n entries, of each microbatch [rows, 2], or None if
-        unknown, as for a caller's own loss; see `batch.documents.SAMPLE_IDS`."""
+        """losses: [n]. sample_ids: of each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:
@@ -115,8 +112,7 @@ class StepLosses:
 class Update:
     """The optimizer step of a job, and the count of the weights' versions.
 
-    dp_group: the ranks that read different batches; None if there is only one.
-    before_update: called before the weights change.
+    dp_group: the ranks that read different batches. before_update: called before the weights change.
     """
 
     def __init__(
@@ -161,7 +157,7 @@ class Update:
 
     @property
     def weights_version(self) -> int:
-        """The number of changes of the weights. Waits for the verdict on the last step; see `settle`."""
+        """The number of changes of the weights; waits for the verdict on the last step."""
         self.settle()
         return self._version
 
@@ -174,7 +170,7 @@ class Update:
     def prepare_early_step(self, n_microbatches: int) -> None:
         """Wait until backward may update the weights; raises ValueError for a second microbatch.
 
-        n_microbatches: fillers included, so that data-parallel ranks agree.
+        n_microbatches: dummies included, so that data-parallel ranks agree.
         """
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
@@ -203,9 +199,7 @@ class Update:
         denominator: Tensor | float | None,
     ) -> None:
         """Raise ValueError for numbers that would make the weights useless, and for any number after a
-        step that was made in backward.
-
-        Numbers on an accelerator are not checked, because reading them waits for the device.
+        step that was made in backward. Numbers on an accelerator are not read.
         """
         arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
         given = [name for name, value in arguments.items() if value is not None]
@@ -228,12 +222,11 @@ class Update:
     def decide(
         self, number: int, max_norm: float | None, denominator: Tensor | float | None
     ) -> tuple[Tensor, Tensor | bool | None]:
-        """Divide and clip the gradients, and decide whether the step is skipped; see
-        `TrainingEngine.optim_step`. number: of this step, for messages.
+        """Divide and clip the gradients, and decide whether the step is skipped. The step before must be
+        settled. number: of this step, for messages.
 
         Returns the gradients' norm before clipping; and True if the optimizers must not update, as a
         bool on the device if only the device knows, None if every step updates.
-        The step before must be settled.
         """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
@@ -261,7 +254,7 @@ class Update:
         lr: float | None,
         advance_schedule: bool,
     ) -> OptimStepResult:
-        """Update the weights, unless the step is skipped; advance the schedule and zero the gradients.
+        """Update the weights unless the step is skipped, advance the schedule, zero the gradients.
 
         grad_norm, skip: what `decide` returned.
         """
@@ -299,11 +292,8 @@ class Update:
         return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
-        """Raise ValueError if no rank has a gradient and the engine made no backward pass.
-
-        A backward pass may leave no gradients: lists of microbatches may be empty on all ranks, and
-        updates in backward free the gradients.
-        grad_norm: over all ranks, so that all raise. Read only if this rank has no gradient.
+        """Raise ValueError if no rank has a gradient and the engine made no backward pass, which may leave
+        none. grad_norm: over all ranks, so that all raise; read only if this rank has no gradient.
         """
         if self.steps_in_backward or self.had_backward:
             return
@@ -315,9 +305,8 @@ class Update:
             )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
-        """Divide the gradients by the denominators' sum over ranks.
-
-        Returns that sum, an fp64 scalar, if only the device can check it.
+        """Divide the gradients by the denominators' sum over ranks; returns it if only the device can
+        check it, fp64.
         """
         total = torch.as_tensor(denominator).detach().reshape(())
         if self.dp_group is not None:
@@ -342,7 +331,6 @@ class Update:
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        """See `decide`. total: what `_divide_gradients` returned."""
         skip = None
         # Steps in backward have been made already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
@@ -355,9 +343,8 @@ class Update:
         return skip
 
     def settle(self) -> None:
-        """Count, report or raise the verdict on the last step, which is the same on all ranks.
-
-        Waits until the device has computed that step's gradient norm, and not for its update.
+        """Count, report or raise the verdict on the last step, which is the same on all ranks. Waits for
+        the device to compute that step's gradient norm.
         """
         verdict, self._verdict = self._verdict, None
         if verdict is None:
@@ -372,18 +359,19 @@ class Update:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1
         verdict.log_bad_losses()
-        problem = f"step {verdict.step}: the gradient norm is {norm}"
+        problem = (
+            f"step {verdict.step}: the gradient norm is {norm}, {self._skipped_in_a_row} time(s) in a "
+            "row (ranks with a bad loss have logged its microbatch; if there is none, a gradient "
+            "overflowed)"
+        )
         is_too_often = self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW
         if is_too_often or self.training.nonfinite_grad_norm == "stop":
             raise FloatingPointError(
-                f"{problem}, {self._skipped_in_a_row} time(s) in a row (ranks with a bad loss have "
-                "logged its microbatch; if there is none, a gradient overflowed); lower optimizer.lr, "
-                "look at the data of this step, or set training.nonfinite_grad_norm"
+                f"{problem}; lower optimizer.lr, look at the data of this step, or set "
+                "training.nonfinite_grad_norm"
             )
         logger.warning(
-            "%s; weights and optimizer state were left as they are (ranks with a bad loss have "
-            "logged its microbatch; if there is none, a gradient overflowed)",
-            problem,
+            f"{problem}; weights and optimizer state were left as they are",
             extra=event("skipped step", verdict.step),
         )
 

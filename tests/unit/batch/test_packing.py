@@ -8,7 +8,7 @@ import torch
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.batch.fillers import zero_loss
+from torchtitan.batch.dummy_microbatches import zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
 from torchtitan.step import runner as step_runner

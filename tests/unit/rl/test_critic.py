@@ -315,7 +315,7 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
             ["--rl.advantage.std"],
             "without comparing the rewards of a prompt, got rl.advantage.std = True",
         ),
-        (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be 0 to 1, got 1.5"),
+        (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be at most 1, got 1.5"),
         (
             ["--rl.batch.skip_zero_advantage"],
             "learns from all samples, .*got rl.batch.skip_zero_advantage = True",

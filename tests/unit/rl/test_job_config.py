@@ -37,7 +37,7 @@ BAD_VALUES = [
     ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
     (
         {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
-        "rl.redraws = 1 replaces prompts .* always so with one completion",
+        "rl.redraws = 1 compares completions of one prompt",
     ),
     ({"rl__overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
     ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be at least 0"),

@@ -63,7 +63,7 @@ def test_deferred_normalisation_equals_weights_that_knew_the_whole_step(trainer)
     total = trainer._denominator
     found = {name: gradient / total for name, gradient in gradients(trainer).items()}
     torch.testing.assert_close(found, expected, **CLOSE)
-    with pytest.raises(ValueError, match="all have final weights or all leave"):
+    with pytest.raises(ValueError, match="all or none leave the division"):
         trainer.forward_backward(batcher().batch(samples))
 
 

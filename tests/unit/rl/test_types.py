@@ -77,7 +77,7 @@ def test_sample_that_would_count_something_else_is_refused():
 
 @pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
 def test_bad_betas_are_refused_by_name(betas):
-    with pytest.raises(ValueError, match="^beta"):
+    with pytest.raises(ValueError, match="^betas"):
         OptimParams(betas=betas)
 
 
