@@ -1,6 +1,4 @@
-"""Heads that return log-probabilities, entropies and the most probable tokens.
-
-They compute numbers per token from hidden states in place of logits [B, T, V]; see `loss.chunked_logits`.
+"""Heads that return log-probabilities, entropies and the most probable tokens, without whole logits.
 
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
 chunk; m models, r rank of their adapters.
@@ -55,13 +53,11 @@ class TokenLogProbs:
     entropy: also compute the entropy, which takes about a tenth longer.
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
-    compile_backend: compile all but the matrix products with this backend of torch.compile. Then
-        logits are read twice and written once; otherwise each step passes over them in fp32.
+    compile_backend: compile all but the matrix products with this backend of torch.compile.
     exact: compute logits by `numerics.exact`, so that they do not depend on the other tokens.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
-    batch does not have. Temperatures on an accelerator are not checked, because reading them waits
-    for the device.
+    batch does not have. Temperatures on an accelerator are not read.
     """
 
     temperature: float | str | Tensor = 1.0
@@ -99,9 +95,8 @@ class TokenLogProbs:
     ) -> TokenOutputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
-        group: ranks that each hold a part of the vocabulary, in rank order. Then weight is [v, M],
-            h and labels are the same on all of them, the call is collective, and the gradient of h
-            is this rank's summand.
+        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
+            call is collective, and the gradient of h is this rank's summand.
         low_rank: is added to the logits; its rows are sorted by model, and its b is [m, v, r].
         """
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
@@ -142,8 +137,7 @@ class TokenLogProbs:
 class TopTokens(TokenLogProbs):
     """A head: finds the k most probable tokens at each position, without gradients.
 
-    Returns [B, T, 2 k] fp32: k token ids, the most probable token's first, then their log-probs.
-    fp32 holds ids below 2^24 exactly. The vocabulary must have k entries.
+    Returns [B, T, 2 k] fp32: k token ids (below 2^24), the most probable first, then their log-probs.
     """
 
     k: int = 1
@@ -191,9 +185,7 @@ def token_logprobs(
 ) -> TokenOutputs:
     """Return the result of `TokenLogProbs` from existing logits [B, T, V].
 
-    logits: plain, or a DTensor split along V, which stays split: ranks exchange only a few numbers
-        per token. labels: [B, T], plain. Computed in fp32 for any dtype of the logits, without
-        copying all of them.
+    logits: plain, or a DTensor split along V, which stays split; any dtype. labels: [B, T], plain.
     Raises ValueError for a DTensor with another layout.
     """
     head = TokenLogProbs(temperature, entropy)

@@ -1,7 +1,4 @@
-"""Rules between the keys of the `[rl]` sections; the range of a value stands at its field.
-
-See `torchtitan.config.checks` for the form of a rule.
-"""
+"""Rules between the keys of the `[rl]` sections; the range of a value stands at its field."""
 
 import ipaddress
 import os
@@ -67,25 +64,25 @@ def check_not_divided(job_config: JobConfig) -> None:
     """Raise ConfigError if `rl.generator.ranks` is set, for code that does not divide the ranks."""
     if job_config.ranks_apart:
         raise ConfigError(
-            f"rl.generator.ranks = {job_config.ranks_apart} divides the job's ranks before a "
-            "Controller, PolicyTrainer or client is built on them; start with torchtitan.rl.train or "
-            "rl.controller.build_part, or set it to 0"
+            f"rl.generator.ranks = {job_config.ranks_apart} divides the ranks before anything is built on "
+            "them; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
         )
 
 
 def check_gradients_add_up(job_config: BaseJobConfig) -> None:
     """Raise ConfigError if gradients are not summed over ranks and over backward passes."""
     reduction = job_config.training.gradient_reduction
-    if reduction != "sum":
+    if reduction != "sum" or job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "in RL gradients of all ranks are added up, because a token's weight is its share of all "
-            f"ranks' tokens, got training.gradient_reduction = {reduction!r}; set it to 'sum'"
+            "RL adds gradients up over ranks and until optim_step, got training.gradient_reduction = "
+            f"{reduction!r} and optimizer.early_step_in_backward = "
+            f"{job_config.optimizer.early_step_in_backward}; set them to 'sum' and false"
         )
-    if job_config.optimizer.early_step_in_backward:
-        raise ConfigError(
-            "in RL gradients add up until optim_step, got optimizer.early_step_in_backward = true, "
-            "which updates weights in every backward pass; set it to false"
-        )
+
+
+def _at_most(key: str, value: int, limit_key: str, limit: int) -> Iterator[str]:
+    if value > limit:
+        yield f"{key} must be at most {limit_key} = {limit}, got {value}; lower it"
 
 
 # ---- the server ----
@@ -97,8 +94,6 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
         ipaddress.ip_address(serve.host)
     except ValueError:
         yield f"rl.serve.host must be an IP address, got {serve.host!r}; 127.0.0.1 is this machine"
-    if not serve.base_model:
-        yield "rl.serve.base_model must be a name, got ''; the default is 'policy'"
     if wrong := [name for name in serve.names if not re.fullmatch(r"[a-z0-9._-]+", name)]:
         yield (
             f"rl.serve.names must be host names in lower case, without ports, got {wrong[0]!r}; "
@@ -109,8 +104,8 @@ def _serve(job_config: JobConfig) -> Iterator[str]:
     for key in (*(f"generator.{name}" for name in of_loop), "async_steps"):
         if value := value_of(job_config.rl, key):
             yield (
-                f"rl.{key} is for the loop of torchtitan.rl.train, got {value}; turn it off, because "
-                "clients of a server choose the order of their requests"
+                f"rl.{key} is for the loop of torchtitan.rl.train, and clients of a server choose the order "
+                f"of their requests, got {value}; turn it off"
             )
 
 
@@ -140,21 +135,17 @@ def api_key(serve: RLServe) -> str:
 def _loss(job_config: JobConfig) -> Iterator[str]:
     loss, cp = job_config.rl.loss, job_config.parallelism.context_parallel_degree
     if job_config.model.value_head:
-        yield (
-            "RL trains a policy, whose outputs are logits of tokens, got model.value_head = True; set "
-            "it to false: rl.advantage.name = 'gae' adds a critic"
-        )
+        yield "RL trains a model with logits, got model.value_head = True; rl.advantage.name = 'gae' adds one"
     modes = [loss.agg_mode, job_config.rl.critic.agg_mode or loss.agg_mode]
     if bool(loss.norm) != ("seq-mean-token-sum-norm" in modes):
         yield (
-            f"rl.loss.norm = {loss.norm} is read by agg_mode = 'seq-mean-token-sum-norm' only, which "
-            f"divides by the constant rl.loss.norm above 0, got {loss.agg_mode!r}; set both or neither, "
-            f"the norm for instance to rl.sampling.max_tokens = {job_config.rl.sampling.max_tokens}"
+            f"rl.loss.norm = {loss.norm} is read by agg_mode 'seq-mean-token-sum-norm' only, which divides by "
+            f"it, got {loss.agg_mode!r}; set both or neither, norm to rl.sampling.max_tokens for instance"
         )
     if loss.count_empty and all(mode.startswith("token") for mode in modes):
         yield (
-            f"rl.loss.count_empty is read by agg_modes of sequences and prompts only, got "
-            f"{loss.agg_mode!r}; take count_empty out, or choose another agg_mode"
+            f"rl.loss.count_empty is read by agg_modes of sequences and prompts, got {loss.agg_mode!r}; take "
+            "it out, or choose another agg_mode"
         )
     yield from problem_in(loss_from_config, loss)
     yield from problem_in(check_context_parallel, loss_from_config(loss), cp)
@@ -163,11 +154,8 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
 def _rows(job_config: JobConfig) -> Iterator[str]:
     batch, loss, training = job_config.rl.batch, job_config.rl.loss, job_config.training
     seq_len, limit = batch_seq_len(job_config), batch.max_tokens_per_microbatch
-    if seq_len > training.seq_len:
-        yield (
-            f"rl.batch.seq_len must not be above training.seq_len, which sets how many positions "
-            f"the model knows, got {seq_len} with {training.seq_len}; raise training.seq_len"
-        )
+    # The model knows as many positions.
+    yield from _at_most("rl.batch.seq_len", seq_len, "training.seq_len", training.seq_len)
     yield from divides("rl.batch.pad_multiple", batch.pad_multiple, "the row length", seq_len)
     if limit is not None:
         yield from clash(
@@ -175,11 +163,8 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
             "sets the rows of a microbatch",
             {"rl.batch.local_batch_size": batch.local_batch_size},
         )
-        if limit < seq_len:
-            yield (
-                f"rl.batch.max_tokens_per_microbatch must hold a row of {seq_len} tokens, got {limit}; "
-                "raise it, or lower rl.batch.seq_len"
-            )
+        key = "rl.batch.max_tokens_per_microbatch"
+        yield from _at_most("the tokens of a row, rl.batch.seq_len,", seq_len, key, limit)
     if batch.skip_zero_advantage:
         yield from clash(
             "rl.batch.skip_zero_advantage",
@@ -188,15 +173,14 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         )
     if batch.packing and not reads_positions(job_config.model.attn_mask_type):
         yield (
-            "rl.batch.packing keeps the samples of a row apart by their positions, got "
-            f"model.attn_mask_type = {job_config.model.attn_mask_type!r}; set it to "
-            "'position_block_causal' with model.attn_type = 'flex' or 'varlen', or turn packing off"
+            f"rl.batch.packing needs positions, got model.attn_mask_type = {job_config.model.attn_mask_type!r}"
+            "; set it to 'position_block_causal' with model.attn_type 'flex' or 'varlen'"
         )
 
 
 def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
     """Rules for the config; `models.exact.use_exact` checks the model."""
-    generator, layout = job_config.rl.generator, job_config.parallelism
+    generator = job_config.rl.generator
     if not generator.exact:
         return
     yield from clash(
@@ -208,15 +192,15 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.in_flight": generator.in_flight,
             "rl.generator.rescore": generator.rescore,
             "compile.enable": job_config.compile.enable,
-            "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree - 1,
-            "parallelism.context_parallel_degree": layout.context_parallel_degree - 1,
+            **{
+                f"parallelism.{name}": degree
+                for name in ("tensor_parallel_degree", "context_parallel_degree")
+                if (degree := getattr(job_config.parallelism, name)) > 1
+            },
         },
     )
     if (device := get_device_type()) != "cpu":
-        yield (
-            f"rl.generator.exact is for CPUs, got a job on {device!r}; turn it off, and bound the "
-            "difference with rl.loss.correction"
-        )
+        yield f"rl.generator.exact is for CPUs, got a job on {device!r}; take rl.loss.correction instead"
 
 
 # ---- the loop ----
@@ -234,23 +218,21 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,
     }
-    for setting, is_on in compares.items():
-        if is_on and rl.num_samples_per_prompt < 2:
+    if rl.num_samples_per_prompt < 2:
+        for setting in (
+            setting for setting, compares_completions in compares.items() if compares_completions
+        ):
             yield (
                 f"{setting} compares completions of one prompt, got rl.num_samples_per_prompt = "
                 f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
                 "'gae' and rl.redraws to 0"
             )
-    if rl.minibatches > rl.num_prompts_per_step:
-        yield (
-            f"rl.minibatches must be at most rl.num_prompts_per_step = {rl.num_prompts_per_step}, "
-            f"because each holds whole prompts, got {rl.minibatches}; lower it"
-        )
+    prompts = rl.num_prompts_per_step  # each part has whole prompts
+    yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
         yield (
-            f"rl.loss.name = {rl.loss.name!r} reads no rewards, so nothing would be reinforced; "
-            "take 'grpo', or pass this loss to PolicyTrainer.forward_backward with batches of your "
-            "own"
+            f"rl.loss.name = {rl.loss.name!r} reads no rewards; take 'grpo', or pass this loss to "
+            "PolicyTrainer.forward_backward with batches of your own"
         )
 
 
@@ -273,41 +255,34 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
     if path and not os.path.isdir(path):
         yield (
             f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
-            f"{os.getcwd()}); correct the path, or leave it out to begin with the policy's weights"
+            f"{os.getcwd()}); correct the path"
         )
-    if rl.critic.warmup_steps >= steps:
-        yield (
-            f"rl.critic.warmup_steps must leave steps in which the policy learns, got "
-            f"{rl.critic.warmup_steps} with training.steps = {steps}; lower it"
-        )
+    warmup_steps = rl.critic.warmup_steps  # then the policy learns
+    yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
 
 
 def _task(job_config: JobConfig) -> Iterator[str]:
     task = job_config.rl.task
     yield from problem_in(task_builder, task.name)
-    if task.name == "sum_digits" and task.num_min > task.num_max:
-        yield (
-            f"rl.task.num_min must be at least 1 and at most {task.num_max} (rl.task.num_max), got "
-            f"{task.num_min}; choose another number"
-        )
+    if task.name == "sum_digits":
+        yield from _at_most("rl.task.num_min", task.num_min, "rl.task.num_max", task.num_max)
     if task.name != "jsonl":
         return
     for key, content in {
         "path": "one JSON object per line",
+        "eval_path": "one JSON object per line",
         "chat_template": "a Jinja template",
     }.items():
-        if getattr(task, key) or key == "path":
+        if key == "path" or getattr(task, key):
             yield from is_file(f"rl.task.{key}", getattr(task, key), f" with {content}")
-    if task.eval_path:
-        yield from is_file("rl.task.eval_path", task.eval_path, " with one JSON object per line")
     yield from problem_in(find_function, task.reward_fn)
     yield from problem_in(chat_variables, task)
     for name in task.tools:
         yield from problem_in(find_function, name, "rl.task.tools")
     if task.tools and task.max_turns == 1:
         yield (
-            f"rl.task.tools = {task.tools} return results to the policy, which needs another turn to "
-            "read them, got rl.task.max_turns = 1; raise it"
+            f"rl.task.tools = {task.tools} return results, which the policy needs another turn to read, got "
+            "rl.task.max_turns = 1; raise it"
         )
 
 
@@ -317,25 +292,18 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
     for key, keeps_all in (("top_p", 1.0), ("top_k", 0)):
         if getattr(sampling, key) != keeps_all:
             yield (
-                f"rl.sampling.{key} must be {keeps_all} in training, because the trainer scores "
-                f"tokens over the whole vocabulary and not over the kept tokens, got "
-                f"{getattr(sampling, key)}; lower rl.sampling.temperature instead"
+                f"rl.sampling.{key} must be {keeps_all} in training, because the trainer scores all tokens "
+                f"of the vocabulary, got {getattr(sampling, key)}; lower rl.sampling.temperature instead"
             )
-    if job_config.rl.overlong_tokens > sampling.max_tokens:
-        yield (
-            f"rl.overlong_tokens must be at most rl.sampling.max_tokens = {sampling.max_tokens}, got "
-            f"{job_config.rl.overlong_tokens}; lower it"
-        )
     if "" in sampling.stop_strings or min(sampling.stop_token_ids, default=0) < 0:
         yield (
             "rl.sampling.stop_strings must not be empty and stop_token_ids not negative, got "
             f"{sampling.stop_strings} and {sampling.stop_token_ids}; take these out"
         )
-    if sampling.max_tokens >= seq_len:
-        yield (
-            f"rl.sampling.max_tokens must leave room for the prompt in rows of {seq_len} tokens, "
-            f"got {sampling.max_tokens}; lower it, or raise training.seq_len"
-        )
+    n, key = sampling.max_tokens, "rl.sampling.max_tokens"
+    yield from _at_most("rl.overlong_tokens", job_config.rl.overlong_tokens, key, n)
+    # A row holds the prompt, too.
+    yield from _at_most(key, n, "the row length - 1", seq_len - 1)
 
 
 # ---- the generator ----
@@ -366,11 +334,10 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     agrees = rl.redraws > 0 or rl.task.max_turns > 1
     if generator.tensor_parallel_degree > 1 and agrees and rl.async_steps and not generator.ranks:
         yield (
-            "ranks that split one copy of a generator have to exchange redraws and replies, and would do "
-            "so on a thread, in the process group that the trainer is using, got rl.redraws = "
-            f"{rl.redraws}, rl.task.max_turns = {rl.task.max_turns}, rl.async_steps = {rl.async_steps} "
-            f"and rl.generator.tensor_parallel_degree = {generator.tensor_parallel_degree}; set "
-            "rl.generator.ranks, or the other keys to their defaults"
+            "ranks that split one copy of a generator have to exchange redraws and replies, in the process "
+            f"group that the trainer is using, got rl.redraws = {rl.redraws}, rl.task.max_turns = "
+            f"{rl.task.max_turns}, rl.async_steps = {rl.async_steps} and rl.generator.tensor_parallel_degree"
+            f" = {generator.tensor_parallel_degree}; set rl.generator.ranks, or these to their defaults"
         )
     if generator.ranks:
         yield from clash(
@@ -384,10 +351,9 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
     takes_changes = generator.ranks or generator.weight_transfer == "gloo"
     if rl.weight_sync.delta and (generator.adapters or not takes_changes):
         yield (
-            "rl.weight_sync.delta sends the changes of whole weights to rl.generator.ranks, or to a "
-            "vLLM server with rl.generator.weight_transfer = 'gloo', got rl.generator.ranks = "
-            f"{generator.ranks}, weight_transfer = {generator.weight_transfer!r} and adapters = "
-            f"{generator.adapters}; set one of them, or turn delta off"
+            "rl.weight_sync.delta sends changes of whole weights to rl.generator.ranks or by "
+            f"weight_transfer = 'gloo', got rl.generator.ranks = {generator.ranks}, weight_transfer = "
+            f"{generator.weight_transfer!r} and adapters = {generator.adapters}; set one, or turn delta off"
         )
 
 
@@ -409,9 +375,9 @@ def _server(rl: RL) -> Iterator[str]:
         yield "rl.generator.model must be the model's name on the server, got ''; set it"
     if generator.ranks > 1 or (rl.async_steps and not generator.ranks):
         yield (
-            f"rl.generator.backend = 'openai' has one server, whose weights a rank must not update "
-            f"while another rank draws, got rl.generator.ranks = {generator.ranks} and rl.async_steps "
-            f"= {rl.async_steps}; set rl.generator.ranks to 1, or both to 0"
+            "rl.generator.backend = 'openai' has one server, which must not take weights while a rank draws, "
+            f"got rl.generator.ranks = {generator.ranks} and rl.async_steps = {rl.async_steps}; set "
+            "rl.generator.ranks to 1, or both to 0"
         )
 
 
@@ -421,7 +387,7 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
     if "lora" not in job_config.model.converters:
         yield (
             "rl.generator.adapters sends the adapters of the converter 'lora', got model.converters = "
-            f"{job_config.model.converters}; add it, or turn adapters off"
+            f"{job_config.model.converters}; add it"
         )
     yield from clash(
         "rl.generator.adapters",
@@ -438,10 +404,9 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
     is_same = os.path.realpath(checkpoint.initial_load_path or own) == os.path.realpath(own)
     if generator.backend == "vllm" and not (checkpoint.initial_load_in_hf and is_same):
         yield (
-            f"rl.generator.adapters has vLLM read the base from model.hf_assets_path = {own!r}, got "
+            f"rl.generator.adapters has vLLM read the base from {own!r} (model.hf_assets_path), got "
             f"checkpoint.initial_load_in_hf = {checkpoint.initial_load_in_hf} and "
-            f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r}; train from that folder, "
-            "too"
+            f"initial_load_path = {checkpoint.initial_load_path!r}; train from that folder, too"
         )
 
 

@@ -139,16 +139,12 @@ def test_one_row_of_lengths_may_be_flat():
         ("seq_lens", [1, 2, 3], r"row for each of the 2 of its 'input', got shape \(3,\)"),
         ("seq_lens", [[1, 2]], r"got shape \(1, 2\); give each row its documents"),
         ("cu_seqlens", [[0, 3, 6]], r"row for each of the 2 .*got shape \(1, 3\)"),
-        ("seq_lens", [[1, 2], [2, 2]], "add up to 3 tokens at most, got 4"),
-        ("cu_seqlens", [[0, 1, 3], [0, 2, 5]], "add up to 3 tokens at most, got 5"),
-        ("cu_seqlens", [0, 3, 7], "add up to 6 tokens at most, got 7"),
-        ("seq_lens", [[3, -1], [2, 1]], "must not be negative, .* got a step of -1 and a beg"),
-        (
-            "cu_seqlens",
-            [[0, 3, 0], [0, 2, 3]],
-            "go up from 0, got a step of -3 and a beginning at 0",
-        ),
-        ("cu_seqlens", [2, 3, 6], "go up from 0, got .* a beginning at 2; fill rows"),
+        ("seq_lens", [[1, 2], [2, 2]], "to 3 tokens at most, got 0 to 4"),
+        ("cu_seqlens", [[0, 1, 3], [0, 2, 5]], "to 3 tokens at most, got 0 to 5"),
+        ("cu_seqlens", [0, 3, 7], "to 6 tokens at most, got 0 to 7"),
+        ("seq_lens", [[3, -1], [2, 1]], "must not be negative, .* with a step of -1;"),
+        ("cu_seqlens", [[0, 3, 0], [0, 2, 3]], "must go up .* with a step of -3"),
+        ("cu_seqlens", [2, 3, 6], "go up from 0 .* got 2 to 6"),
     ],
 )
 def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):

@@ -320,7 +320,7 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
             ["--rl.batch.skip_zero_advantage"],
             "learns from all samples, .*got rl.batch.skip_zero_advantage = True",
         ),
-        (["--rl.critic.warmup_steps=8"], "got 8 with training.steps = 8"),
+        (["--rl.critic.warmup_steps=8"], "at most training.steps - 1 = 7, got 8"),
         (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
         (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be at least 0"),
         (
