@@ -56,20 +56,16 @@ _LENGTHS = ("seq_lens", "cu_seqlens")
 class TokenBatch:
     """Rows of tokens, with their labels and the caller's other entries.
 
-    tokens: [B, T]. labels: [B, T], or None.
     document_ids: [B, T] int32, padding -1; None if documents are not kept apart, or if the batch
         has masks instead. See `DocumentPolicy.token_batch`.
-    entries: the caller's other entries, positions and boundaries of documents among them.
-    sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
-    has_checked_ids: tokens, labels and experts are known to be in the model's ranges.
     """
 
-    tokens: Tensor
-    labels: Tensor | None = None
+    tokens: Tensor  # [B, T]
+    labels: Tensor | None = None  # [B, T]
     document_ids: Tensor | None = None
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sample_ids: Tensor | None = None
-    has_checked_ids: bool = False
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # positions among them
+    sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
+    has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:

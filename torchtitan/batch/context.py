@@ -85,23 +85,23 @@ class ContextSharding:
         self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
     ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
         """Return the arguments for this rank's tokens; masks and positions are moved to `extra_kwargs`."""
-        extra_inputs = dict(extra_inputs)
-        for key in ("positions", "attention_masks"):
-            if key in extra_inputs:
-                extra_kwargs = {**extra_kwargs, key: extra_inputs.pop(key)}
-        own, masks = cp_shard(
+        names = extra_inputs.keys() & {"positions", "attention_masks"}
+        own, own_labels, kwargs = prepare_context_parallel_input(
+            inputs,
+            labels,
+            {**extra_kwargs, **{name: extra_inputs[name] for name in names}},
             self.mesh,
-            (inputs,) if labels is None else (inputs, labels),
-            extra_kwargs.get("attention_masks"),
+            inputs.device,
             self.load_balancer,
-            rotate_method=self.rotate_method,
+            self.rotate_method,
         )
-        positions = positions_of_rank(masks, extra_kwargs.get("positions"), own[0].shape[1])
+        masks = kwargs["attention_masks"]
+        kwargs["positions"] = positions_of_rank(masks, kwargs.get("positions"), own.shape[1])
         shards = shards_of(masks)
         assert shards is not None, "masks from cp_shard know their shards"
-        own_entries = shard_batch(TokenBatch(inputs, entries=extra_inputs), shards).entries
-        extra_kwargs = {**extra_kwargs, "attention_masks": masks, "positions": positions}
-        return own[0], None if labels is None else own[1], dict(own_entries), extra_kwargs
+        others = {name: x for name, x in extra_inputs.items() if name not in names}
+        entries = shard_batch(TokenBatch(inputs, entries=others), shards).entries
+        return own, own_labels, dict(entries), kwargs
 
 
 def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:

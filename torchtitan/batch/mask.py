@@ -38,20 +38,16 @@ class DocumentMask:
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
         of its own. None for a client's mask, of which only `lowered` is known, and for plain causal rows.
-    window: a query sees itself and the window - 1 tokens before it.
-    rows_are_documents: each row is one document: `starts` are zeros.
-    lengths: the documents' cumulative lengths, for varlen and for the CPU's kernel for flex.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
         (sdpa).
-    part: set if this rank holds only some tokens of the rows.
     """
 
     starts: Tensor | None = None
-    window: int | None = None
-    rows_are_documents: bool = False
-    lengths: VarlenMetadata | None = None
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    rows_are_documents: bool = False  # `starts` are zeros
+    lengths: VarlenMetadata | None = None  # for varlen, and for the CPU's kernel for flex
     lowered: Any = None
-    part: ContextPart | None = None
+    part: ContextPart | None = None  # if this rank holds only some tokens of the rows
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":

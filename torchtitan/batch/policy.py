@@ -23,21 +23,17 @@ from torchtitan.tools.logging import already_said, saying_once_per
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-    """Reads where documents begin, masks labels and counts the pairs that attention works on.
+    """Reads where documents begin, masks labels and counts the pairs that attention works on."""
 
-    attn_type: for "sdpa" no mask is made from document boundaries.
-    attn_mask_type: "causal" keeps no documents apart.
-    eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
-    tokenizer: for clients' models that make their own masks. said: warnings that are not repeated.
-    """
-
-    attn_type: str
-    attn_mask_type: str
-    eos_id: int | None
+    attn_type: str  # for "sdpa" no mask is made from document boundaries
+    attn_mask_type: str  # "causal" keeps no documents apart
+    eos_id: int | None  # the end-of-text token
     restart_positions: bool
     mask_boundary_loss: bool
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # None for a model without a vocabulary
+    # For clients' models that make their own masks.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
+    # Warnings that are not repeated.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod

@@ -8,13 +8,14 @@ Under tensor parallelism each rank computes its vocabulary entries, and ranks ex
 per token once. A chunk may have tokens of several models, each with adapters of its own; a model's tokens
 are cut into chunks as if it was alone.
 
-B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
-chunk, N tokens in all chunks; m models, r rank of their adapters.
+`head` has `temperature` (a number, or [N, 1]), `product` ((x, weight, bias) -> logits), `chunk_tokens` and
+`compile_backend`. B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
+tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,19 +27,6 @@ from torchtitan.distributed.collectives import OPS
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank, add_products, gradients_of_products
 from torchtitan.tools.torch_parts import assert_on_device
-
-
-class Head(Protocol):
-    """The settings of a head. product: (x, weight, bias) -> logits. temperature: a number, or [N, 1]."""
-
-    @property
-    def temperature(self) -> Any: ...
-    @property
-    def product(self) -> Callable[..., Tensor]: ...
-    @property
-    def chunk_tokens(self) -> int | None: ...
-    @property
-    def compile_backend(self) -> str | None: ...
 
 
 class Operands(NamedTuple):
@@ -266,7 +254,7 @@ class _Gradients:
         return sums
 
 
-def chunks_of(x: Tensor, head: Head, call: Call) -> list[Chunk]:
+def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32, on which accelerators would spend much
     # time if chunks were small. Compiled code stores logits in 16 bits only.
     default = 4096 if head.compile_backend is None else 8192
@@ -284,7 +272,7 @@ def chunks_of(x: Tensor, head: Head, call: Call) -> list[Chunk]:
 
 
 def logits_of(
-    operands: Operands, head: Head, call: Call, chunk: Chunk
+    operands: Operands, head: Any, call: Call, chunk: Chunk
 ) -> tuple[Tensor, float | Tensor, list[Tensor]]:
     """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
 

@@ -50,18 +50,17 @@ class TokenLogProbs:
 
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
-    entropy: also compute the entropy, which takes about a tenth longer.
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile.
-    exact: compute logits by `numerics.exact`, so that they do not depend on the other tokens.
+    exact: batch-invariant logits, see `numerics.exact`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not read.
     """
 
     temperature: float | str | Tensor = 1.0
-    entropy: bool = False
+    entropy: bool = False  # also compute the entropy, which takes about a tenth longer
     chunk_tokens: int | None = None
     compile_backend: str | None = None
     exact: bool = False
@@ -78,8 +77,8 @@ class TokenLogProbs:
         values = batch.get(self.temperature)
         if not isinstance(values, Tensor):
             raise ValueError(
-                f"TokenLogProbs.temperature = {self.temperature!r} must name an entry of the batch, "
-                f"which has {sorted(batch)}; add a tensor [B] or [B, T] with that name"
+                f"TokenLogProbs.temperature = {self.temperature!r} must name a tensor [B] or [B, T] of the "
+                f"batch, which has {sorted(batch)}; add it"
             )
         return replace(self, temperature=values)
 
@@ -112,8 +111,8 @@ class TokenLogProbs:
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(
-                f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which "
-                "only the engine's steps look up; give a tensor [B] or [B, T]"
+                f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which only the "
+                "engine's steps look up; give a tensor [B] or [B, T]"
             )
         if not isinstance(temperature, Tensor):
             return self
@@ -125,7 +124,7 @@ class TokenLogProbs:
         if temperature.dim() == 1:
             temperature = temperature[:, None].expand(labels.shape)
         temperature = temperature.to(labels.device, torch.float32)
-        # Padding may have temperature 0, and dividing by it would put nan into the gradient.
+        # Padding may have temperature 0, which would put nan into the gradient.
         is_padding = (labels == IGNORE_INDEX) & (temperature == 0)
         temperature = temperature.masked_fill(is_padding, 1).reshape(-1, 1)
         if temperature.device.type == "cpu" and temperature.numel():

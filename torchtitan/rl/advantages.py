@@ -114,12 +114,11 @@ class GAE:
 class OverlongPenalty:
     """The penalty for completions near the length limit (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    0 up to max_tokens - num_tokens tokens; from there it grows linearly to `largest` at max_tokens.
-    num_tokens: 0 turns it off.
+    From max_tokens - num_tokens tokens on it grows linearly, up to `largest` at max_tokens.
     """
 
     max_tokens: int
-    num_tokens: int = 0
+    num_tokens: int = 0  # 0 turns it off
     largest: float = 1.0
 
     def __call__(self, length: int) -> float:

@@ -32,32 +32,26 @@ _LEAST_FILLED = 0.8
 class Batcher:
     """Puts samples into rows, and deals the rows to microbatches and data-parallel ranks.
 
-    dp_size: data-parallel ranks. All get the same number of microbatches, of the same shapes [B, T].
-    seq_len: the largest T; longer samples are left out. rows: the largest B. max_tokens: the largest
-        B * T, in place of `rows`.
-    packing: put several samples into a row; otherwise each has its own row, padded on the right.
-    bucketing: rows of similar length share a microbatch with a T of its own; long rows come first.
-        Otherwise all microbatches have one shape.
-    pad_multiple: T is the longest row's length, rounded up to a multiple of this.
-    skip_zero_advantage: leave out samples whose advantages are all 0; denominators still count them.
-    scores_masked: keep labels outside the loss, for callers that read their log-probs.
-    agg_mode, norm, count_empty: as in `aggregation_weights`.
-    deferred: leave the division by the step's denominator to the caller; see `TrainingBatch`.
+    All ranks get the same number of microbatches, of the same shapes [B, T].
     """
 
-    dp_size: int = 1
-    seq_len: int = 2048
-    rows: int = 8
-    max_tokens: int | None = None
-    packing: bool = False
+    dp_size: int = 1  # data-parallel ranks
+    seq_len: int = 2048  # the largest T; longer samples are left out
+    rows: int = 8  # the largest B
+    max_tokens: int | None = None  # the largest B * T, in place of `rows`
+    packing: bool = False  # several samples in a row; otherwise each has its own row
+    # Rows of similar length share a microbatch with a T of its own; long rows come first. Otherwise all
+    # microbatches have one shape.
     bucketing: bool = False
-    pad_multiple: int = 1
-    skip_zero_advantage: bool = False
-    scores_masked: bool = False
-    agg_mode: str = "token-mean"
+    pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
+    skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
+    scores_masked: bool = (
+        False  # keep labels outside the loss, for callers that read their log-probs
+    )
+    agg_mode: str = "token-mean"  # this and the next two as in `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
-    deferred: bool = False
+    deferred: bool = False  # leave the division by the denominator to the step; see `TrainingBatch`
 
     @classmethod
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":

@@ -15,7 +15,6 @@ B rows, T slots per row, see `torchtitan.rl.types`.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,38 +24,22 @@ from torchtitan.rl.types import LossInputs
 CORRECTIONS = ("none", "token", "sequence")
 
 
-class Corrected(NamedTuple):
-    """weights: [B, T] factors of the policy loss. is_masked: [B, T] bool, True for tokens to leave
-    out of all terms. metrics: sums and counts by name, as in `LossOutput`.
-    """
-
-    weights: Tensor
-    is_masked: Tensor
-    metrics: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class ImportanceCorrection:
     """Weights and masks by the ratio of the trainer's old policy to the generator's.
 
-    cap: the largest weight, at least 1. max_token: tokens are masked if |m| is above it, in nats.
-    max_sequence: sequences are masked if |the mean of m over the tokens in the loss|, masked tokens
-        included, is above it, in nats. Raises ValueError for values out of range.
+    Raises ValueError for values out of range.
     """
 
     weighting: str = "none"
-    cap: float = 2.0
-    max_token: float = math.inf
+    cap: float = 2.0  # the largest weight, at least 1
+    max_token: float = math.inf  # tokens are masked if |m| is above it, in nats
+    # Sequences are masked if |the mean of m over the tokens in the loss| is above it, in nats.
     max_sequence: float = math.inf
 
     def __post_init__(self) -> None:
         for key, value, is_allowed, rule in (
-            (
-                "correction",
-                self.weighting,
-                self.weighting in CORRECTIONS,
-                f"one of {', '.join(CORRECTIONS)}",
-            ),
+            ("correction", self.weighting, self.weighting in CORRECTIONS, f"one of {CORRECTIONS}"),
             ("correction_cap", self.cap, 1 <= self.cap < math.inf, "at least 1 and finite"),
             ("max_token_mismatch", self.max_token, self.max_token > 0, "above 0 nats"),
             ("max_sequence_mismatch", self.max_sequence, self.max_sequence > 0, "above 0 nats"),
@@ -92,8 +75,14 @@ class ImportanceCorrection:
         return tuple(name for name, is_measured in names.items() if is_measured)
 
     @torch.no_grad()
-    def __call__(self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float) -> Corrected:
-        """old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow."""
+    def __call__(
+        self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return (factors of the policy loss [B, T], True for tokens to leave out of all terms [B, T],
+        sums and counts by name as in `LossOutput`).
+
+        old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow.
+        """
         in_loss = batch["loss_mask"] != 0
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
         is_masked = m.abs() > self.max_token
@@ -115,7 +104,7 @@ class ImportanceCorrection:
             weights = of_weight.clamp(-max_log_ratio, largest).exp()
             measured["correction_mean"] = (weights * in_loss).sum()
             measured["correction_truncated_frac"] = (of_weight > math.log(self.cap)).sum()
-        return Corrected(weights, is_masked, {k: measured[k] for k in self.metric_names})
+        return weights, is_masked, {name: measured[name] for name in self.metric_names}
 
 
 def sequence_sums(

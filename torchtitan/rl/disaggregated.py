@@ -59,14 +59,11 @@ _CPU = torch.device("cpu")
 
 
 class Role(NamedTuple):
-    """This rank's role: it generates, or trains. link: None on all trainer ranks but rank 0.
+    """This rank's role."""
 
-    first_generator: number of the first generating rank in the whole job.
-    """
-
-    generates: bool
-    link: "Link | None"
-    first_generator: int
+    generates: bool  # or trains
+    link: "Link | None"  # None on all trainer ranks but rank 0
+    first_generator: int  # number of the first generating rank in the whole job
 
 
 def join_role(job_config: JobConfig) -> Role:

@@ -47,23 +47,18 @@ class PolicyLoss(ABC):
     """Per-token losses of one kind, reduced to the sum over tokens of
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
-    has_generator: the loss reads the generator's log-probs. token_metrics: those of `per_token`.
-    max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
-    correction, correction_cap, max_token_mismatch, max_sequence_mismatch: the `weighting`, `cap`,
-        `max_token` and `max_sequence` of `ImportanceCorrection`. Masked tokens are left out of all terms
-        but not out of the denominators. Without `old_logprobs` the trained policy stands in for the
-        policy when the step began, which is the same in the first update.
-    kl_coef, kl_type: weight and estimator (`kl_divergence`) of the divergence from `ref_logprobs`.
+    A masked token is left out of all terms but not out of the denominators. Without `old_logprobs` the
+    trained policy stands in for the policy when the step began, which is the same in the first update.
     """
 
-    has_generator: ClassVar[bool] = True
-    token_metrics: ClassVar[tuple[str, ...]] = ()
+    has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
+    token_metrics: ClassVar[tuple[str, ...]] = ()  # of `per_token`
 
-    max_log_ratio: float = 10.0
-    kl_coef: float = 0.0
-    kl_type: str = "k3"
+    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, for exp
+    kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
+    kl_type: str = "k3"  # its estimator, see `kl_divergence`
     entropy_coef: float = 0.0
-    correction: str = "none"
+    correction: str = "none"  # this and the following are the fields of `ImportanceCorrection`
     correction_cap: float = 2.0
     max_token_mismatch: float = math.inf
     max_sequence_mismatch: float = math.inf
@@ -135,10 +130,10 @@ class PolicyLoss(ABC):
         metrics: dict[str, Tensor] = {}
         if self.guard.is_on:
             old = _old_logprobs(logprobs, batch)
-            corrected = self.guard(old, batch, self.max_log_ratio)
-            losses = losses * corrected.weights
-            weights = weights.masked_fill(corrected.is_masked, 0)
-            metrics |= corrected.metrics
+            factors, is_masked, measured_by_guard = self.guard(old, batch, self.max_log_ratio)
+            losses = losses * factors
+            weights = weights.masked_fill(is_masked, 0)
+            metrics |= measured_by_guard
         metrics["policy_loss"] = loss = weighted_sum(losses, weights)
         with torch.no_grad():
             metrics |= {name: weighted_sum(values, mask) for name, values in measured.items()}

@@ -27,26 +27,16 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings for drawing tokens.
+    """Settings for drawing tokens."""
 
-    temperature: divides the logits; 0 takes the most probable token.
-    top_p: draw from the most probable tokens whose total probability reaches it; 1 keeps all.
-    top_k: draw from this many of the most probable tokens; 0 keeps all.
-    max_tokens: the length limit of a completion.
-    stop_token_ids: each of these ends a completion, and is part of it.
-    stop_strings: a completion also ends with the token that completes one of these texts.
-    decode: token ids -> text, in which `stop_strings` are searched.
-    seed: of the draws; None continues the generator's own random stream.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    decode: Callable[[list[int]], str] | None = None
-    seed: int | None = None
+    temperature: float = 1.0  # divides the logits; 0 takes the most probable token
+    top_p: float = 1.0  # draw from the most probable tokens whose total reaches it; 1 keeps all
+    top_k: int = 0  # draw from this many of the most probable tokens; 0 keeps all
+    max_tokens: int = 16  # the length limit of a completion
+    stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
+    stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these texts
+    decode: Callable[[list[int]], str] | None = None  # to the text that is searched for them
+    seed: int | None = None  # None continues the generator's own random stream
 
     def __post_init__(self) -> None:
         if self.stop_strings and (self.decode is None or "" in self.stop_strings):
@@ -95,22 +85,18 @@ class SamplingConfig:
 class Completion:
     """The tokens that a generator drew after one prompt.
 
-    token_ids: the new tokens, a stop token included.
     token_logprobs: under the distribution that each token was drawn from: after the temperature, and
-        renormalised over the tokens that top_p and top_k kept.
-    policy_version: version of the oldest weights that drew a token.
-    token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
-    token_versions: version of the weights that drew each token; None if all are `policy_version`.
+        renormalised over the tokens that top_p and top_k kept, whose probability is `token_kept_mass`.
     routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
         tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # a stop token included
     token_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int
-    token_kept_mass: tuple[float, ...] | None = None
-    token_versions: tuple[int, ...] | None = None
+    policy_version: int  # of the oldest weights that drew a token
+    token_kept_mass: tuple[float, ...] | None = None  # None if all tokens were kept
+    token_versions: tuple[int, ...] | None = None  # None if all are `policy_version`
     routed_experts: Tensor | None = field(default=None, compare=False)
 
 
@@ -118,34 +104,27 @@ class Completion:
 class Episode:
     """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
-    text: the graded text: the completion, or the last turn of a dialogue.
-    token_ids: all tokens after the prompt. token_log_probs: 0 for tokens that were not sampled.
-    loss_mask: 1 for sampled tokens, 0 for tokens of replies; None if all tokens were sampled.
-    turns: the texts of a dialogue; policy and environment alternate, the policy is first and last.
-    policy_version, token_versions: as in `Completion`; -1 for tokens of replies.
-    group_id: equal for the completions of one prompt.
-    scores: further measurements of the task, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
     routed_experts: as in `Completion`, of all tokens but the last; -1 for tokens that were not read
         when the tokens after them were drawn.
     """
 
-    group_id: int
+    group_id: int  # equal for the completions of one prompt
     prompt: str
     prompt_token_ids: tuple[int, ...]
     expected_answer: str
-    text: str
-    token_ids: tuple[int, ...]
-    token_log_probs: tuple[float, ...]
-    policy_version: int
+    text: str  # what was graded: the completion, or the last turn of a dialogue
+    token_ids: tuple[int, ...]  # all tokens after the prompt
+    token_log_probs: tuple[float, ...]  # 0 for tokens that were not sampled
+    policy_version: int  # of the oldest weights that drew a token
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     advantage: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)  # of the task, such as {"exact": 1.0}
     ref_logprobs: tuple[float, ...] | None = None
-    loss_mask: tuple[int, ...] | None = None
-    turns: tuple[str, ...] = ()
-    token_versions: tuple[int, ...] | None = None
+    loss_mask: tuple[int, ...] | None = None  # 0 for tokens of replies; None if all were sampled
+    turns: tuple[str, ...] = ()  # policy and environment alternate; the policy is first and last
+    token_versions: tuple[int, ...] | None = None  # -1 for tokens of replies; None: one version
     routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -177,26 +156,19 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring.
-
-    logprobs: by the generator; any number where the mask is 0.
-    old_logprobs: None takes those of each forward pass. old_values, returns: None without a critic.
-    weights: factors of the per-token losses; None lets the batcher compute them from `agg_mode`.
-    routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
-    group_id, policy_version: as in `Episode`.
-    """
+    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring."""
 
     token_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor  # by the generator; any number where the mask is 0
     advantages: Tensor
     ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    weights: Tensor | None = None
-    routed_experts: Tensor | None = None
+    old_logprobs: Tensor | None = None  # None takes those of each forward pass
+    old_values: Tensor | None = None  # with a critic
+    returns: Tensor | None = None  # with a critic
+    weights: Tensor | None = None  # of the losses; None: from the batcher's `agg_mode`
+    routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
     group_id: int = 0
     policy_version: int = 0
 
@@ -338,13 +310,10 @@ class LossInputs(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class TrainingMicrobatch:
-    """The rows of one rank in one forward pass.
-
-    slots: where the samples are; empty if the microbatch is all padding.
-    """
+    """The rows of one rank in one forward pass."""
 
     inputs: LossInputs
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[Slot, ...] = ()  # where the samples are; empty if all is padding
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
@@ -353,24 +322,17 @@ class TrainingMicrobatch:
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """All samples of one call, for all ranks.
+    """All samples of one call, for all ranks."""
 
-    microbatches: [microbatch][data-parallel rank]; every rank has the same number.
-    num_global_valid_tokens: tokens in the loss; num_measured_tokens: those without skipped samples,
-        over which metrics are means.
-    denominator: these samples' share of the number by which the optimizer step divides gradients,
-        see `aggregation_weights`; None if the weights are final.
-    num_samples: how many were given. oversize: indices of the samples that did not fit a row.
-    num_skipped: samples left out because their advantage is 0; denominators count them.
-    """
-
-    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
-    num_global_valid_tokens: int
-    num_measured_tokens: int
-    num_samples: int
+    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
+    num_global_valid_tokens: int  # tokens in the loss
+    num_measured_tokens: int  # without those of skipped samples; metrics are means over these
+    num_samples: int  # given
+    # These samples' share of the number that divides the step's gradients, see `aggregation_weights`;
+    # None if the weights are final.
     denominator: float | None = None
-    oversize: tuple[int, ...] = ()
-    num_skipped: int = 0
+    oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
+    num_skipped: int = 0  # left out because their advantage is 0; denominators count them
 
     @property
     def of_all_ranks(self) -> list[TrainingMicrobatch]:
@@ -429,26 +391,20 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    loss: the weighted sum over all samples. metrics: means, maxima and shares by name.
-    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample in no row;
-        None unless the call set `return_logprobs`.
+    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample in no row.
     """
 
-    loss: float
-    metrics: dict[str, float]
-    logprobs: list[Tensor | None] | None = None
+    loss: float  # the weighted sum over all samples
+    metrics: dict[str, float]  # means, maxima and shares by name
+    logprobs: list[Tensor | None] | None = None  # if the call set `return_logprobs`
 
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """The result of an optimizer step.
+    """The result of an optimizer step."""
 
-    policy_version: of the weights after the step. grad_norm: before clipping. skipped: True if the norm
-        was not finite and nothing was updated. metrics: over all samples of the step, and "loss".
-    """
-
-    policy_version: int
-    grad_norm: float
+    policy_version: int  # of the weights after the step
+    grad_norm: float  # before clipping
     lr: float
-    skipped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False  # because the norm was not finite
+    metrics: dict[str, float] = field(default_factory=dict)  # "loss", and those of all samples

@@ -31,19 +31,15 @@ CallersLoss = Callable[[Any, Tensor, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The parts of an engine that its forwards and backwards use.
-
-    loss_fn: the default loss. has_token_loss: it needs logits and labels that are token ids.
-    loss_group: the ranks whose shares of a loss add up.
-    """
+    """The parts of an engine that its forwards and backwards use."""
 
     config: JobConfig
     policy: DocumentPolicy
     runner: Runner
     update: Update
-    loss_fn: LossFunction
-    has_token_loss: bool
-    loss_group: dist.ProcessGroup | None
+    loss_fn: LossFunction  # the default
+    has_token_loss: bool  # it needs logits, and labels that are token ids
+    loss_group: dist.ProcessGroup | None  # the ranks whose shares of a loss add up
 
     def forward(
         self,
@@ -197,7 +193,6 @@ class LossOfOutputs:
 
     model_head: computed by the model in place of logits: the caller's head, or the default loss where
         it needs no logits; None for logits.
-    n_copies: the ranks that each compute the whole loss of the same rows.
     may_fail: the call runs a caller's function, which may fail on some ranks. Under a pipeline a caller
         may give it on the last stage's ranks only, so every rank expects one.
     """
@@ -216,6 +211,7 @@ class LossOfOutputs:
         self._metrics = None if metrics is None else StepMetrics(metrics, self._runner.device)
         sharding = self._runner.sharding
         self._joins_rows = whole_rows and sharding is not None
+        # The ranks that each compute the whole loss of the same rows.
         self.n_copies = sharding.mesh.size() if self._joins_rows else 1
         self.may_fail = not (loss_fn is None and head is None) or self._runner.schedule is not None
         self.model_head = head

@@ -21,14 +21,12 @@ Reductions = Mapping[str, Literal["sum", "max"]]
 class StepOutput:
     """The result of a step with metrics.
 
-    loss, metrics: of the global batch, the same on every rank; fp32 scalars on the device. A maximum
-        over no microbatch at all is -inf.
     outputs: loss_fn's third value for each of this rank's microbatches, detached and of whole rows. None
         on pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
     """
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    loss: Tensor  # of the global batch, the same on every rank, fp32 on the device
+    metrics: dict[str, Tensor]  # as `loss`; a maximum over no microbatch at all is -inf
     outputs: list[Any] | None
 
 

@@ -79,20 +79,17 @@ class ModelInputs(NamedTuple):
 class Microbatch:
     """One batch of a call, or under a pipeline some of its rows, on the model's device.
 
-    inputs, kwargs: arguments of the model's forward. labels: [B, T], or None. batch: the caller's
-        entries, for loss and output functions. Under context parallelism all hold this rank's tokens.
-    join: turns outputs for this rank's tokens into outputs for whole rows; collective.
-    is_dummy: this rank runs it only because other ranks have more microbatches.
-    reduces_gradients: gradients of earlier microbatches may wait for this one; ignored by pipelines.
+    Under context parallelism it holds this rank's tokens.
     """
 
-    inputs: Tensor
+    inputs: Tensor  # [B, T]; this and `kwargs` are arguments of the model's forward
     kwargs: Entries
-    labels: Tensor | None
-    batch: Entries
+    labels: Tensor | None  # [B, T]
+    batch: Entries  # the caller's entries, for loss and output functions
+    # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
-    is_dummy: bool = False
-    reduces_gradients: bool = True
+    is_dummy: bool = False  # run only because other ranks have more microbatches
+    reduces_gradients: bool = True  # those of earlier microbatches may wait; ignored by pipelines
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -126,9 +123,8 @@ def model_inputs(
         if is_given and not from_loader and not policy.separates_documents:
             warn_once(
                 logger,
-                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = "
-                "'causal'; set it to 'block_causal' or 'position_block_causal', with "
-                "model.attn_type 'flex' or 'varlen'",
+                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set it "
+                "to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
             )
     positions = entries.get("positions")
     if not policy.separates_documents and "attention_masks" not in batch.entries:
@@ -160,45 +156,37 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
 class Runner:
     """Calls the model on microbatches, in the contexts that the job wants.
 
-    model_parts: the model, or this rank's stages of a pipeline. device: theirs, and that of batches.
-    train_context, amp: contexts around every forward; train_context is around backward, too.
-    sharding: None without context parallelism. schedule: None without pipeline parallelism.
-    has_outputs: this rank gets the model's outputs: not on a pipeline's earlier stages.
-    has_value_head: outputs are values [B, T, 1], and the model takes no head.
+    model_parts: the model, or this rank's stages of a pipeline. train_context is around forwards and
+        backwards, amp around forwards.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
-    has_replicas: ranks hold copies of the model or of its shards, as under DDP and HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
     gradient_factor: multiplies losses before backward, to undo that gradients are averaged over ranks
         for a client's own backward; 1 under a pipeline.
-    watch: has a failure in a caller's function raise on all ranks.
-    dp_group: the ranks that read different batches; None if all ranks read the same.
-    dummy: makes the batch of a dummy microbatch.
     client_inputs: returns the model's inputs for a batch on the device, or None for those of
         `model_inputs`: for clients of torchtitan 0.2.x that override `post_dataloading_process`.
-    around: makes a further context of each microbatch's forward, and of its backward.
-    more_follow: further calls come before the optimizer step; see `more_microbatches_follow`.
     """
 
     model_parts: list[nn.Module]
     device: torch.device
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
-    sharding: ContextSharding | None = None
-    schedule: "PipelineSchedule | None" = None
-    has_outputs: bool = True
-    has_value_head: bool = False
+    sharding: ContextSharding | None = None  # with context parallelism
+    schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
+    has_outputs: bool = True  # not on a pipeline's earlier stages
+    has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
-    has_replicas: bool = False
+    has_replicas: bool = False  # of the model or of its shards, as under DDP and HSDP
     keeps_weights: bool = False
     gradient_factor: float = 1.0
-    watch: Watch = dataclasses.field(default_factory=Watch)
-    dp_group: dist.ProcessGroup | None = None
-    dummy: Callable[[], TokenBatch] | None = None
+    watch: Watch = dataclasses.field(default_factory=Watch)  # raises callers' failures on all ranks
+    dp_group: dist.ProcessGroup | None = None  # the ranks that read different batches
+    dummy: Callable[[], TokenBatch] | None = None  # makes the batch of a dummy microbatch
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
+    # Makes a further context of each microbatch's forward, and of its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
-    more_follow: bool = dataclasses.field(default=False, init=False)
+    more_follow: bool = dataclasses.field(default=False, init=False)  # calls before the update
 
     # ---- before the model ----
 
@@ -221,20 +209,20 @@ class Runner:
         batch = batch.to(self.device)
         inputs = self.client_inputs(batch) or model_inputs(policy, batch, model, sharding)
         kwargs, labels, entries = inputs.keywords_for(model), inputs.labels, batch.as_dict()
-        join: dict[str, Any] = {}
+        join = Microbatch.join
         if sharding is not None:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.inputs.shape[1]
             unlabeled = dataclasses.replace(batch, labels=None, document_ids=None)
             entries = shard_batch(unlabeled, shards).as_dict()
             sizes = {"n_tokens": n_tokens, "seq_len": whole.tokens.shape[1]}
-            join["join"] = functools.partial(join_outputs, shards=shards, **sizes)
+            join = functools.partial(join_outputs, shards=shards, **sizes)
         if head is not None:
             # With whole rows the ranks join the heads' outputs, so no rank may put a 0 in place of its own.
             kwargs["head"] = self._labeled(head, labels, entries, attempts=not joins_rows)
         if joins_rows:
             whole = whole.to(self.device)
             labels, entries = whole.labels, whole.as_dict()
-        return Microbatch(inputs.inputs, kwargs, labels, entries, **join)
+        return Microbatch(inputs.inputs, kwargs, labels, entries, join)
 
     def _labeled(
         self, head: Head, labels: Tensor | None, entries: Entries, attempts: bool
@@ -246,23 +234,15 @@ class Runner:
         if reads_batch := getattr(head, "with_batch", None):
             head = reads_batch(entries)
 
-        def labeled(
-            h: Tensor,
-            weight: Tensor,
-            bias: Tensor | None = None,
-            *,
-            group: dist.ProcessGroup | None = None,
-            **adapter: Any,
-        ) -> Any:
-            own = {"labels": labels, "group": group, **adapter}
-            if not attempts or group is not None:  # the tensor-parallel ranks compute it together
-                return head(h, weight, bias, **own)
-            return self.watch.attempt(
-                lambda: head(h, weight, bias, **own),
-                lambda: zero_loss((h, weight, bias, adapter)),
-            )
+        head = functools.partial(head, labels=labels)
 
-        return labeled
+        def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
+            compute = functools.partial(head, *tensors, group=group, **adapter)
+            if group is not None:  # the tensor-parallel ranks compute it together
+                return compute()
+            return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
+
+        return attempted if attempts else head
 
     def microbatches(
         self,
@@ -349,8 +329,8 @@ class Runner:
         # results into `outputs`. The target is the Microbatch itself.
         outputs: list[Any] = []
         if microbatches:
-            # Sends between stages are not counted, so ranks cannot tell whether they failed at the same
-            # point. If this block fails, the flag stays False and the engine is lost; see `failure_watch`.
+            # Sends between stages are not counted. If this block fails, the flag stays False and the engine
+            # is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 run = self.schedule.step if backward else self.schedule.eval
@@ -371,7 +351,7 @@ class Runner:
         return [loss.detach() for loss in outputs] if backward else outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward of a caller's own forward. If this fails, the model can be called again."""
+        """Run backward of a caller's own forward."""
         with on_error(self.recover), self.train_context():
             (loss * self.gradient_factor).backward()
 

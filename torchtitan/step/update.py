@@ -57,15 +57,12 @@ class _LateOptimStepResult(OptimStepResult):
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """Whether one step was skipped, and why.
-
-    read: returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
-    log_bad_losses: logs this rank's first microbatch whose loss was not finite, if there is one.
-    """
+    """Whether one step was skipped, and why."""
 
     step: int
+    # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
-    log_bad_losses: Callable[[], None]
+    log_bad_losses: Callable[[], None]  # this rank's first loss that was not finite
 
 
 class StepLosses:
@@ -109,38 +106,28 @@ class StepLosses:
         return log
 
 
+@dataclasses.dataclass
 class Update:
     """The optimizer step of a job, and the count of the weights' versions.
 
     dp_group: the ranks that read different batches. before_update: called before the weights change.
     """
 
-    def __init__(
-        self,
-        job_config: JobConfig,
-        model_parts: list[nn.Module],
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
-        parallel_dims: ParallelDims,
-        device: torch.device,
-        dp_group: torch.distributed.ProcessGroup | None,
-        before_update: Callable[[], None],
-    ):
+    job_config: dataclasses.InitVar[JobConfig]
+    model_parts: list[nn.Module]
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+    parallel_dims: ParallelDims
+    device: torch.device
+    dp_group: dist.ProcessGroup | None
+    before_update: Callable[[], None]
+
+    def __post_init__(self, job_config: JobConfig) -> None:
         self.training = job_config.training
         self.steps_in_backward = job_config.optimizer.early_step_in_backward
-        self.model_parts = model_parts
-        self.optimizers = optimizers
-        self.lr_schedulers = lr_schedulers
-        self.parallel_dims = parallel_dims
-        self.device = device
-        self.dp_group = dp_group
-        self.before_update = before_update
         # Offloaded gradients are on the host before the optimizer step: reading them is free.
-        self.skips_on_device = (
-            device.type != "cpu"
-            and not self.training.enable_cpu_offload
-            and skips_on_device(optimizers)
-        )
+        on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
+        self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
         self._verdict: _Verdict | None = None  # of the last step, until the host has read it
         self._skipped_in_a_row = 0
@@ -151,7 +138,7 @@ class Update:
         def count_version(*_args: object, **_kwargs: object) -> None:
             self._version += 1
 
-        optimizers.register_step_post_hook(count_version)
+        self.optimizers.register_step_post_hook(count_version)
 
     # ---- versions of the weights ----
 
@@ -168,9 +155,8 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights; raises ValueError for a second microbatch.
-
-        n_microbatches: dummies included, so that data-parallel ranks agree.
+        """Wait until backward may update the weights; raises ValueError for a second microbatch, dummies
+        included, so that data-parallel ranks agree.
         """
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
@@ -202,20 +188,24 @@ class Update:
         step that was made in backward. Numbers on an accelerator are not read.
         """
         arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
-        given = [name for name, value in arguments.items() if value is not None]
+        given = {name: value for name, value in arguments.items() if value is not None}
         if given and self.steps_in_backward:
             raise ValueError(
-                f"optim_step({given[0]}=...) comes too late with "
-                "optimizer.early_step_in_backward, which has updated the weights in backward; "
-                "turn it off"
+                f"optim_step({next(iter(given))}=...) comes too late with optimizer.early_step_in_backward, "
+                "which has updated the weights in backward; turn it off"
             )
-        for name, value, is_allowed, rule in (
-            ("lr", lr, lambda x: 0 <= x < math.inf, "at least 0 and finite"),
-            ("max_norm", max_norm, lambda x: x > 0, "above 0; inf clips nothing"),
+        for name, is_allowed, rule in (
+            ("lr", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
+            ("max_norm", lambda x: x > 0, "above 0; inf clips nothing"),
         ):
+            value = given.get(name, 1.0)
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            if value is not None and not on_device and not is_allowed(float(value)):
+            if not on_device and not is_allowed(float(value)):
                 raise ValueError(f"optim_step's {name} must be {rule}, got {value}; correct it")
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for part in self.model_parts for p in part.parameters()]
 
     # ---- the step ----
 
@@ -230,7 +220,7 @@ class Update:
         """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
+            self._parameters,
             self.training.max_norm if max_norm is None else max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
@@ -271,8 +261,8 @@ class Update:
         if not any(lrs):
             warn_once(
                 logger,
-                "an update with learning rate 0 changes no weight, so the work for its batch is wasted; "
-                "to begin the warm-up above 0, set lr_scheduler.step_offset = 0 or an init_lr_factor",
+                "an update with learning rate 0 changes no weight; to begin the warm-up above 0, set "
+                "lr_scheduler.step_offset = 0 or an init_lr_factor",
             )
         if isinstance(skip, Tensor):
             forget_counts(self.model_parts, where=skip)
@@ -297,11 +287,9 @@ class Update:
         """
         if self.steps_in_backward or self.had_backward:
             return
-        parameters = (p for part in self.model_parts for p in part.parameters())
-        if all(p.grad is None for p in parameters) and not grad_norm:
+        if all(p.grad is None for p in self._parameters) and not grad_norm:
             raise ValueError(
-                "optim_step found no gradient on any rank; call forward_backward_step, or backward() "
-                "on a loss of your own, before it"
+                "optim_step found no gradient on any rank; call forward_backward_step or backward first"
             )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
@@ -313,11 +301,10 @@ class Update:
             if total.device.type == "cpu":  # a number is queued with the work, memory is copied
                 total = torch.full((), total.item(), dtype=torch.float64, device=self.device)
             total = total.to(self.device, torch.float64, copy=True)
-            torch.distributed.all_reduce(total, group=self.dp_group)
+            dist.all_reduce(total, group=self.dp_group)
             if self.training.gradient_reduction == "mean":
                 total /= self.dp_group.size()
-        parameters = [p for part in self.model_parts for p in part.parameters()]
-        grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
             divisor = total.item()  # waits for the device, if it has the sum
             if not 0 <= divisor < math.inf:
