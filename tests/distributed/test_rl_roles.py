@@ -13,7 +13,6 @@ import torch.distributed as dist
 from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, weights_hash
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.distributed import ParallelDims
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.rl import disaggregated
 from torchtitan.rl.controller import Controller, build_part
@@ -23,7 +22,6 @@ from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
-ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
 STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
@@ -311,9 +309,3 @@ def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
         ConfigError, match="rl.generator.ranks = 1 .* start with torchtitan.rl.train"
     ):
         build(toy_config(tmp_path, "--rl.generator.ranks=1"))
-
-
-def refused(dump_folder, flags):
-    with pytest.raises(ConfigError) as caught:
-        build_part(toy_config(dump_folder, *flags))
-    return str(caught.value)

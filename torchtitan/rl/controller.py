@@ -140,6 +140,7 @@ class Controller:
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
+        self.num_batches = self.num_batches or self.step  # if "rl" is not loaded
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(

@@ -24,10 +24,6 @@ def batch(rows: int, seq_len: int, valid: float = 1.0, seed: int = 0):
     return logits, labels
 
 
-def count(labels):
-    return (labels != IGNORE_INDEX).sum()
-
-
 def test_cross_entropy_is_the_sum_of_minus_log_probabilities():
     logits, labels = batch(2, 5, valid=0.6)
     expected = 0.0

@@ -194,3 +194,21 @@ def test_trainer_scores_at_the_temperature_that_was_sampled_with(tmp_path):
     controller.setup()
     assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
     controller.close()
+
+
+def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog):
+    flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
+    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
+    controller.train()
+    controller.close()
+    flags += ["--rl.task.name=sort", "--training.steps=2", "--rl.loss.name=dapo"]
+    resumed = Controller(toy_config(tmp_path, *flags))
+    task = r"rl.task.name was 'copy \(CopyTask\)' when it was saved and is 'sort \(SortTask\)' now. The"
+    with pytest.raises(ValueError, match=task):
+        resumed.setup()
+    resumed.close()
+    allowed = "--checkpoint.allow_changed=rl.task.name"
+    resumed = Controller(toy_config(tmp_path, *flags, allowed))
+    resumed.setup()
+    assert "rl.loss.name was 'grpo' when it was saved and is 'dapo' now: this run's" in caplog.text
+    resumed.close()

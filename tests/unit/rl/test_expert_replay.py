@@ -174,6 +174,23 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
+    change, words = WRONG[name]
+    samples = [
+        dataclasses.replace(sample, routed_experts=change(sample.routed_experts))
+        for sample in samples_of(trainer)
+    ]
+    batch = Batcher(seq_len=16, rows=5, pad_multiple=16).batch(samples)
+    with pytest.raises(ValueError, match=words) as error:
+        trainer.forward_backward(batch)
+    assert str(error.value).count(". ") == 0
+    (rank,) = batch.microbatches[0]
+    inputs = {"input": rank.inputs["input"], "positions": rank.inputs["positions"]}
+    with pytest.raises(ValueError, match=words):
+        trainer.engine.forward_step(inputs | {"routed_experts": rank.inputs["routed_experts"]})
+
+
 def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     sample = samples_of(trainer)[0]
     with pytest.raises(ValueError, match=r"got \[4, 4, 2\] for 5 input tokens; leave out the last"):
