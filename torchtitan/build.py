@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtitan.adapters.lora import init_adapters
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import filler_batch
+from torchtitan.batch.dummy_microbatches import dummy_batch
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.run_record import record_of
@@ -143,7 +143,7 @@ def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]
         gradient_factor=gradient_factor,
         watch=engine.watch,
         dp_group=engine.dp_group,
-        filler=lambda: filler_batch(training.seq_len, policy.separates_documents),
+        dummy=lambda: dummy_batch(training.seq_len, policy.separates_documents),
         client_inputs=engine._client_inputs,
     )
 
