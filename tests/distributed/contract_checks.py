@@ -169,15 +169,6 @@ def assert_step_of_plain_loop(
 # ---- the parts of an engine or trainer ----
 
 
-def trainer_model_parts(kit: ClientKit) -> None:
-    """model_parts is a list of one module, with train, eval, parameters and modules."""
-    (model,) = kit.engine().model_parts
-    model.eval()
-    assert not any(module.training for module in model.modules())
-    model.train()
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def guest_leaves_global_state(kit: ClientKit) -> None:
     """A Trainer uses the caller's process group; close() leaves it, and process state, unchanged."""
     kit.close()  # the last engine to close restores the state
@@ -264,21 +255,6 @@ def forward_under_autocast(kit: ClientKit) -> None:
                 assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
-def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
-    """maybe_enable_amp can be entered again for every microbatch; products are then in bf16."""
-    batch, _ = pack(make_documents(11))
-    positions = batch["positions"]
-    masks = client_masks("varlen", positions)
-    for parallelism in ({}, {"always_fsdp": True}):
-        engine = kit.engine(parallelism=parallelism, training={"mixed_precision_param": "bfloat16"})
-        (model,), amp, logits = engine.model_parts, engine.maybe_enable_amp, []
-        for _ in range(2):
-            with torch.no_grad(), amp:
-                logits.append(model(batch["input"], positions=positions, attention_masks=masks))
-        assert logits[0].dtype == torch.bfloat16
-        assert torch.equal(logits[0], logits[1])
-
-
 # ---- a client's own step: optimizers, schedules, replicas ----
 
 
@@ -305,30 +281,7 @@ def gradient_reduction_mean(kit: ClientKit) -> None:
     assert_close(norms, norms[:1] * len(norms), **SAME_STEP)
 
 
-# ---- checkpoints and weights ----
-
-
 # ---- the engine's own forward ----
-
-
-def padding_between_documents(kit: ClientKit) -> None:
-    """Tokens at negative positions are padding, which no document sees and no loss includes."""
-    engine = kit.engine()
-    batch, labels = pack(make_documents(44, (6, 9)))
-    padding, ignored = torch.full((1, 3), -1), torch.full((1, 3), IGNORE_INDEX)
-
-    def padded(row: Tensor, filler: Tensor) -> Tensor:
-        return torch.cat((row[:, :6], filler, row[:, 6:]), dim=1)
-
-    padded_batch = {
-        "input": padded(batch["input"], padding.abs()),
-        "positions": padded(batch["positions"], padding),
-    }
-    losses = [
-        logprobs_of(engine.forward_step([rows])[0], y).sum()
-        for rows, y in ((batch, labels), (padded_batch, padded(labels, ignored)))
-    ]
-    assert_close(losses[1], losses[0], **SAME_STEP)
 
 
 def padded_batches_by_the_engine(kit: ClientKit) -> None:

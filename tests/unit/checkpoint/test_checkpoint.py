@@ -1297,9 +1297,9 @@ def test_ft_manager_is_off_by_default():
 
 
 def test_asking_for_torchft_fails_with_one_sentence():
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", False):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", False):
         with pytest.raises(ImportError, match="needs torchft"):
             FTManager(FaultTolerance(enable=True))
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", True):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", True):
         with pytest.raises(NotImplementedError, match="not available yet"):
             FTManager(FaultTolerance(enable=True))

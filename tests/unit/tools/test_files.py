@@ -187,15 +187,6 @@ def chat_template(folder: Path) -> None:
     ChatTemplate.from_tokenizer(tokenizer, path=str(folder / "own.jinja"))
 
 
-def copies_in_folder(folder: Path) -> None:
-    entry = SimpleNamespace(relative_path=str(folder / "model.safetensors"))
-    names = [SimpleNamespace(fqn="a"), SimpleNamespace(fqn="b")]
-    metadata = SimpleNamespace(
-        storage_data=SimpleNamespace(items=lambda: [(n, entry) for n in names])
-    )
-    hf._check_copies({"a": "b"}, metadata, str(folder))
-
-
 def hashes(folder: Path) -> None:
     checkpoint_folder.recorded_hashes(str(folder))
 
@@ -235,12 +226,6 @@ def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypat
     with pytest.raises((OSError, ValueError), match="not a regular file|leads out of") as refusal:
         READERS[name](tmp_path)
     assert name in str(refusal.value) and str(tmp_path / name) not in map(str, opened)
-
-
-def test_copy_of_a_weight_in_a_pipe_is_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(OSError, match="not a regular file"):
-        copies_in_folder(tmp_path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import hostile
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import path_inside
 from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import saved_shapes_in
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import read_weight_map
-from torchtitan.tools.unpickling import read_pickle, read_plain
+from torchtitan.tools.unpickling import read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -87,29 +86,6 @@ def test_what_torch_saves_is_read_as_torch_reads_it(folder):
     assert same(ours, theirs) and same(ours, contents())
 
 
-def test_metadata_is_what_torch_reads(folder):
-    ours, theirs = (
-        reader(folder).read_metadata() for reader in (dcp.SafeReader, torch_dcp.FileSystemReader)
-    )
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data
-
-
-@pytest.mark.parametrize("name", sorted(hostile.PICKLES))
-def test_the_hostile_files_do_harm_where_nobody_takes_care(tmp_path, name):
-    pickle.loads(hostile.PICKLES[name](tmp_path / "canary"))
-    assert (tmp_path / "canary").exists()
-
-
-def test_the_hostile_checkpoints_do_harm_where_nobody_takes_care(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "first", "state.lr")
-    torch_dcp.load(emptied(contents()), checkpoint_id=folder)
-    hostile.plant_in_metadata(folder, tmp_path / "second")
-    torch_dcp.FileSystemReader(folder).read_metadata()
-    assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
-
-
 @pytest.mark.parametrize("name", sorted(hostile.PICKLES))
 @pytest.mark.parametrize("read", [saved_shapes_in, lambda f: dcp.load({}, checkpoint_id=f)])
 def test_metadata_executes_nothing(tmp_path, folder, name, read):
@@ -119,20 +95,14 @@ def test_metadata_executes_nothing(tmp_path, folder, name, read):
     assert not (tmp_path / "canary").exists()
 
 
-def test_entry_executes_nothing(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "canary", "state.lr")
+@pytest.mark.parametrize("name", ["state.lr", "weight"])
+def test_entry_executes_nothing(tmp_path, folder, name):
+    hostile.plant_in_entry(folder, tmp_path / "canary", name)
     with pytest.raises(dcp.CheckpointException) as raised:
         dcp.load(emptied(contents()), checkpoint_id=str(folder))
     ((error, _),) = raised.value.failures.values()
     assert type(error) is ValueError
-    assert "__0_0.distcp cannot be read: the entry state.lr: it names posix.mkdir" in str(error)
-    assert not (tmp_path / "canary").exists()
-
-
-def test_tensor_executes_nothing(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "canary", "weight")
-    with pytest.raises(dcp.CheckpointException, match="it names posix.mkdir"):
-        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+    assert "__0_0.distcp cannot be read: " in str(error) and "it names posix.mkdir" in str(error)
     assert not (tmp_path / "canary").exists()
 
 
@@ -195,11 +165,6 @@ def damage(path, draw):
     else:
         data[at:at] = draw.randbytes(50)
     path.write_bytes(bytes(data))
-
-
-def test_numpy_numbers_are_no_plain_data():
-    with pytest.raises(ValueError, match="the state cannot be read: it names numpy"):
-        read_plain(pickle.dumps({"a": numpy.int64(1)}), "the state")
 
 
 @pytest.mark.parametrize("other", ["text", [1e-3], {"a": 1}, b"1"])
@@ -298,13 +263,6 @@ def test_checkpoint_that_does_not_cover_a_tensor_is_refused(folder, name):
     assert same(wanted, emptied(contents()))  # no byte was loaded
 
 
-def test_hole_is_left_as_it_was_where_nobody_takes_care(folder):
-    hostile.change_chunks(folder, "weight", *HOLES["half"])
-    wanted = {"weight": torch.full((2, 3), 7.0)}
-    torch_dcp.load(wanted, checkpoint_id=folder)
-    assert wanted["weight"][0].tolist() == [7, 7, 7]
-
-
 @pytest.mark.parametrize("name", ["weight", "state.lr"])
 def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
@@ -377,14 +335,6 @@ def test_counts_of_a_run_are_whole_numbers(name, value):
 # Names and links
 
 
-def test_links_within_a_folder_and_of_the_folder_itself_are_followed(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/file").touch()
-    (tmp_path / "real/link").symlink_to("file")
-    (tmp_path / "folder").symlink_to("real")
-    assert path_inside(str(tmp_path / "folder"), "link") == str(tmp_path / "real/file")
-
-
 def hub_cache(tmp_path: Path) -> Path:
     """A snapshot folder of huggingface_hub with one safetensors file."""
     repository = tmp_path / "hub/models--a--b"
@@ -442,12 +392,3 @@ def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
         check_files(str(tmp_path))
     except ValueError as error:
         assert str(file) in str(error)
-
-
-def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
-    header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
-    hostile.safetensors_file(tmp_path / "model.safetensors", header, bytes(1))
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors (has dtypes|is not a safetensors file)"
-    ):
-        check_files(str(tmp_path))
