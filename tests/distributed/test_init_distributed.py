@@ -17,7 +17,6 @@ from torchtitan.config.job_config import Comm
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
-from torchtitan.tools import host
 
 
 def dims(**degrees):
@@ -148,30 +147,6 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         for key in ("mode", "init_timeout_seconds", "train_timeout_seconds", "trace_buf_size"):
             assert f"comm.{key}" in message
         assert "ranks don't affect it" in message
-
-
-class HostsEngine:
-    """Stands in for an engine of this process."""
-
-
-def settings_over_existing_group(folder):
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun leaves it
-    os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
-    before, seen = dict(os.environ), []
-    for engine in (None, HostsEngine()):
-        if engine is not None:
-            host.move_in(engine)
-        dist_utils.init_distributed(Comm(trace_buf_size=77), base_folder=folder)
-        seen.append({name: x for name, x in os.environ.items() if before.get(name) != x})
-    host.move_out(engine)
-    return seen, dict(os.environ) == before
-
-
-def test_existing_group_changes_the_environment_only_while_an_engine_can_restore_it(tmp_path):
-    ((seen, is_restored),) = run_ranks(settings_over_existing_group, 1, str(tmp_path))
-    settings = {"TORCH_FR_BUFFER_SIZE": "77", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    assert seen == [{}, settings] and is_restored
-    assert not list(tmp_path.iterdir())
 
 
 def refusal_on(device_type, backend, enable_cpu_backend):

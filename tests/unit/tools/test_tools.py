@@ -125,27 +125,6 @@ def test_debug_collects_all_generations_every_step(collector_on, monkeypatch):
     handler.close()
 
 
-def test_watch_for_cycles_ends_with_the_memory_history_that_it_began(collector_on, monkeypatch):
-    from torch.utils.viz import _cycles
-
-    events = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_cycles, "warn_tensor_cycles", lambda: lambda: events.append("unwatched"))
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled: events.append(enabled)
-    )
-    handler = utils.GarbageCollection(debug=True)
-    assert not events
-    handler.close()
-    handler.close()
-    assert events == ["unwatched", None]
-
-
-def test_gc_freq_of_zero_is_refused_by_name():
-    with pytest.raises(ValueError, match="training.gc_freq.*got 0"):
-        utils.GarbageCollection(gc_freq=0)
-
-
 def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
     monkeypatch.setattr(
         torch, "__version__", torch.torch_version.TorchVersion("2.11.0.dev20260101")
@@ -199,13 +178,6 @@ def test_profiler_cycle_too_short_names_the_least_that_fits():
     with pytest.raises(ValueError, match="profile_freq.*3 with 3 \\+ 1.*set it to 4"):
         with profiling.maybe_enable_profiling(config):
             pass
-
-
-def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(utils, "device_type", "cpu")
-    with profiling.maybe_enable_memory_snapshot(Profiling(enable_memory_snapshot=True)) as snapshot:
-        assert snapshot is None
-    assert "enable_memory_snapshot is ignored" in caplog.text
 
 
 class FakeMemory:
