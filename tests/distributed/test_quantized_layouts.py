@@ -12,9 +12,6 @@ from tests.distributed.layout_matrix import (
     differences,
     measure_on_rank,
 )
-from tests.distributed.training_runs import ONE_PROCESS as TRAINED_ALONE
-from tests.distributed.training_runs import Layout as TrainedLayout
-from tests.distributed.training_runs import max_relative_difference, run_layout
 from torchtitan.testing.gloo import run_ranks
 
 pytest.importorskip("torchao")
