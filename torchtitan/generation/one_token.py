@@ -23,9 +23,8 @@ from torchtitan.models.decoder import (
     TransformerBlock,
 )
 from torchtitan.models.rope import rotation, select_positions
-from torchtitan.numerics.exact import exact_linear
+from torchtitan.numerics.batch_invariant import batch_invariant_linear
 from torchtitan.numerics.linear import Linear, is_slow_product, linear
-from torchtitan.numerics.norm import RMSNorm
 from torchtitan.numerics.products import packed_linear
 from torchtitan.tools import torch_parts
 from torchtitan.tools.utils import free_memory
@@ -36,7 +35,7 @@ _PLAIN = (
     (TransformerBlock, ("forward",)),
     (Attention, ("forward", "attend")),
     (FeedForward, ("forward",)),
-    (RMSNorm, ("forward",)),
+    (nn.RMSNorm, ("forward",)),
     (nn.Embedding, ("forward",)),
 )
 
@@ -59,7 +58,7 @@ def is_plain(parts: Sequence[nn.Module]) -> bool:
             if (
                 not is_known
                 or hasattr(module, "lora")
-                or module.product not in (linear, exact_linear)
+                or module.product not in (linear, batch_invariant_linear)
             ):
                 return False
             continue
@@ -101,12 +100,16 @@ class OneTokenForward:
     def _product(self, linears: Sequence[Any], dtype: torch.dtype | None) -> Product:
         """Return the product with the weights of all these layers, one below the other."""
         dtype = dtype or linears[0].weight.dtype
-        if linears[0].product is exact_linear:  # products of other shapes would have other bits
+        if (
+            linears[0].product is batch_invariant_linear
+        ):  # products of other shapes would have other bits
             parts = [
                 [None if t is None else t.detach().to(dtype) for t in (layer.weight, layer.bias)]
                 for layer in linears
             ]
-            return lambda x: torch.cat([exact_linear(x.to(dtype), *own) for own in parts], dim=-1)
+            return lambda x: torch.cat(
+                [batch_invariant_linear(x.to(dtype), *own) for own in parts], dim=-1
+            )
         weights = [layer.weight.detach().to(dtype) for layer in linears]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         biases = [layer.bias for layer in linears if layer.bias is not None]

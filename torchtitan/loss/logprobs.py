@@ -30,7 +30,7 @@ from torchtitan.loss.chunked_logits import (
     of_all_ranks,
     operands_of,
 )
-from torchtitan.numerics.exact import exact_linear
+from torchtitan.numerics.batch_invariant import batch_invariant_linear
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank
 
@@ -57,7 +57,7 @@ class TokenLogProbs:
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile. Then
         logits are read twice and written once; otherwise each step passes over them in fp32.
-    exact: compute logits by `numerics.exact`, so that they do not depend on the other tokens.
+    exact: compute logits by `numerics.batch_invariant`, so that they do not depend on the other tokens.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not checked, because reading them waits
@@ -110,7 +110,7 @@ class TokenLogProbs:
 
     @property
     def product(self) -> Callable[..., Tensor]:
-        return exact_linear if self.exact else linear
+        return batch_invariant_linear if self.exact else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""

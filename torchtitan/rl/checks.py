@@ -467,7 +467,7 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
 
 
 def _exact(job_config: JobConfig) -> Iterator[str]:
-    """Rules for the config alone; `models.exact.use_exact` checks the model."""
+    """Rules for the config alone; `models.batch_invariant.use_batch_invariant` checks the model."""
     rl, layout = job_config.rl, job_config.parallelism
     if not rl.generator.exact:
         return

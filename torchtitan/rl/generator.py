@@ -20,8 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
+from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exact import use_exact
 from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
@@ -510,7 +510,7 @@ def build_copy(policy: PolicyModel) -> Generator:
         max_rows=rl.generator.max_batch_size,
     )
     if rl.generator.exact:
-        use_exact([own.model])
+        use_batch_invariant([own.model])
     return recording(own, rl.generator.replay_experts)
 
 

@@ -29,8 +29,8 @@ from torchtitan.generation.sampling import (
     logits_to_probs,
     multinomial_sample_one,
 )
+from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
-from torchtitan.models.exact import use_exact
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
@@ -513,7 +513,7 @@ def test_hooks_and_other_families_are_left_to_the_modules():
     handle = model.layers["1"].attention.wo.register_forward_hook(lambda *_: None)
     assert not is_plain([model])
     handle.remove()
-    use_exact([model])
+    use_batch_invariant([model])
     assert is_plain([model])
     assert not any(
         is_plain([FAMILIES[name][0](FAMILIES[name][1])]) for name in FAMILIES if name != "qwen3"
