@@ -5,8 +5,12 @@ import torch
 
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.numerics import exact
-from torchtitan.numerics.exact import attend_in_tiles, exact_linear, exact_silu
+from torchtitan.numerics import batch_invariant
+from torchtitan.numerics.batch_invariant import (
+    attend_in_tiles,
+    batch_invariant_linear,
+    batch_invariant_silu,
+)
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, build_generator
@@ -113,8 +117,8 @@ def test_values_and_gradients_are_those_of_torch(dtype):
         {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
     )
     for ours, theirs, inputs in (
-        (exact_linear, torch.nn.functional.linear, (x, weight, bias)),
-        (exact_silu, torch.nn.functional.silu, (x,)),
+        (batch_invariant_linear, torch.nn.functional.linear, (x, weight, bias)),
+        (batch_invariant_silu, torch.nn.functional.silu, (x,)),
     ):
         found, expected = ours(*inputs), theirs(*inputs)
         torch.testing.assert_close(found, expected, **tolerance)
@@ -136,8 +140,10 @@ def test_tiles_are_attention_whatever_follows_in_the_cache():
     scores = (q @ k.transpose(1, 2)).masked_fill(~visible, -torch.inf)
     torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    longer = [torch.nn.functional.pad(x, (0, 0, 0, exact.KEYS), value=7.0) for x in (k, v)]
-    hidden = torch.nn.functional.pad(visible, (0, exact.KEYS))
+    longer = [
+        torch.nn.functional.pad(x, (0, 0, 0, batch_invariant.KEYS), value=7.0) for x in (k, v)
+    ]
+    hidden = torch.nn.functional.pad(visible, (0, batch_invariant.KEYS))
     for row in range(13):
         alone, _ = attend_in_tiles(q[:, row : row + 1], *longer, hidden[None, row : row + 1])
         assert torch.equal(alone[:, 0], out[:, row])
