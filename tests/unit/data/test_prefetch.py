@@ -37,16 +37,9 @@ class Numbers(BaseDataLoader):
         self.last = state_dict["last"]
 
 
-def ahead(loader, n_steps=5):
-    return StepsAhead(
-        loader,
-        batches_per_step=2,
-        n_steps=n_steps,
-        to_batch=TokenBatch.from_dict,
-        device=torch.device("cpu"),
-        n_duplicates=None,
-        timeout=timedelta(seconds=5),
-    )
+def ahead(loader, n_steps=5, to_batch=TokenBatch.from_dict, n_duplicates=None):
+    seconds = timedelta(seconds=5)
+    return StepsAhead(loader, 2, n_steps, to_batch, torch.device("cpu"), n_duplicates, seconds)
 
 
 def numbers(step) -> list[int]:
@@ -102,9 +95,7 @@ def test_position_that_the_loader_changes_in_place_is_copied():
 def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkeypatch):
     def all_reduce(sums, group):
         assert group == "of the data"
-        sums += torch.tensor(
-            [sums[0].item(), 0, 1]
-        )  # the other rank's: as many tokens, one failure
+        sums += torch.tensor([sums[0].item(), 0, 1])  # another rank's: as many tokens, one failure
 
     group = SimpleNamespace(
         get_backend=lambda: "gloo",
@@ -113,10 +104,7 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
         is_initialized=lambda: False,
     )
     monkeypatch.setattr(prefetch, "dist", group)
-    second = timedelta(seconds=1)
-    steps = prefetch.StepsAhead(
-        Numbers(), 2, 5, TokenBatch.from_dict, torch.device("cpu"), 2, second
-    )
+    steps = ahead(Numbers(), n_duplicates=2)
     step = steps.next_step()
     assert numbers(step) == [1, 2]
     assert step.counts == prefetch.StepCounts(3, 0, 1)
@@ -153,7 +141,7 @@ def test_error_while_packing_is_one_of_the_data_and_loading_then_is_refused():
     def to_batch(input_dict, labels):
         raise ValueError("no positions")
 
-    steps = StepsAhead(Numbers(), 2, 5, to_batch, torch.device("cpu"), None, timedelta(seconds=5))
+    steps = ahead(Numbers(), to_batch=to_batch)
     assert str(steps.next_step().error) == "no positions"
     with pytest.raises(RuntimeError, match="load a checkpoint before or after"):
         steps.load_state_dict({})

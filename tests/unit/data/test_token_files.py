@@ -111,9 +111,7 @@ def test_pair_of_megatron_is_read_by_prefix_or_by_either_file(tmp_path, ending):
     (tmp_path / "a.b.bin").write_bytes(bytes.fromhex(MEGATRON_BIN))
     (tmp_path / "a.b.idx").write_bytes(bytes.fromhex(MEGATRON_IDX))
     tokens = TokenDocuments(f"{tmp_path}/a.b{ending}")
-    assert [tokens[i].tolist() for i in range(len(tokens))] == [
-        sum(document, []) for document in MEGATRON_DOCUMENTS
-    ]
+    assert [ids.tolist() for ids in tokens] == [sum(ids, []) for ids in MEGATRON_DOCUMENTS]
     assert (tokens[0].dtype, tokens.num_tokens) == (np.uint16, 9)
     pack(tmp_path / "ours", MEGATRON_DOCUMENTS, 8, "H")
     assert (tmp_path / "ours.idx").read_bytes().hex() == MEGATRON_IDX
