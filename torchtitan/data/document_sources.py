@@ -73,7 +73,7 @@ class Order:
         return left << half_bits | right
 
 
-@lru_cache(64)  # lanes may be in different passes
+@lru_cache(64)  # row streams may be in different passes
 def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.reference.chat_formats import without_marks
 from tests.unit.data.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
@@ -90,10 +91,7 @@ def test_text_may_have_the_characters_that_mark_generation(tokenizer):
 
 
 def test_thinking_that_later_turns_lose_leaves_labels_known_without_marks(tokenizer):
-    plain = QWEN_LIKE.replace("generation %}", "if true %}").replace("endif true", "endif")
-    plain = plain.replace("{%- endif true %}", "{%- endif %}").replace(
-        "{%- endif -%}", "{%- endif %}"
-    )
+    plain = without_marks(QWEN_LIKE)
     chat = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4!"},

@@ -1,4 +1,4 @@
-"""Lanes, packing, order and mixtures: which documents make which row."""
+"""Row streams, packing, order and mixtures: which documents make which row."""
 
 import pickle
 from itertools import islice
