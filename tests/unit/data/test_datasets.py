@@ -510,6 +510,11 @@ def test_splits_that_are_held_out_of_training_are_not_read(tmp_path, caplog):
     assert "of 4 files, 2 are named as a test or validation split" in caplog.text
     (tmp_path / "data" / "train-00000-of-00001.jsonl").unlink()
     assert local_texts(tmp_path) == ["test", "latest", "a"]
+    caplog.clear()
+    write_json_lines(tmp_path / "train.jsonl", ["train"])
+    for name in ("data/test-00000-of-00001", "valid/a"):
+        (tmp_path / f"{name}.jsonl").unlink()
+    assert local_texts(tmp_path) == ["latest", "train"] and not caplog.text
 
 
 @settings(max_examples=60)
