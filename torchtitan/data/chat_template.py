@@ -181,7 +181,6 @@ class ChatTemplate:
         return text, spans
 
     def control_token_in(self, text: str) -> str | None:
-        """Return the first control token that is written in a text, None if there is none."""
         found = self._token.search(text)
         return found and found[0]
 

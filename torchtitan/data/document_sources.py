@@ -178,14 +178,12 @@ class Source:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        """Leave out documents before they are divided among row streams."""
         self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
 
     def identity(self) -> dict[str, Any]:
-        """Return what a saved position depends on."""
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
@@ -197,7 +195,6 @@ class Source:
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
 
     def read(self, number: int) -> OpenDocument:
-        """Return a document of which nothing is taken, by its number."""
         index = self.order.index(number)
         document = self.open(self.data[index], index)
         document.number = number
@@ -260,7 +257,6 @@ class Source:
         return document
 
     def where(self, index: int | None) -> str:
-        """Return a document's name for messages."""
         if index is None:
             return f"dataset {self.name!r}"
         if hasattr(self.data, "where"):

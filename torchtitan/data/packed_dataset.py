@@ -77,7 +77,6 @@ class PackedDataset(IterableDataset):
 
     @property
     def num_documents(self) -> int | None:
-        """None if a source is a stream."""
         is_indexed = all(source.is_indexed for source in self.sources)
         return sum(len(source.data) for source in self.sources) if is_indexed else None
 
@@ -158,8 +157,7 @@ class PackedDataset(IterableDataset):
             yield None
 
     def _start(self) -> None:
-        """Make the streams that this process reads, once: only a data worker knows its number."""
-        if not self._streams:
+        if not self._streams:  # only a data worker knows its number
             worker = get_worker_info()
             worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
             numbers = self._numbers[worker_id::num_workers]
@@ -255,7 +253,6 @@ class PackedDataset(IterableDataset):
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
-        """Divide what the saved streams had left among this dataset's number of streams."""
         n = self._num_streams
         if len(saved) != num_saved:
             raise ValueError(

@@ -1,17 +1,9 @@
-r"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files as Megatron-LM writes them.
+"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files as Megatron-LM writes them.
 
-The `.bin` file holds only the ids, document after document. The `.idx` file, little-endian:
-
-    9 bytes        b"MMIDIDX\0\0"
-    uint64         1, the version
-    uint8          the code of the ids' type, see `_TYPES`
-    uint64         S, the number of sequences
-    uint64         D + 1, where D is the number of documents
-    int32 [S]      the number of ids of each sequence
-    int64 [S]      the byte of the `.bin` file at which each sequence begins
-    int64 [D + 1]  the number of each document's first sequence; the last entry is S
-
-The sequences lie one behind the other, and a document is usually one sequence.
+The `.bin` file holds only the ids, document after document. The `.idx` file, little-endian, has a header
+(see `_HEADER`: magic, version, code of the ids' type, S, D + 1), the number of ids of each sequence (int32
+[S]), the byte at which it begins (int64 [S]), and each document's first sequence and S (int64 [D + 1]).
+A document is usually one sequence.
 
 `torchtitan.data.tokenize` adds `tokens.json`, which names the tokenizer and is marked as finished when
 all pairs are whole, and to each pair a `.crc32` file: as uint32 [D], the CRC-32 of each document's bytes,

@@ -116,7 +116,6 @@ class _Job:
         return range(part * size, min((part + 1) * size, len(self.documents)))
 
     def write(self) -> None:
-        """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
         self._remove_unfinished()
         num_parts = math.ceil(len(self.documents) / self.about["documents_per_part"])
         sizes = {part: self._size(part) for part in range(num_parts)}
@@ -154,7 +153,6 @@ class _Job:
         )
 
     def write_part(self, part: int) -> int:
-        """Write a part, and return its number of tokens."""
         id_type = token_files.smallest_type(self.about["tokenizer"]["vocabulary_size"])
         source = Source(self.dataset, self.documents, text_encoder(self.dataset), self.tokenizer)
         documents = (
@@ -170,7 +168,6 @@ class _Job:
             ) from error
 
     def _size(self, part: int) -> int | None:
-        """Return the number of tokens of a part that is whole, else None."""
         try:
             pair = token_files.Pair(self.prefix(part), has_sums=True)
             pair.check()

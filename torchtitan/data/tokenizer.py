@@ -132,7 +132,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def special_tokens(self) -> list[str]:
-        """The special tokens, such as the end-of-text token, in the order of their ids."""
         added = self.tokenizer.get_added_tokens_decoder()
         return [added[i].content for i in sorted(added) if added[i].special]
 
@@ -141,7 +140,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, including added tokens."""
         return self.tokenizer.get_vocab_size()
 
     def get_vocab_size(self) -> int:

@@ -49,19 +49,10 @@ def registered(c4_test):
 
 
 def build(dataset, world_size, rank, num_workers=0):
-    config = ConfigManager().parse_args(
-        [
-            f"--training.dataset={dataset}",
-            "--training.local_batch_size=1",
-            f"--training.seq_len={SEQ_LEN}",
-            f"--training.dataloader.num_workers={num_workers}",
-        ]
-    )
+    flags = f"dataset={dataset} local_batch_size=1 seq_len={SEQ_LEN} dataloader.num_workers={num_workers}"
+    config = ConfigManager().parse_args([f"--training.{flag}" for flag in flags.split()])
     return build_text_dataloader(
-        tokenizer=HuggingFaceTokenizer("tests/assets/tokenizer"),
-        dp_world_size=world_size,
-        dp_rank=rank,
-        job_config=config,
+        world_size, rank, HuggingFaceTokenizer("tests/assets/tokenizer"), config
     )
 
 
@@ -123,14 +114,11 @@ def test_position_saved_before_the_first_batch_is_the_beginning(registered, data
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_position_saved_right_after_loading_is_the_loaded_one(registered, dataset, num_workers):
-    first = build(dataset, 1, 0, num_workers)
+    first, second, third = (build(dataset, 1, 0, num_workers) for _ in range(3))
     batches = iter(first)
     for _ in range(9):
         next(batches)
-    second = build(dataset, 1, 0, num_workers)
     second.load_state_dict(first.state_dict())
-    third = build(dataset, 1, 0, num_workers)
     third.load_state_dict(second.state_dict())
-    third_batches = iter(third)
-    for _ in range(5):
-        assert torch.equal(next(batches)[1], next(third_batches)[1])
+    for (_, labels), (_, again) in zip(islice(batches, 5), third, strict=False):
+        assert torch.equal(labels, again)

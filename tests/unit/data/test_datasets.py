@@ -139,17 +139,14 @@ def test_finite_data_end_and_start_over_when_iterated_again():
 @pytest.mark.parametrize("streamed", [False, True])
 def test_iterating_again_before_the_end_goes_on(streamed):
     samples = Dataset.from_list(documents_of([6] * 10))
-    expected = [tokens_of(*sequence) for sequence in make_dataset(samples)]
+    expected = sequences_of(make_dataset(samples))
     dataset = make_dataset(samples.to_iterable_dataset() if streamed else samples)
-    sequences = [tokens_of(*sequence) for sequence in islice(dataset, 3)]
-    sequences += [tokens_of(*sequence) for sequence in islice(dataset, 4)]
-    sequences += [tokens_of(*sequence) for sequence in dataset]
-    assert sequences == expected
+    sequences = [sequences_of(islice(dataset, n)) for n in (3, 4, None)]
+    assert sum(sequences, []) == expected
 
 
 def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
-    sequences = islice(make_dataset(documents_of([2]), infinite=True), 3)
-    assert tokens_of(*next(sequences)) == [0, 1, 0, 1, 0]
+    assert tokens_of(*next(iter(make_dataset(documents_of([2]), infinite=True)))) == [0, 1, 0, 1, 0]
     with pytest.raises(ValueError, match="too small: reader 1 of 1 got 2 tokens.*= 5"):
         list(make_dataset(documents_of([2])))
 

@@ -167,15 +167,9 @@ def test_generator_of_ones_own_gets_the_dataloader_itself(tmp_path):
 def test_trainer_saves_the_position_of_the_steps_it_has_trained(tmp_path):
     from tests.distributed.training_runs import make_trainer
 
-    trainer = make_trainer(
-        str(tmp_path),
-        [
-            "--training.steps=4",
-            "--training.local_batch_size=1",
-            "--training.global_batch_size=2",
-            "--checkpoint.enable",
-        ],
-    )
+    flags = "steps=4 local_batch_size=1 global_batch_size=2".split()
+    flags = [f"--training.{flag}" for flag in flags]
+    trainer = make_trainer(str(tmp_path), [*flags, "--checkpoint.enable"])
     positions, tokens = [], []
 
     def save(step, last_step=False):
