@@ -94,7 +94,7 @@ REFERENCE_PATHS = {
     "torchtitan.components.quantization": "torchtitan.quantization",
     "torchtitan.components.quantization.float8": "torchtitan.quantization.float8",
     "torchtitan.components.quantization.mx": "torchtitan.quantization.mx",
-    "torchtitan.components.quantization.utils": "torchtitan.quantization.utils",
+    "torchtitan.components.quantization.utils": "torchtitan.quantization",
     "torchtitan.components.tokenizer": "torchtitan.data.tokenizer",
     "torchtitan.components.validate": "torchtitan.callbacks.validate",
     "torchtitan.hf_datasets": "torchtitan.data",

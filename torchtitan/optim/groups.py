@@ -14,11 +14,10 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class ParameterGroups:
-    """The trainable parameters of model parts, each in one group.
+    """The trainable parameters of model parts, each in the group of the first table that fits its name.
 
     names: parameter -> its name in the whole model. numbers: parameter -> 0 for the group of
-    [optimizer], or n for that of the n-th table. A parameter belongs to the first table whose pattern
-    is found in its name.
+    [optimizer], or n for that of the n-th table.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], config: OptimizerConfig) -> None:

@@ -45,9 +45,8 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
     """Swap live weights with those of the same name, in place."""
     live = list(live)
-    pairs = [(local_tensor(weight), local_tensor(weights[name])) for name, weight in live]
-    own, others = [own for own, _ in pairs], [other for _, other in pairs]
-    kept = [x.clone() for x in own]
+    own = [local_tensor(weight) for _, weight in live]
+    others, kept = [local_tensor(weights[name]) for name, _ in live], [x.clone() for x in own]
     torch_parts.foreach_copy(own, others)
     torch_parts.foreach_copy(others, kept)
     forget_scales(weight for _, weight in live)

@@ -59,7 +59,6 @@ job: every job
     version_of torch:Tensor._version
     below_autograd torch._C:_AutoDispatchBelowAutograd
     onednn_linear torch:ops.mkldnn._linear_pointwise | MKL computes
-    onednn_pack torch:ops.mkldnn._reorder_linear_weight | MKL computes
     onednn_has_bf16 torch:ops.mkldnn._is_mkldnn_bf16_supported | bf16 is taken to be slow
     skips_on_device torch.optim:Adam._step_supports_amp_scaling | the host skips bad steps
     last_lr torch.optim.lr_scheduler:LRScheduler._last_lr
@@ -76,9 +75,6 @@ documents on cpu: attention to packed documents on a CPU; train on a GPU
 optimizer offload: optimizer states in host memory
     empty_host_cache torch.accelerator:empty_host_cache
     empty_host_cache torch._C:_host_emptyCache
-generation: generation on a CPU
-    forward_hooks torch.nn:Module._forward_hooks
-    forward_pre_hooks torch.nn:Module._forward_pre_hooks
 data workers: a data worker that reads a stream of `datasets`; set training.dataloader.num_workers = 0
     worker_info torch.utils.data._utils.worker:_worker_info
 plain files: reading a pickled dataloader state
@@ -157,13 +153,8 @@ pinned save: checkpoint.async_mode = 'async_with_pinned_mem'; set it to 'async'
 checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
-    FileView torch.distributed.checkpoint.utils:_ReaderView
-    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
-    save_plan torch.distributed.checkpoint:SavePlanner._cached_save_plan
-    plan_caches torch.distributed.checkpoint:SavePlanner _cached_save_plan _cached_final_save_plan _cached_all_plans _cached_global_plan _cached_metadata
     pending_plan torch.distributed.checkpoint:DefaultSavePlanner._pending_local_plan | not needed
-    plan_key torch.distributed.checkpoint:DefaultSavePlanner._cached_plans_key
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
 hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false
