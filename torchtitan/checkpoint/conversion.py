@@ -16,11 +16,10 @@ from torchtitan.checkpoint.states import (
     keys_outside_model,
     saved_shapes_in,
     shapes_of,
-    shorten,
 )
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.models.hf_config import from_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 

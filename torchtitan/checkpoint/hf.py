@@ -40,11 +40,10 @@ from torchtitan.checkpoint.states import (
     check_same_model,
     saved_shapes,
     shapes_of,
-    shorten,
 )
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, to_template
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger

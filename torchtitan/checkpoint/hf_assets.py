@@ -15,11 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
-from torchtitan.checkpoint.states import shorten
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
 from torchtitan.tools.logging import logger

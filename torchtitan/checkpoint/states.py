@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import DCP_METADATA
 from torchtitan.distributed.processes.ranks import all_ranks
+from torchtitan.protocols.state_dict_adapter import shorten
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -35,7 +36,6 @@ WEIGHTS_ONLY = (
     "checkpoint, name its step in checkpoint.load_step"
 )
 
-_KEYS_SHOWN = 5
 _NEW_KEY = "weights_version"  # of the train state, which torchtitan's checkpoints lack
 
 # Name of an entry -> its shape; None if the entry is not a tensor.
@@ -245,8 +245,3 @@ def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
         MODEL
     }
     return {key for key in saved if key.split(".")[0] in components}
-
-
-def shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _KEYS_SHOWN} more" if len(names) > _KEYS_SHOWN else ""
-    return ", ".join(names[:_KEYS_SHOWN]) + more

@@ -12,11 +12,18 @@ from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NAMES_SHOWN = 5
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
     """Return the name with `{}` for its numbers, and the numbers."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
+
+
+def shorten(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class BaseStateDictAdapter(ABC):
