@@ -87,7 +87,6 @@ def test_star_imports_do_not_depend_on_what_is_loaded():
 # The reference's paths of modules that live elsewhere here.
 REFERENCE_PATHS = {
     "torchtitan.components.dataloader": "torchtitan.data.dataloader",
-    "torchtitan.components.ft.manager": "torchtitan.distributed.fault_tolerance",
     "torchtitan.components.loss": "torchtitan.loss.cross_entropy",
     "torchtitan.components.lr_scheduler": "torchtitan.optim.lr_scheduler",
     "torchtitan.components.metrics": "torchtitan.callbacks.metrics",

@@ -30,10 +30,11 @@ from torchtitan.distributed.dtensor import (
     with_local,
 )
 from torchtitan.distributed.fsdp import reshard_model
-from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
+from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import Linear, linear
 from torchtitan.numerics.low_rank import LowRank
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class Adapted(NamedTuple):

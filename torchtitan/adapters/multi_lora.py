@@ -28,10 +28,10 @@ from torchtitan.distributed.dtensor import (
     local_tensor,
     with_local,
 )
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 # ---- one layer ----
 

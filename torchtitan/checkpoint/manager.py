@@ -40,7 +40,6 @@ from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
-from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -89,7 +88,7 @@ class CheckpointManager:
         checkpoint_config: Checkpoint,
         sd_adapter: BaseStateDictAdapter | None,
         base_folder: str = "",
-        ft_manager: FTManager | None = None,
+        ft_manager: Any = None,
         lora: LoRA | None = None,
     ) -> None:
         config = checkpoint_config

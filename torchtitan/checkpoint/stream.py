@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import merged
-from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.dtensor import LocalShard, local_shard, whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks
-from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.distributed.tensor_views import LocalShard, local_shard
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 # A fingerprint reads bytes as 64-bit words and sums rows of this many words.
 _WORDS_PER_ROW = 2**15

@@ -25,8 +25,8 @@ from torchtitan.checkpoint.stream import fingerprint
 from torchtitan.config.job_config import LoRA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.tools.logging import logger
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 NAME, DIGEST = "base model", "base model's digest"  # entries of the run's record
 

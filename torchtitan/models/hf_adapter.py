@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor, load_dtensor
-from torchtitan.distributed.tensor_views import (
-    LocalShard,
+from torchtitan.distributed.dtensor import LocalShard, is_dtensor, load_dtensor
+from torchtitan.models.hf_stacks import (
     StackLayout,
     as_part_of_rows,
     join_rows,

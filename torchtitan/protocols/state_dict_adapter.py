@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torchtitan.distributed.tensor_views import LocalShard
+from torchtitan.distributed.dtensor import LocalShard
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger

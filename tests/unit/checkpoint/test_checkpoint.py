@@ -1142,9 +1142,9 @@ def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog)
 
 def test_torchft_is_off_and_asking_for_it_fails_with_one_sentence():
     assert not FTManager(FaultTolerance()).enabled
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", False):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", False):
         with pytest.raises(ImportError, match="needs torchft"):
             FTManager(FaultTolerance(enable=True))
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", True):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", True):
         with pytest.raises(NotImplementedError, match="not available yet"):
             FTManager(FaultTolerance(enable=True))
