@@ -78,8 +78,6 @@ def load_from_hf(
     )
     reader = _open_reader(adapter, path, names, from_quantized)
     metadata, saved = reader.read_metadata(), saved_shapes(reader)
-    if problem := adapter.problem_with(saved):
-        raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
 
