@@ -436,11 +436,12 @@ def test_next_async_save_waits_for_the_one_before_which_is_whole_once_written(tm
     assert run.manager.save_future is None
     run.manager.save(5)
     first = run.manager.save_future
-    wait([first], timeout=60)
-    assert run.manager.save_future is first  # the run has not waited for it
-    assert Run(tmp_path, seed=1).manager.load()
     run.manager.save(6)
-    assert first.done() and run.manager.save_future is not first
+    second = run.manager.save_future
+    assert first.done() and second is not first
+    wait([second], timeout=60)
+    assert run.manager.save_future is second  # the run has not waited for it
+    assert Run(tmp_path, seed=1).manager.newest_step() == 6
 
 
 def test_failed_async_write_is_reported_by_the_next_save_or_close(tmp_path):
