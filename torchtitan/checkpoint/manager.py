@@ -27,13 +27,13 @@ from torchtitan.checkpoint.states import (
     MODEL,
     OPTIMIZER,
     WEIGHTS_ONLY,
+    ModelWrapper,
     cast_weights,
     fit_to_checkpoint,
     live_states,
     with_model_on_top,
     without_excluded,
 )
-from torchtitan.checkpoint.weights import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
