@@ -53,9 +53,6 @@ class Adapters(NamedTuple):
     dropout: float
 
 
-# ---- modules ----
-
-
 def add_adapter(
     module: nn.Module, weight_name: str, rank: int, scale: float, dropout: float
 ) -> None:
@@ -213,9 +210,6 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         count(-1)
-
-
-# ---- merging ----
 
 
 @torch.no_grad()

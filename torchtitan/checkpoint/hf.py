@@ -54,8 +54,6 @@ _ROWS_COMPARED = 4096
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
-# Reading
-
 
 def load_from_hf(
     state_dict: dict[str, Any],
@@ -262,9 +260,6 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield part
 
 
-# Writing
-
-
 def save_to_hf(
     state_dict: dict[str, Any],
     adapter: BaseStateDictAdapter,
@@ -335,13 +330,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
     """
     sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
     if known:
-        if unknown := [name for name in sizes if name not in known]:
-            # Not an error, because it would come at the end of a training and lose the weights.
-            logger.warning(
-                f"The index under model.hf_assets_path does not list {shorten(sorted(unknown))}; "
-                "writing them into the last file"
-            )
-        last = max(known.values())
+        last = max(known.values())  # for tensors that the index doesn't list
         return {name: known.get(name, last) for name in sizes}
     index, number, n_bytes = {}, 1, 0
     for name, size in sizes.items():

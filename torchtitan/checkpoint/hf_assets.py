@@ -37,8 +37,6 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
 
-# ---- weights ----
-
 
 def check_files(folder: str) -> tuple[list[str], list[str]]:
     """The names of the files that hold the model, and of files in its index that are missing.
@@ -124,9 +122,6 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         return None
     names = {file_name: in_file for file_name, in_file in names.items() if in_file}
     return UntrainedParts(folder, names) if names else None
-
-
-# ---- config and tokenizer ----
 
 
 def write_model_files(

@@ -145,8 +145,6 @@ class CheckpointManager:
             self._retention.close()
             self._saver.close()
 
-    # Saving
-
     @torch.no_grad()
     def save(
         self,
@@ -299,8 +297,6 @@ class CheckpointManager:
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():
             self._retention.purge(self.folder, self.keep_latest_k, self._saver.folder)
-
-    # Loading
 
     @torch.no_grad()
     def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:

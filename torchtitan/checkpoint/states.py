@@ -132,8 +132,6 @@ class ModelWrapper(Stateful):
         for part in self.model:
             set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
 
-    # ---- adapters and their base ----
-
     def require_lora(self, wanted_by: str) -> LoRA:
         if self._lora is None:
             raise ValueError(

@@ -171,9 +171,6 @@ class WeightStream:
         return {n: (x, x.dtype if n in kept else self._dtype) for n, x in live.items()}
 
 
-# ---- digest ----
-
-
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
     """The digest of every name, dtype, shape and bit, in any order and on any device.
 

@@ -326,9 +326,6 @@ TYPES = {
 }
 
 
-# ---- reading and writing by the tables ----
-
-
 _SAME_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
