@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.adapters.names import fits
+from torchtitan.adapters.lora import fits
 from torchtitan.config.job_config import LoRA
 from torchtitan.integrations.tinker.types import Datum, ForwardBackwardOutput, TensorData
 from torchtitan.rl.losses import GSPOLoss, PolicyLoss, build_loss
