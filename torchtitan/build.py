@@ -15,7 +15,7 @@ from torch import nn
 from torchtitan.adapters.lora import init_adapters
 from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import filler_batch
+from torchtitan.batch.dummy_microbatches import dummy_batch
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.run_record import record_of
@@ -161,7 +161,7 @@ def build(
         gradient_factor=gradient_factor,
         watch=engine.watch,
         dp_group=dp_group,
-        filler=lambda: filler_batch(training.seq_len, policy.separates_documents),
+        dummy=lambda: dummy_batch(training.seq_len, policy.separates_documents),
         client_inputs=client_inputs,
     )
 

@@ -41,8 +41,7 @@ from torchtitan.distributed.processes.failure_watch import Watch
 from torchtitan.job import resolve_job
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import RankLayout, has_last_stage, set_device
-from torchtitan.step import forward as step_forward
-from torchtitan.step.forward import Labels
+from torchtitan.step.forward import Labels, Step
 from torchtitan.step.outputs import Reductions, StepOutput
 from torchtitan.step.runner import Head, Microbatch, ModelInputs, model_inputs, on_error
 from torchtitan.step.update import OptimStepResult
@@ -393,6 +392,11 @@ class TrainingEngine(EngineState):
         as_dict: Any = batch.as_dict()
         return ModelInputs(*self.post_dataloading_process(as_dict, batch.labels))
 
+    def _step_parts(self) -> Step:
+        """The parts for one call; a client may have replaced the loss or the tokenizer since the last."""
+        config, loss = self.job_config, (self.loss_fn, self.has_token_loss, self.loss_group)
+        return Step(config, self.packing, self.runner, self.update, *loss)
+
     @overload
     def forward_step(
         self, microbatches: Microbatches, *, labels: Labels = None
@@ -443,7 +447,7 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("forward_step", "model", trains=False)
         with self._call():
-            return step_forward.forward(self, microbatches, labels, output_fn, head)
+            return self._step_parts().forward(microbatches, labels, output_fn, head)
 
     def from_last_stage(self, outputs: Result | None) -> Result:
         """Return on all ranks the `outputs` of the rank with the pipeline's last stage.
@@ -519,8 +523,8 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("forward_backward_step", "model", "grad")
         with self._call():
-            return step_forward.forward_backward(
-                self, input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
+            return self._step_parts().forward_backward(
+                input_dict, labels, global_valid_tokens, loss_fn, head, whole_rows, metrics
             )
 
     def prepare(
@@ -539,7 +543,7 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("prepare", trains=False)
         with saying_once_per(self._said):
-            return step_forward.prepare(self, batch, labels, head)
+            return self._step_parts().prepare(batch, labels, head)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that the caller computed, until `optim_step`.
@@ -551,7 +555,7 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("backward", "model", "grad")
         with self._call():
-            step_forward.backward(self, loss)
+            self._step_parts().backward(loss)
 
     def optim_step(
         self,

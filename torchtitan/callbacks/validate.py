@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import num_fillers
+from torchtitan.batch.dummy_microbatches import num_dummies
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.callbacks.metrics import MetricsProcessor
 from torchtitan.compat import is_overridden
@@ -157,7 +157,7 @@ class Validator(BaseValidator):
             self.validation_dataloader.load_state_dict(self._start_of_data)
         batches = iter(self.validation_dataloader)
         config = self.job_config.validation_data
-        # The filler of a rank whose share of the data has no batch.
+        # The dummy of a rank whose share of the data has no batch.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
         max_batches, global_batch_size = config.steps, self.job_config.training.global_batch_size
@@ -208,7 +208,7 @@ class Validator(BaseValidator):
         """Start to ask all ranks whether they are out of data; the returned function returns it."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         group = None if mesh is None else mesh.get_group()
-        n_more = num_fillers(int(not is_finished), group, torch.device(get_device_type()))
+        n_more = num_dummies(int(not is_finished), group, torch.device(get_device_type()))
         return lambda: is_finished and not n_more()
 
 

@@ -103,19 +103,6 @@ def test_limit_of_open_files_is_raised_as_far_as_it_may_be(monkeypatch):
         allow_open_files()
 
 
-def test_output_that_is_closed_is_none_of_the_run_s_files(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)  # as under >&-
-    handlers, propagate = logger.handlers, logger.propagate
-    try:
-        init_logger()
-        logger.info("nobody reads this")
-        print("nor this")
-        assert not sys.stdout.isatty() and sys.stdout.name == os.devnull
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        sys.stdout.close()
-
-
 def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
