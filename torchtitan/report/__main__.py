@@ -8,7 +8,6 @@ Exit code 2: there is no run in the folder, or the page cannot be written.
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from torchtitan.report.page import page_of
@@ -34,11 +33,10 @@ def main() -> None:
         with open_file(unfinished, "w", encoding="utf-8") as file:
             file.write(text)
         unfinished.replace(output)
-    except (NoRunError, OSError) as error:
-        is_run = isinstance(error, NoRunError)
-        message = error if is_run else f"{error.filename or output}: {error.strerror or error}"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+    except NoRunError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename or output}: {error.strerror or error}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB")
 
 

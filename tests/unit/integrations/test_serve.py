@@ -551,11 +551,11 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
 
     for number in range(3):
         send(number)
-    kept.retrieve({"request_id": "1"})
+    kept.retrieve("1")
     send(3)  # 1,200 bytes: the result that was fetched goes first
-    assert kept.retrieve({"request_id": "0"}).protobuf[0] == 0
+    assert kept.retrieve("0").protobuf[0] == 0
     with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
-        kept.retrieve({"request_id": "1"})
+        kept.retrieve("1")
     assert raised.value.status == 410
     kept._next_drop_at = 0.0
     send(1)

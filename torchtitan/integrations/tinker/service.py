@@ -15,14 +15,33 @@ from typing import Any
 from torchtitan.integrations.tinker import sessions, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
+from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.request_queue import Command
-from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
+from torchtitan.integrations.tinker.requests import (
+    Refused,
+    adam_params,
+    folder_of,
+    model_input,
+    read_json,
+    sampling_params,
+    take,
+)
 from torchtitan.integrations.tinker.results import Answer, Results
-from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
+
+_MAX_SAMPLERS = 4096
+_MAX_SAMPLES = 4096  # of one request
+_MAX_TOP_K = 1024
+# Options of a sample request that are refused -> the value that leaves them off.
+_NOT_SUPPORTED = {
+    "topk_sample_logprobs": 0,
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+}
 
 
 class Service:
@@ -41,9 +60,7 @@ class Service:
         self._lock = threading.Lock()
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self.files = SavedFiles(client.states_folder)
-        self._sampling = Sampling(
-            self._results, put, self._sessions, self.files.loadable, client, self._max_len
-        )
+        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
         limit = job_config.rl.serve.max_request_mib * 2**20
         client_config = {
             "pjwt_auth_enabled": False,
@@ -74,9 +91,9 @@ class Service:
                 ("POST save_weights_for_sampler", self._save_for_sampler),
                 ("POST create_sampling_session", self._create_sampling_session),
                 ("GET samplers/([^/]+)", self._get_sampler),
-                ("POST asample", self._sampling.sample),
+                ("POST asample", self._sample),
                 ("POST retrieve_future", self._retrieve),
-                ("POST retrieve_futures", self._sampling.retrieve_many),
+                ("POST retrieve_futures", self._retrieve_many),
                 *self.files.routes,
             )
         ]
@@ -96,8 +113,9 @@ class Service:
         self._results.close(Refused("the server was shut down before this was done", 503))
 
     def _retrieve(self, values: dict[str, Any]) -> Answer:
-        self._sessions.note(take(values, "request_id", str))
-        return self._results.retrieve(values)
+        request_id = take(values, "request_id", str)
+        self._sessions.note(request_id)
+        return self._results.retrieve(request_id)
 
     # ---- sessions and models ----
 
@@ -348,23 +366,25 @@ class Service:
     def _save_for_sampler(self, values: dict[str, Any]) -> Answer:
         if values.get("path") is not None:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
-        seq_id, number = self._seq_id(values), take(values, "sampling_session_seq_id", int)
-        sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
-        self._sampling.add(sampler, sampler)
+        model_id, number = self._model(values), take(values, "sampling_session_seq_id", int)
+        sampler = f"{model_id.partition(':')[0]}:sample:{number}"
+        self._add_sampler(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        command = self._command("snapshot", self._model(values), sampler=sampler)
-        return self._results.submit(seq_id, values, command, lambda _: Answer(result))
+        command = self._command("snapshot", model_id, sampler=sampler)
+        return self._results.submit(self._seq_id(values), values, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
         self._sessions.check(session_id)
-        number = take(values, "sampling_session_seq_id", int)
-        sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
-        if path is None:
+        sampler = f"{session_id}:sample:{take(values, 'sampling_session_seq_id', int)}"
+        path = take(values, "model_path", str, None)
+        if path is not None and sampler not in self._samplers:
+            arguments = {"sampler": sampler, "path": self.files.loadable(path)}
+            self._add_sampler(sampler, sampler)
+            self._put(Command("open", arguments, lane=sampler))
+        elif path is None:
             # A training client may give any name; then its session may sample under that name, too.
-            name = take(values, "base_model", str, self._name)
-            with self._lock:
-                models = list(self._models.items())
+            name, models = take(values, "base_model", str, self._name), list(self._models.items())
             trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
             if name not in {self._name, *trained}:
                 raise Refused(
@@ -372,9 +392,75 @@ class Service:
                     f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
                     "is this one"
                 )
-        self._sampling.create(sampler, path)
+            self._add_sampler(sampler, BASE)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
+    def _add_sampler(self, name: str, source: str) -> None:
+        with self._lock:
+            self._samplers[name] = source
+            old = list(self._samplers)[:-_MAX_SAMPLERS]
+            for sampler in old:
+                del self._samplers[sampler]
+        if old:
+            self._put(Command("forget", {"samplers": old}))
+
+    def _sampler(self, session: str) -> str:
+        source = self._samplers.get(session)
+        if source is None:
+            raise Refused(f"sampling session {session} is unknown; make a new sampling client", 404)
+        self._sessions.note(session)
+        return source
+
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
-        self._sampling.source(sampler)
+        self._sampler(sampler)
         return Answer({"sampler_id": sampler, "base_model": self._trained_name})
+
+    def _sample(self, values: dict[str, Any]) -> Answer:
+        for name, off in _NOT_SUPPORTED.items():
+            if values.get(name) not in (None, off):
+                raise Refused(f"{name} is not supported by this server, got {values[name]!r}")
+        session, vocab_size = take(values, "sampling_session_id", str), self._client.vocab_size
+        sampler, prompt = self._sampler(session), model_input(values, "prompt")
+        number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
+        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
+        params = sampling_params(values, room)
+        is_scored = take(values, "prompt_logprobs", bool, False)
+        k = take(values, "topk_prompt_logprobs", int, 0)
+        last_n = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        for name, value, least, most in (
+            ("the prompt's number of tokens", prompt.length, 1, self._max_len),
+            ("token ids of the prompt", max(prompt.tokens), 0, vocab_size - 1),
+            ("num_samples", n_samples, 1, _MAX_SAMPLES),
+            ("max_tokens", params.max_tokens, 1, room),
+            ("top_k", params.top_k, -1, vocab_size),
+            ("topk_prompt_logprobs", k, 0, min(_MAX_TOP_K, vocab_size)),
+            ("prompt_logprobs_last_n", last_n, 1, prompt.length),
+        ):
+            if not least <= value <= most:
+                raise Refused(f"{name} must be {least} to {most}, got {value}")
+        params.to_config(self._client.tokenizer)  # raises for what does not depend on the model
+        request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
+        command = Command(
+            "sample",
+            {"sampler": sampler, "settings": settings},
+            # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
+            joins=("sample", sampler, settings) if params.seed is None else object(),
+            items=[(prompt, last_n)],
+            lane=sampler,
+            comes_in_bursts=True,
+        )
+        return self._results.submit(
+            request_id,
+            values,
+            command,
+            lambda responses: Answer(protobuf=wire.write_samples(responses[0], k)),
+            channel=(session, number // 1_000_000_000),
+            sample_sequence_ids=[f"{request_id}:{i}" for i in range(n_samples)],
+        )
+
+    def _retrieve_many(self, values: dict[str, Any]) -> Answer:
+        target = take(values, "target", dict)
+        session = take(target, "sampling_session_id", str)
+        self._sampler(session)
+        clone = take(target, "cloned_sampler_id", int, 0)
+        return self._results.retrieve_many(values, (session, clone))
