@@ -121,10 +121,7 @@ class LocalTrainingClient(AsyncNames):
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> ClientFuture[ForwardBackwardOutput]:
-        """Return log-probs of the targets, without gradients.
-
-        loss_fn: a name as for forward_backward; it does not change the result.
-        """
+        """Return log-probs of the targets, without gradients; loss_fn does not change them."""
         loss_of(loss_fn, {})
         data = list(data)
         return self._thread.submit(lambda: output_of(self._logprobs(data), {}))
@@ -296,10 +293,7 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def exchange_state(self, state: TrainingState) -> None:
-        """Swap the policy's state with another one, so that policies take turns on one model.
-
-        Adapters take turns beside one base. Nothing is copied but what trains.
-        """
+        """Swap what trains of the policy, and its step, with another state: models take turns."""
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
             swap_memory(self._trained, state.weights)
@@ -406,8 +400,7 @@ class LocalTrainingClient(AsyncNames):
         return output_of([x.detach() for x in logprobs], {"loss:sum": loss.item(), **metrics})
 
     def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
-        """The log-probs [n] of each datum's targets, including masked ones; or with k, the k most
-        probable tokens [n, 2 k] at each place, see `TopTokens`."""
+        """The log-probs [n] of each datum's targets, or with k the `TopTokens` [n, 2 k] there."""
         batch = self._batcher.batch(self.samples([only_targets(datum) for datum in data]))
         found = self._trainer.top_tokens(batch, k) if k else self._trainer.forward(batch)
         return check_finite(found)

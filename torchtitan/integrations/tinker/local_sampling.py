@@ -137,10 +137,7 @@ class LocalSamplingClient(AsyncNames):
     def sample_all(
         self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
     ) -> ClientFuture[list[SampleResponse]]:
-        """Return the response to each prompt, as from `sample`, all drawn together.
-
-        prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
-        """
+        """Return what `sample` returns for each (prompt, prompt_logprobs_last_n), all drawn together."""
         return self._thread.submit(self._sample, prompts, *settings)
 
     def _sample(

@@ -77,10 +77,9 @@ class Policy:
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
-        """Fill a new model inside, which takes the name `model` if the block succeeds.
+        """Fill a new model inside; only if that succeeds does it replace the one of its name.
 
-        If the block fails, the earlier model of this name, if any, is as it was. A policy without
-        adapters is its only model, and is filled in place. rank: of the new model's adapters.
+        rank: of its adapters. A policy without adapters is its only model, and is filled in place.
         """
         if rank is None:
             yield
@@ -103,10 +102,7 @@ class Policy:
             self._ranks.pop(model, None)
 
     def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
-        """Go back to the weights that the server started with, and reset the optimizer.
-
-        adapters: arguments of `start_adapters`, which then draws new adapters.
-        """
+        """Go back to the first weights; adapters: arguments of `start_adapters`, to draw new ones."""
         with self._replacing(model, None if adapters is None else adapters["rank"]):
             self._client.load_sampler_weights(self._samplers[BASE]).result()
             if adapters is not None:

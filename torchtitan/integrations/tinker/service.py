@@ -150,10 +150,7 @@ class Service:
         result: dict[str, Any],
         rank: int = 0,
     ) -> Answer:
-        """Submit the command that begins a session's new model, after giving it the policy.
-
-        rank: of its adapters, if the server trains adapters, and so several models.
-        """
+        """Submit the command that begins a session's new model. rank: of its adapters, if any."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
         if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
@@ -198,10 +195,7 @@ class Service:
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
     def _wait_for_owner(self, session_id: str) -> None:
-        """If another session owns the only policy, wait until it ends, or its program shows that it lives.
-
-        A program that was killed and is started again would otherwise be refused.
-        """
+        """Wait until the session that owns the only policy ends, or shows that its program lives."""
         owner = next(iter(self._models), session_id)
         if self._lora is None and owner.partition(":")[0] != session_id:
             before, left = math.inf, self._sessions.seconds_left(owner)
@@ -210,10 +204,7 @@ class Service:
                 before, left = left, self._sessions.seconds_left(owner)
 
     def _make_room(self, model_id: str) -> None:
-        """Drop models whose session has ended; without adapters also an older one of this session.
-
-        Raises Refused if there is no place for another model. Holds the lock.
-        """
+        """Drop models whose session has ended; raise Refused if there is no place for another one."""
         gone = [old for old in self._models if not self._sessions.is_alive(old)]
         if self._lora is None:
             for old in set(self._models) - set(gone):
@@ -233,10 +224,8 @@ class Service:
             raise Refused(self._client.limits.full, 429)
 
     def _command(self, method: str, model_id: str, /, items: Any = (), **options: Any) -> Command:
-        """Return a command for a model, in the model's lane. method: of `Policy`.
-
-        items: of a command that joins those of other models, with the `Command`'s `joins` and `size`
-        among the options; the options of another command are the method's arguments.
+        """Return a command in a model's lane. options: fields of a command with items, which may join
+        those of other models; arguments of the method of one without items.
         """
         model = "" if self._lora is None else model_id
         lane = model or "the policy"

@@ -149,10 +149,7 @@ class WaitingStates:
         return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
 
     def _move_oldest(self, keeps: int = 1) -> None:
-        """Move states off the device, and off the host, until the limits are kept.
-
-        keeps: so many of the last ones stay where they are, whatever the limits.
-        """
+        """Move states off the device, and off the host, to keep the limits; the last `keeps` stay."""
         n_device = max(self._limits.n_device, keeps)
         newest_first = list(reversed(self._all.items()))
         for number, (model, waiting) in enumerate(newest_first[n_device:], start=n_device):
