@@ -169,10 +169,6 @@ class Policy:
         """Make a sampler of a saved state."""
         self._samplers[sampler] = self._client.create_sampling_client(path).result()
 
-    def forget(self, samplers: Sequence[str]) -> None:
-        for sampler in samplers:
-            self._samplers.pop(sampler, None)
-
     def sample(
         self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
     ) -> list[SampleResponse]:

@@ -32,7 +32,6 @@ from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
-_MAX_SAMPLERS = 4096
 _MAX_SAMPLES = 4096  # of one request
 _MAX_TOP_K = 1024
 # Options of a sample request that are refused -> the value that leaves them off.
@@ -357,7 +356,7 @@ class Service:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
         model_id, number = self._model(values), take(values, "sampling_session_seq_id", int)
         sampler = f"{model_id.partition(':')[0]}:sample:{number}"
-        self._add_sampler(sampler, sampler)
+        self._samplers[sampler] = sampler
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         command = self._command("snapshot", model_id, sampler=sampler)
         return self._results.submit(self._seq_id(values), values, command, lambda _: Answer(result))
@@ -369,7 +368,7 @@ class Service:
         path = take(values, "model_path", str, None)
         if path is not None and sampler not in self._samplers:
             arguments = {"sampler": sampler, "path": self.files.loadable(path)}
-            self._add_sampler(sampler, sampler)
+            self._samplers[sampler] = sampler
             self._put(Command("open", arguments, lane=sampler))
         elif path is None:
             # A training client may give any name; then its session may sample under that name, too.
@@ -381,17 +380,8 @@ class Service:
                     f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
                     "is this one"
                 )
-            self._add_sampler(sampler, BASE)
+            self._samplers[sampler] = BASE
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
-
-    def _add_sampler(self, name: str, source: str) -> None:
-        with self._lock:
-            self._samplers[name] = source
-            old = list(self._samplers)[:-_MAX_SAMPLERS]
-            for sampler in old:
-                del self._samplers[sampler]
-        if old:
-            self._put(Command("forget", {"samplers": old}))
 
     def _sampler(self, session: str) -> str:
         source = self._samplers.get(session)
@@ -429,13 +419,14 @@ class Service:
                 raise Refused(f"{name} must be {least} to {most}, got {value}")
         params.to_config(self._client.tokenizer)  # raises for what does not depend on the model
         request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
+        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
+        key = ("sample", sampler, settings) if params.seed is None else object()
         command = Command(
             "sample",
             {"sampler": sampler, "settings": settings},
-            # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
-            joins=("sample", sampler, settings) if params.seed is None else object(),
+            joins=key,
             items=[(prompt, last_n)],
-            lane=sampler,
+            lane=key,
             comes_in_bursts=True,
         )
         return self._results.submit(
