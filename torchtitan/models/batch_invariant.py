@@ -1,18 +1,18 @@
-"""A model whose forward gives a token the same bits in every batch: see `numerics.exact`."""
+"""A model whose forward gives a token the same bits in every batch: see `numerics.batch_invariant`."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, OutputProjection
-from torchtitan.models.rope import EXACT_ROPE
-from torchtitan.numerics.exact import exact_linear, exact_silu
+from torchtitan.models.rope import BATCH_INVARIANT_ROPE
+from torchtitan.numerics.batch_invariant import batch_invariant_linear, batch_invariant_silu
 from torchtitan.numerics.linear import Linear
 from torchtitan.tools.errors import ConfigError
 
 
-def use_exact(parts: Sequence[nn.Module]) -> None:
-    """Have all products, attention and activations of a model's parts computed by `numerics.exact`.
+def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
+    """Have all products, attention and activations of a model's parts computed by `numerics.batch_invariant`.
 
     Gradients stay those of the ordinary operations. Raises ConfigError for a module that has no such
     form, such as a mixture of experts.
@@ -39,9 +39,9 @@ def use_exact(parts: Sequence[nn.Module]) -> None:
                         f"rl.generator.exact needs plain linear layers, got {type(module).__name__}; "
                         "turn it off, or take out model.converters and tensor parallelism"
                     )
-                module.product = exact_linear
+                module.product = batch_invariant_linear
             elif isinstance(module, FeedForward):
-                module.activation = exact_silu
+                module.activation = batch_invariant_silu
             elif isinstance(module, Attention):
-                module.apply_rope = EXACT_ROPE.get(module.apply_rope, module.apply_rope)
-                module.inner_attention.exact = True
+                module.apply_rope = BATCH_INVARIANT_ROPE.get(module.apply_rope, module.apply_rope)
+                module.inner_attention.batch_invariant = True

@@ -2,14 +2,12 @@
 
 A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
 every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
-`QUERIES` queries and `KEYS` keys, and what tiles contribute is added in their order. Tiles that a
-query does not see add zeros, so the length of a cache does not matter. Functions of single numbers
-are composed of operations that treat the last numbers of a tensor, which fill no vector register,
-like all others: torch's `silu` and its product of complex numbers do not.
+`QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Functions
+of single numbers treat the last numbers of a tensor, which fill no vector register, like all others,
+as torch's `silu` and its product of complex numbers do not. Gradients are the ordinary operations'.
 
-Gradients are those of the ordinary operations.
-
-n products, T tokens, R queries, S keys, D head size, M inputs, N outputs.
+n products, B rows, T tokens, R queries, S keys, H query heads, K key/value heads, D head size, M
+inputs, N outputs.
 """
 
 from typing import Any
@@ -25,16 +23,16 @@ from torchtitan.numerics.linear import is_slow_product, linear
 ROWS, QUERIES, KEYS = 32, 8, 64
 
 
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, in blocks of `ROWS` rows: x [..., M] times weight [N, M] transposed, plus bias [N]."""
     operands = [x, weight, bias]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return _ExactLinear.apply(*operands)
+    return _BatchInvariantLinear.apply(*operands)
 
 
-class _ExactLinear(torch.autograd.Function):
+class _BatchInvariantLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -71,12 +69,12 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[:n_rows].view(*x.shape[:-1], len(weight)).to(dtype)
 
 
-def exact_silu(x: Tensor) -> Tensor:
+def batch_invariant_silu(x: Tensor) -> Tensor:
     """`F.silu`: x / (1 + exp(-x)), in fp32 and rounded once."""
-    return _ExactSiLU.apply(x)
+    return _BatchInvariantSiLU.apply(x)
 
 
-class _ExactSiLU(torch.autograd.Function):
+class _BatchInvariantSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -123,3 +121,31 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[T
         outs.append(out.div_(total[..., None]))
         sums.append(highest.add_(total.log_()))
     return torch.cat(outs, dim=1)[:, :n_queries], torch.cat(sums, dim=1)[:, :n_queries]
+
+
+def attend_to_visible(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, T, D] and the log-sum-exp [B, H, T], both fp32.
+
+    q: [B, H, T, D]; k, v: fp32 [B, K, S, D], S a multiple of `KEYS`. visible: bool [1 or B, T, S].
+    """
+    n_rows, n_heads, n_queries, _ = q.shape
+    n_kv_heads = k.shape[1]
+    group = n_heads // n_kv_heads
+
+    def of_group(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B K, T g, ...]
+        x = x.unflatten(1, (n_kv_heads, group)).transpose(2, 3)
+        return x.flatten(2, 3).flatten(0, 1)
+
+    def of_heads(x: Tensor) -> Tensor:  # and back
+        x = x.unflatten(1, (n_queries, group)).unflatten(0, (n_rows, n_kv_heads))
+        return x.transpose(2, 3).flatten(1, 2)
+
+    visible = visible.repeat_interleave(group, dim=1)
+    if len(visible) > 1:
+        visible = visible.repeat_interleave(n_kv_heads, dim=0)
+    results = attend_in_tiles(
+        of_group(q.float() * scale), k.flatten(0, 1), v.flatten(0, 1), visible
+    )
+    return of_heads(results[0]), of_heads(results[1])
