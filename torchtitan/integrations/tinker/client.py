@@ -159,9 +159,8 @@ class LocalTrainingClient(AsyncNames):
             failure, self._failure = self._failure, None
             self._trainer.zero_grad()
             raise RuntimeError(
-                f"a forward_backward of this step failed ({failure}), so the gradients are "
-                "incomplete; they were zeroed and the weights not changed: correct the call and "
-                "repeat all calls of the step"
+                f"a forward_backward of this step failed ({failure}): the gradients were zeroed and the "
+                "weights not changed; correct the call and repeat all calls of the step"
             ) from failure
         params = OptimParams(
             lr=adam_params.learning_rate,
@@ -381,8 +380,7 @@ class LocalTrainingClient(AsyncNames):
     ) -> ForwardBackwardOutput:
         if not data:
             raise ValueError(
-                "forward_backward_custom needs at least one Datum for its loss, got no Datum; "
-                "leave the call out"
+                "forward_backward_custom needs at least one Datum, got none; leave it out"
             )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
@@ -390,10 +388,8 @@ class LocalTrainingClient(AsyncNames):
         # sum(gradient * log-prob) has the gradients of this loss, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
-            raise ValueError(
-                f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
-                "correct the function"
-            )
+            got = f"got loss {loss.item()}; correct the function"
+            raise ValueError(f"loss_fn must have a finite loss and finite gradients, {got}")
         pairs = zip(data, gradients, strict=True)
         surrogate = self.samples([only_targets(datum, weights=-grad) for datum, grad in pairs])
         self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())

@@ -119,10 +119,9 @@ class LocalSamplingClient(AsyncNames):
         Calls in a row with the same settings and without a seed are drawn together: make all
         calls before you wait for the first result.
         """
-        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
+        if not 0 <= topk_prompt_logprobs <= (most := self._client.vocab_size):
             raise ValueError(
-                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
-                f"{topk_prompt_logprobs}"
+                f"topk_prompt_logprobs must be 0 to {most}, got {topk_prompt_logprobs}"
             )
         # The last token is drawn and not read.
         room = self._client._batcher.seq_len + 1 - prompt.length

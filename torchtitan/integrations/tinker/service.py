@@ -159,10 +159,7 @@ class Service:
         base_model = take(values, "base_model", str, self._name)
         metadata = take(values, "user_metadata", dict, None)
         if self._config.rl.serve.only_base_model and base_model != self._name:
-            raise Refused(
-                f"base_model must be {self._name!r}, the model that this server trains, got "
-                f"{base_model!r}"
-            )
+            raise Refused(f"base_model must be {self._name!r}, got {base_model!r}; correct it")
         self._wait_for_owner(session_id)
         with self._lock:
             self._sessions.check(session_id)
@@ -324,9 +321,7 @@ class Service:
 
     def _save_external(self, values: dict[str, Any]) -> Answer:
         if values.get("age_encryption_recipients"):
-            raise Refused(
-                "age_encryption_recipients are not supported by this server; leave them out"
-            )
+            raise Refused("age_encryption_recipients are not supported; leave them out")
         return self._save(values, EXTERNAL, "save_weights_external")
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:

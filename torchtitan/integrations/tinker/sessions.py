@@ -37,9 +37,7 @@ class Sessions:
     def check(self, session_id: str) -> None:
         """Note a request of a session; raise Refused for an unknown session."""
         if not self.note(session_id):
-            raise Refused(
-                f"session {session_id} is unknown or finished; make a new ServiceClient", 410
-            )
+            raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
 
     def seconds_left(self, id_in_session: str) -> float:
         """Return after how long the session will have ended if no request comes; 0 if it has ended."""
