@@ -1,6 +1,5 @@
 """A headless Chromium, driven over its debugging pipe; nothing besides the browser is needed."""
 
-import base64
 import contextlib
 import json
 import os
@@ -87,10 +86,6 @@ class Page:
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         """kind: mouseMoved, mousePressed or mouseReleased, at this place of the window."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
-
-    def screenshot(self, path: Path, whole_page: bool = False) -> None:
-        taken = self.call("Page.captureScreenshot", captureBeyondViewport=whole_page)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.tinker import saved
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols import train_spec
-from torchtitan.tools.logging import logger
 
 PROMPT = [3, 1, 4, 1, 5]
 DATA = [(PROMPT, {"target_tokens": [1, 4, 1, 5, 9], "weights": [1.0] * 5})]
@@ -70,18 +69,6 @@ def run(url):
         client.optim_step()
     yield client
     client.finish()
-
-
-def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
-    (tmp_path / "key").write_text(KEY)
-    for mode in (0o600, 0o644):
-        (tmp_path / "key").chmod(mode)
-        with serving(server_config(tmp_path, f"--rl.serve.api_key_file={tmp_path / 'key'}")):
-            pass
-    (sentence,) = [text for text in told if "others" in text]
-    assert sentence == f"others may read or change the key in {tmp_path}/key (mode 644): chmod 600"
 
 
 def get(client, path):
