@@ -49,17 +49,8 @@
   };
   const duration = (seconds) => {
     const s = Math.max(0, seconds);
-    if (s < 10) return `${Number(s.toFixed(2))} s`;
-    if (s < 60) return `${Math.round(s)} s`;
-    const total = Math.round(s), days = Math.floor(total / 86400);
-    const hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
-    if (days) return `${days} d ${hours} h`;
-    if (hours) return `${hours} h ${minutes} min`;
-    return total % 60 ? `${minutes} min ${total % 60} s` : `${minutes} min`;
-  };
-  const clock = (t) => {
-    const date = new Date((data.t0 + t) * 1000);
-    return Number.isNaN(date.getTime()) ? "?" : date.toLocaleTimeString("en-GB");
+    const found = [["d", 86400], ["h", 3600], ["min", 60]].find(([, size]) => s >= size) || ["s", 1];
+    return `${Number((s / found[1]).toPrecision(3))} ${found[0]}`;
   };
   const ticks = (low, high, count, bases = []) => {
     const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
@@ -265,7 +256,7 @@
       });
     }
     timeline.place.textContent = place
-      ? `step ${place.x.toLocaleString("en")} · ${clock(place.t)} · ${duration(place.t)} after the start` : "";
+      ? `step ${place.x.toLocaleString("en")} · ${duration(place.t)} after the start` : "";
   };
 
   const drawAll = () => {

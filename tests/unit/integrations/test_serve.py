@@ -26,7 +26,7 @@ from tests.unit.integrations.tinker_server import (
 )
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, results, sessions, wire
+from torchtitan.integrations.tinker import http, results, service, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
 from torchtitan.integrations.tinker.request_queue import Command
@@ -197,17 +197,26 @@ def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, cap
 def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
     run, url, monkeypatch
 ):
-    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 2.0)
     heartbeat = functools.partial(run.ask, "session_heartbeat", session_id=run.session)
+    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 60)
     heartbeat()
     other = Http(url)
     session = other.ask("create_session")["session_id"]
     model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
-    beats = threading.Timer(0.2, heartbeat)
+    is_answered = threading.Event()
+
+    def beat():
+        while not is_answered.wait(0.1):
+            heartbeat()
+
+    beats = threading.Thread(target=beat)
     beats.start()
     status, answer = other.post("create_model", **model)
+    is_answered.set()
     beats.join()
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
+    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 0.3)
+    heartbeat()
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")  # no sign of life
     assert status == 200 and json.loads(answer)["is_lora"] is False
     assert other.post("create_model", **model)[0] == 200, "as after the owner was killed"

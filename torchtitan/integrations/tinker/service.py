@@ -9,10 +9,11 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.integrations.tinker import sessions, wire
+from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.policy import BASE
@@ -28,10 +29,13 @@ from torchtitan.integrations.tinker.requests import (
 )
 from torchtitan.integrations.tinker.results import Answer, Results
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
-from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
+SECONDS_UNTIL_GONE = (
+    20  # until a session without a request ends; clients send a heartbeat every 10 s
+)
+_MAX_SESSIONS = 4096
 _MAX_SAMPLES = 4096  # of one request
 _MAX_TOP_K = 1024
 # Options of a sample request that are refused -> the value that leaves them off.
@@ -41,6 +45,49 @@ _NOT_SUPPORTED = {
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
 }
+
+
+class Sessions:
+    """The sessions that are not finished. A model, a sampler and a result have their session's id."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive_until: dict[str, float] = {}  # if no request comes
+
+    def create(self) -> str:
+        session_id, now = str(uuid.uuid4()), time.monotonic()
+        with self._lock:
+            self._alive_until = {k: until for k, until in self._alive_until.items() if now < until}
+            if len(self._alive_until) >= _MAX_SESSIONS:
+                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
+            self._alive_until[session_id] = now + SECONDS_UNTIL_GONE
+        return session_id
+
+    def note(self, id_in_session: str) -> bool:
+        """Note a request, which keeps its session alive; return False for an unknown session."""
+        session_id = id_in_session.partition(":")[0]
+        with self._lock:
+            if is_known := session_id in self._alive_until:
+                self._alive_until[session_id] = time.monotonic() + SECONDS_UNTIL_GONE
+        return is_known
+
+    def check(self, session_id: str) -> None:
+        """Note a request of a session; raise Refused for an unknown session."""
+        if not self.note(session_id):
+            raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
+
+    def seconds_left(self, id_in_session: str) -> float:
+        """Return after how long the session will have ended if no request comes; 0 if it has ended."""
+        until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
+        return max(0.0, until - time.monotonic())
+
+    def is_alive(self, id_in_session: str) -> bool:
+        return self.seconds_left(id_in_session) > 0
+
+    def finish(self, session_id: str) -> None:
+        self.check(session_id)
+        with self._lock:
+            self._alive_until.pop(session_id, None)
 
 
 class Service:
@@ -109,6 +156,7 @@ class Service:
 
     def close(self) -> None:
         """Answer all waiting requests with an error."""
+        self._models.clear()
         self._results.close(Refused("the server was shut down before this was done", 503))
 
     def _retrieve(self, values: dict[str, Any]) -> Answer:
@@ -167,7 +215,7 @@ class Service:
             self._make_room(model_id)
             self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[: -sessions.MAX_SESSIONS]:
+            for old in list(self._runs)[:-_MAX_SESSIONS]:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
@@ -195,7 +243,7 @@ class Service:
         owner = next(iter(self._models), session_id)
         if self._lora is None and owner.partition(":")[0] != session_id:
             before, left = math.inf, self._sessions.seconds_left(owner)
-            while 0 < left <= before:
+            while owner in self._models and 0 < left <= before:
                 time.sleep(0.05)
                 before, left = left, self._sessions.seconds_left(owner)
 
