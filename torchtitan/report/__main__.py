@@ -7,12 +7,11 @@ Exit code 2: there is no run in the folder, or the page cannot be written.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from torchtitan.report.page import page_of
 from torchtitan.report.read import NoRunError, read_run
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import whole_file
 
 
 def main() -> None:
@@ -29,10 +28,8 @@ def main() -> None:
     output = args.output or args.run_folder / "report.html"
     try:
         text = page_of(read_run(args.run_folder))
-        unfinished = output.with_name(f"{output.name}.{os.getpid()}")
-        with open_file(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.replace(output)
+        with whole_file(output) as file:
+            file.write(text.encode())
     except NoRunError as error:
         parser.error(str(error))
     except OSError as error:
