@@ -140,11 +140,13 @@ def test_weights_that_changed_unannounced_are_refused(engine):
 
 
 def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
+    state = torch.get_rng_state()
     generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     sync = WeightSync(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
     sync.update()
+    assert torch.equal(torch.get_rng_state(), state)
     old = generator.generate(PROMPTS, with_seed(1))
     assert old == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
     take_a_step(engine)
@@ -167,26 +169,6 @@ def test_thread_draws_from_a_copy_the_same_while_the_trainer_takes_steps(engine)
             take_a_step(engine)
     assert drawing.result() == [expected, expected]
     assert torch.is_grad_enabled() and engine.model_parts[0].training
-
-
-def test_building_a_copy_and_updating_it_draws_no_random_numbers(engine):
-    state = torch.get_rng_state()
-    WeightSync(engine, CopyGenerator.from_policy(PolicyModel.from_engine(engine))).update()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_update_that_left_another_version_behind_is_told(engine):
-    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
-    generator.update_weights = lambda weights, check_digest: None
-    with pytest.raises(StaleWeightsError, match="has version -1 after an update to"):
-        WeightSync(engine, generator).update()
-
-
-def test_mismatch_on_one_rank_names_it(engine):
-    generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine), dtype=torch.bfloat16)
-    generator.weight_dtype = None
-    with pytest.raises(WeightMismatchError, match="rank 0: tok_embeddings.weight was sent as"):
-        WeightSync(engine, generator).update()
 
 
 @pytest.mark.parametrize(
@@ -334,20 +316,19 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
         build_generator(config, engine)
 
 
-@pytest.mark.parametrize("fault", [None, RuntimeError("no such shape")])
-def test_vllm_that_does_not_take_all_weights_is_told(fault, engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("faults", "problem"),
+    [
+        ({"n_read": 3}, "did not read all weights"),
+        ({"n_read": 3, "fault": RuntimeError("no such shape")}, "no such shape"),
+        ({"can_empty_cache": False}, "kept its prefix cache"),
+    ],
+)
+def test_vllm_that_does_not_take_the_weights_is_told(faults, problem, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    generator, fake.n_read, fake.fault = VLLMGenerator("assets"), 3, fault
-    problem = "no such shape" if fault else "did not read all weights"
-    with pytest.raises(WeightMismatchError, match=f"vLLM did not load version .*{problem}"):
-        WeightSync(engine, generator).update()
-
-
-def test_vllm_that_keeps_keys_of_earlier_weights_is_told(engine, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    generator, fake.can_empty_cache = VLLMGenerator("assets"), False
-    # As all failures of an update, which `WeightSync` tells to the other ranks.
-    with pytest.raises(WeightMismatchError, match="did not load version .* kept its prefix cache"):
+    generator = VLLMGenerator("assets")
+    vars(fake).update(faults)
+    with pytest.raises(WeightMismatchError, match=f"rank 0: vLLM did not load .*{problem}"):
         WeightSync(engine, generator).update()
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
