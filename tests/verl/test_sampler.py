@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 import torch
+from verl_on_cpu.sampler import Sampler
 
 from tests.tiny_hf import tiny_hf_model
-from torchtitan.integrations.verl.sampler import Sampler
 
 EOS = 5
 PROMPTS = [[7, 8, 9], [7, 8, 9], [11], list(range(20, 33))]

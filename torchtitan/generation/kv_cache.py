@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, map_masks
-from torchtitan.models.attention_exact import exact_heads_attention
 from torchtitan.models.decoder import Decoder
-from torchtitan.numerics.exact import KEYS
+from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 
 
 class _Store:
@@ -49,7 +48,7 @@ class _Store:
 class CachedAttention(_Store, nn.Module):
     """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
 
-    max_length: the longest row, in tokens. exact: with the sums of `numerics.exact`.
+    max_length: the longest row, in tokens. exact: with the sums of `numerics.batch_invariant`.
     """
 
     attn_type: ClassVar[str] = "cache"
@@ -88,7 +87,7 @@ class CachedAttention(_Store, nn.Module):
             visible = F.pad(block_mask[:, 0], (0, -self.end % KEYS))
             k, v = (x[:, :, : visible.shape[-1]] for x in self.stored)
             with torch.autocast(q.device.type, enabled=False):
-                return exact_heads_attention(q, k, v, visible, scale)[0].to(q.dtype)
+                return attend_to_visible(q, k, v, visible, scale)[0].to(q.dtype)
         k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
             with torch.autocast(q.device.type, enabled=False):
@@ -171,7 +170,7 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        exact = any(getattr(layer.inner_attention, "exact", False) for layer in layers)
+        exact = any(getattr(layer.inner_attention, "batch_invariant", False) for layer in layers)
         self.kernels = [CachedAttention(max_length, exact) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]

@@ -20,8 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.engine import TrainingEngine
+from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exact import use_exact
 from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
@@ -425,7 +425,7 @@ def build_copy(policy: PolicyModel) -> Generator:
         dtype, max_rows = policy.generator_dtype, settings.max_batch_size
         own = CopyGenerator.from_policy(policy, dtype=dtype, seed=rl.seed, max_rows=max_rows)
         if settings.exact:
-            use_exact([own.model])
+            use_batch_invariant([own.model])
         return recording(own, settings.replay_experts)
     if config.model.fp32_head:
         logger.warning(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
 from torchtitan.tools import torch_parts
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.dtensor import forget_scales
+from torchtitan.distributed.dtensor import forget_scales, local_shard
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.rl.weight_transport import PolicyWeights
