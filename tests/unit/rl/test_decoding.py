@@ -205,6 +205,10 @@ def test_draws_follow_the_distribution_and_top_k_and_top_p_cut_it():
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.0142, rtol=0)
         told = torch.tensor(expected)[drawn.tokens]
         torch.testing.assert_close(drawn.logprobs.exp(), told, atol=2e-4, rtol=0)
+    # Numbers at the edges draw tokens that have a chance.
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).repeat(2, 1)
+    drawn = draw(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert drawn.tokens.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,9 +219,3 @@ def test_drawn_logprobs_are_bitwise_those_of_the_trainers_function(dtype, temper
         drawn = draw(logits, uniform_numbers(n, 1)[:, 0], temperature=temperature)
         scored = token_logprobs(logits[None], drawn.tokens[None], temperature=temperature)
         assert torch.equal(drawn.logprobs, scored.logprobs[0])
-
-
-def test_numbers_at_the_edges_draw_tokens_that_have_a_chance():
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).repeat(2, 1)
-    drawn = draw(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
-    assert drawn.tokens.tolist() == [1, 2]

@@ -1,16 +1,13 @@
 """Episodes of several turns: sampling, replies, training and scores."""
 
 import dataclasses
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
 from torchtitan.experiments.rl_toy.tasks import GuessTask
-from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.jsonl_task import JsonlTask
@@ -223,32 +220,6 @@ def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
     policy = {"?": "3", "?3>": "4"}
     (episode,) = draw(task, Scripted(task.tokenizer, policy.__getitem__), tmp_path)
     assert (episode.reward, episode.scores["exact"]) == (0.5, 1)
-
-
-def test_vllm_is_asked_for_each_turn_with_the_whole_episode_so_far(tmp_path, monkeypatch):
-    fake = FakeVLLM()  # it always says "67", which task tokens 7 and 8 spell, and token 9
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    generator = VLLMGenerator("assets")
-    generator.policy_version = 0
-    task, asked = GuessTask(value_max=99), []
-    generate = fake.generate
-    generator._llm.generate = lambda prompts, params, **options: (
-        asked.append(
-            [
-                (p["prompt_token_ids"], one.n, one.seed)
-                for p, one in zip(prompts, params, strict=True)
-            ]
-        )
-        or generate(prompts, params, **options)
-    )
-    flags = ["--rl.sampling.stop_token_ids=9", "--rl.eval_samples=4"]
-    episodes = draw(task, generator, tmp_path, *flags)
-    first, second, third = asked
-    assert {len(prompt) for prompt, _, _ in third} == {1 + 2 * (3 + 1)}
-    assert len(first) == len(second) == len(third) == 4
-    assert {n for _, n, _ in first + second + third} == {1}
-    assert len({seed for _, _, seed in first + second + third}) == 12
-    assert [len(e.token_ids) for e in episodes] == [11] * 4
 
 
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
