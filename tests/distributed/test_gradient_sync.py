@@ -195,14 +195,6 @@ def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
     assert_deferred_are_those_of_reducing_each_microbatch(found[case])
 
 
-@pytest.mark.slow
-def test_deferred_gradients_of_replicas_of_shards_are_those_of_reducing_each(tmp_path):
-    arguments = str(tmp_path), (REPLICAS,)
-    assert_deferred_are_those_of_reducing_each_microbatch(
-        run_ranks(gradients_of_both, 4, *arguments, init_process_group=False, timeout_seconds=300)
-    )
-
-
 def test_replicas_defer_too(found):
     assert all(largest < 1e-6 for largest in found["DDP"])
 

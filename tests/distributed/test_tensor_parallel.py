@@ -18,7 +18,7 @@ from torchtitan.distributed.sequence_parallel import SequenceShards
 from torchtitan.distributed.utils import clip_grad_norm_, get_train_context
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, cross_entropy_loss
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.parallelize import find_save_list, parallelize_decoder
+from torchtitan.models.parallelize import _op_sac_save_list, parallelize_decoder
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
@@ -241,7 +241,7 @@ def sum_summands():
     def own_sum(x):
         return wait(start_reduce_scatter(x, 2, group))
 
-    forward, _ = _context_fn(find_save_list("_op_sac_save_list"), frozenset())()
+    forward, _ = _context_fn(_op_sac_save_list, frozenset())()
     with forward:
         out = own_sum(x)
     saved = tree_leaves(forward.storage)

@@ -1,7 +1,6 @@
 """Value heads on two ranks where `tests/reference/test_value_head_transformers.py` does not look."""
 
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -65,22 +64,3 @@ def test_two_ranks_train_as_one_process(tmp_path, name):
             torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=key)
     has_no_score = [missing for *_, missing in ranks]
     assert has_no_score == ([True, False] if name == "listed stages" else [False, False])
-
-
-def loss_of_whole_rows(folder, parallelism):
-    """(loss, norm) of a squared error of each document's mean value, which no shard of it knows."""
-
-    def loss_fn(values, labels, batch):
-        ends = [0, *(1 + i for i in (labels[0] == IGNORE_INDEX).nonzero().flatten().tolist())]
-        parts = values[0, : ends[-1], 0].split([b - a for a, b in pairwise(ends)])
-        return sum(part.mean().square() for part in parts)
-
-    with TrainingEngine(value_job(folder, "tiny", parallelism)) as engine:
-        return run_step(engine, make_documents(0), loss_fn=loss_fn, whole_rows=True)
-
-
-def test_loss_of_whole_rows_is_that_of_one_process(tmp_path):
-    expected = loss_of_whole_rows(tmp_path, {})
-    layout = {"context_parallel_degree": 2}
-    for found in run_ranks(loss_of_whole_rows, 2, str(tmp_path), layout):
-        assert found == pytest.approx(expected, rel=5e-6)

@@ -388,8 +388,7 @@ def _named(errors: list[float], *names: str) -> str:
 def _build_decoder(attn_type: str, attn_mask_type: str) -> nn.Module:
     """Two layers of llama3, the same weights for every kind of attention."""
     from torchtitan.distributed.seeded_init import seeded_init
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
     args = TransformerModelArgs(
         dim=32,

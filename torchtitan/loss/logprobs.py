@@ -28,7 +28,7 @@ from torchtitan.loss.chunked_logits import (
     of_all_ranks,
     operands_of,
 )
-from torchtitan.numerics.exact import exact_linear
+from torchtitan.numerics.batch_invariant import batch_invariant_linear
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank
 
@@ -53,7 +53,7 @@ class TokenLogProbs:
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile.
-    exact: batch-invariant logits, see `numerics.exact`.
+    exact: batch-invariant logits, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not read.
@@ -104,7 +104,7 @@ class TokenLogProbs:
 
     @property
     def product(self) -> Callable[..., Tensor]:
-        return exact_linear if self.exact else linear
+        return batch_invariant_linear if self.exact else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""

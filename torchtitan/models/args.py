@@ -59,10 +59,15 @@ class DecoderArgs(BaseModelArgs):
         self.__post_init__()
 
     @property
+    def attention_head_dim(self) -> int:
+        """The size of an attention head: the family's head_dim if it has one, else dim / n_heads."""
+        head_dim = getattr(self, "head_dim", None)
+        return self.dim // self.n_heads if head_dim is None else head_dim
+
+    @property
     def head_dims(self) -> int:
         """The query head size plus the value head size."""
-        head_dim = getattr(self, "head_dim", None)
-        return 2 * (self.dim // self.n_heads if head_dim is None else head_dim)
+        return 2 * self.attention_head_dim
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""

@@ -1,15 +1,11 @@
 """The attention kernels, with masks for packed documents, on CPU and accelerators.
 
 B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value heads, D head size.
-Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask` to
-`attend`. It was lowered once per batch to the form that the kernel takes: a bool tensor or nothing
-(sdpa), a `BlockMask` (flex) or a `VarlenMetadata` (varlen). Clients may bring the last two, which
-`DocumentMask.from_mask` wraps.
-
-torch trains flex and varlen on accelerators only. On the CPU the same wrappers run
-`attention_cpu.document_attention` if the mask was made from documents, else
-`attention_cpu.block_mask_attention`.
-Importing torch's modules of flex and varlen loads the compiler, so `tools.compiler` delays that.
+Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask`, lowered
+once per batch to what the kernel takes: a bool tensor or nothing (sdpa), a `BlockMask` (flex) or a
+`VarlenMetadata` (varlen). torch trains flex and varlen on accelerators only, so on the CPU their
+wrappers run `attention_cpu`. Importing torch's modules of both loads the compiler, so `tools.compiler`
+delays that.
 """
 
 import inspect
@@ -30,7 +26,6 @@ from torchtitan.batch.documents import (
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, check_window
 from torchtitan.distributed.context_parallel import NeededKeys
 from torchtitan.models import attention_cpu  # registers operators
-from torchtitan.models.attention_exact import exact_document_attention
 from torchtitan.tools.compiler import compiled_on_first_call, load_flex_attention, load_varlen
 from torchtitan.tools.utils import get_device_type
 
@@ -68,15 +63,11 @@ def get_document_mask_mod(
 ) -> MaskMod:
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are read from the first of these arguments that is given:
-
-    document_ids: [B, T]. -1 is padding, which sees only itself.
-    positions: [B, T], which go up by exactly one within a document. Negative: padding.
-    batch, eos_id: tokens [B, T]. The end-of-text token `eos_id` belongs to the document it closes.
-
-    A tensor [T] is taken as one row.
-
-    Warns once, naming row and token, if several arguments are given and disagree.
+    Documents are read from the first of these that is given, [B, T] or one row [T]; a warning names
+    row and token if several disagree:
+    document_ids: -1 is padding, which sees only itself.
+    positions: go up by exactly one within a document. Negative: padding.
+    batch, eos_id: token ids; the end-of-text token belongs to the document it closes.
     Raises ValueError if none is given, or only tokens without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
@@ -134,10 +125,7 @@ def create_attention_mask(
 ) -> "BlockMask":
     """torch's `create_block_mask` with the same arguments, compiled unless the device is the CPU.
 
-    device: None is the accelerator, or the CPU if there is none.
-
-    Evaluates mask_mod for every query and key; for documents `DocumentMask.block_mask` is much
-    faster.
+    Evaluates mask_mod for every query and key. device: None is the accelerator, if there is one.
     """
     if device is None:
         device = get_device_type()
@@ -179,7 +167,7 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 def _tiles(
     forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
 ) -> dict[str, int]:
-    """Options of flex attention's kernels. Each: queries and keys of a tile, stages, warps."""
+    """Options of flex attention's kernels from (queries, keys of a tile, stages, warps)."""
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
     queries, keys, stages, warps = backward
@@ -189,8 +177,8 @@ def _tiles(
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (size of query heads, of value heads) -> options of flex attention in 16 bits on an H100 or H200: the
-# fastest options of those that were tried on an H200 (benchmarks/LOG.md).
+# (size of query heads, of value heads) -> the fastest options of flex attention in 16 bits among those
+# tried on an H200 (benchmarks/LOG.md); for H100, too.
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -204,7 +192,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    exact = False  # with the sums of `numerics.exact`; the other wrappers have it, too
+    batch_invariant = False  # with the sums of `numerics.batch_invariant`, as the other wrappers
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -227,10 +215,12 @@ class ScaledDotProductAttentionWrapper(nn.Module):
         (n_rows, _, seq_len, _), n_keys = q.shape, k.shape[2]
         if q.device.type == "cpu" and is_causal and attn_mask is None and seq_len == n_keys:
             is_split = attention_cpu.SHORTEST_SPLIT <= seq_len <= attention_cpu.LONGEST_SPLIT
-            if self.exact or is_split:
+            if self.batch_invariant or is_split:
                 ends = torch.arange(0, n_rows * seq_len + 1, seq_len, dtype=torch.int32)
                 rows = VarlenMetadata(ends, ends, seq_len, seq_len)
-                out = _varlen(*map(_pack, (q, k, v)), rows, scale, exact=self.exact)
+                out = _varlen(
+                    *map(_pack, (q, k, v)), rows, scale, batch_invariant=self.batch_invariant
+                )
                 return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
         is_for_flash = attn_mask is None and q.dtype.itemsize == 2
         if enable_gqa and q.device.type != "cpu" and not is_for_flash:
@@ -253,7 +243,7 @@ class FlexAttentionWrapper(nn.Module):
     """torch's flex attention, compiled; on the CPU, the functions of `attention_cpu`."""
 
     attn_type: ClassVar[str] = "flex"
-    exact = False
+    batch_invariant = False
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
     # Used inside compiled blocks, where no kernel is tuned: (size of query, of value) -> options.
@@ -283,7 +273,12 @@ class FlexAttentionWrapper(nn.Module):
                 )
             packed = (_pack(x) for x in (q, k, v))
             results = _varlen(
-                *packed, mask.lengths, scale, mask.window, return_lse, exact=self.exact
+                *packed,
+                mask.lengths,
+                scale,
+                mask.window,
+                return_lse,
+                batch_invariant=self.batch_invariant,
             )
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
@@ -317,7 +312,7 @@ class VarlenAttentionWrapper(nn.Module):
     """Causal attention over packed tokens whose documents are given by cumulative lengths."""
 
     attn_type: ClassVar[str] = "varlen"
-    exact = False
+    batch_invariant = False
     # Read from the class, like `FlexAttentionWrapper._compiled_flex_attn`.
     _compiled_varlen_attn: ClassVar[Callable[..., Any]] = _compiled_varlen_attention
 
@@ -337,7 +332,14 @@ class VarlenAttentionWrapper(nn.Module):
         return_lse: also return the log-sum-exp of the scores [N, H]; only on the CPU.
         """
         packed = (_pack(x) for x in (xq, xk, xv))
-        return _varlen(*packed, attention_masks, scale, window, return_lse, exact=self.exact)
+        return _varlen(
+            *packed,
+            attention_masks,
+            scale,
+            window,
+            return_lse,
+            batch_invariant=self.batch_invariant,
+        )
 
 
 def _varlen(
@@ -348,7 +350,7 @@ def _varlen(
     scale: float | None,
     window: int | None = None,
     return_lse: bool = False,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv], packed. See `VarlenAttentionWrapper`."""
     # The kernels want one head size. Appending zeros to queries and keys doesn't change their dot
@@ -359,7 +361,9 @@ def _varlen(
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if q.device.type == "cpu":
         lengths = (metadata.cu_seq_q, metadata.cu_seq_k)
-        kernel = exact_document_attention if exact else attention_cpu.document_attention
+        kernel = attention_cpu.document_attention
+        if batch_invariant:
+            kernel = attention_cpu.batch_invariant_document_attention
         out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
@@ -397,13 +401,9 @@ def _pack(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _each(
-    results: Tensor | tuple[Tensor, Tensor], change: Callable[[Tensor], Tensor]
-) -> Tensor | tuple[Tensor, Tensor]:
+def _each(results: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to the output, and to the log-sum-exp if there is one."""
-    if isinstance(results, tuple):
-        return change(results[0]), change(results[1])
-    return change(results)
+    return tuple(map(change, results)) if isinstance(results, tuple) else change(results)
 
 
 # ---- what a model's attention layer calls ----
@@ -435,12 +435,10 @@ def attend(
 
     mask: a `DocumentMask`, or an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
-    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window,
-        because a layer's window is lost in a VarlenMetadata. flex ignores it, because a BlockMask
-        contains its own.
+    window: a query sees itself and the window - 1 tokens before it; for masks without a window.
+        flex ignores it, because a BlockMask contains its own.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
-    Raises TypeError if the wrapper takes another kind of mask, and ValueError for sdpa with a
-    window or `return_lse`.
+    Raises TypeError if the wrapper takes another kind of mask, and ValueError if it cannot compute this.
     """
     mask = DocumentMask.from_mask(mask)
     window = window if mask.window is None else mask.window

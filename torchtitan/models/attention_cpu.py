@@ -5,21 +5,22 @@ A document may have more keys than queries (if context parallelism spreads its q
 there are M packed keys, and a document's last query sees its last key.
 
 `document_attention` costs the sum of squared document lengths, or of length times window if a
-sliding window is shorter than the document. It is registered as an operator, so that torch.compile
-and activation checkpointing see one node for any documents. `block_mask_attention` takes any mask,
-and is slower.
+sliding window is shorter than the document: a training step of small models takes a tenth to a half
+less time than with a dense mask. It is an operator, so that torch.compile and activation
+checkpointing see one node for any documents. `block_mask_attention` takes any mask, and is slower.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 from torch.nn import functional as F
 
+from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 from torchtitan.tools import torch_parts
 
 if TYPE_CHECKING:
@@ -36,13 +37,12 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries in one call of the kernel under a sliding window. Each call computes this many keys plus
-# the window: fewer queries waste fewer hidden keys, more queries need fewer calls.
+# Queries in one call of the kernel under a sliding window, which computes this many keys plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
-# split into calls of 128 queries, each with the keys up to its last query: about half of the square.
-# Shorter documents are split if they have fewer queries than keys, because the kernel aligns
-# causality at the first key instead of the last.
+# split into calls of 128 queries, each with the keys up to its last query: about half of the square,
+# and 6 to 10 % of a small model's step at 512. Shorter documents are split if they have fewer queries
+# than keys, because the kernel aligns causality at the first key instead of the last.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
@@ -111,32 +111,13 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 for bf16 and fp16: it rounds once instead of often, and is almost twice as fast.
-
-    The backward kernel takes 250 to 300 ms for 64 documents of 8,192 bf16 tokens (8 heads of
-    64, one thread with AVX512-BF16), and 166 ms if each document is cast to fp32 for its call.
-    """
+    """Return fp32 for bf16 and fp16: it rounds once instead of often, and is almost twice as fast."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
-    """[N, heads, D] -> [n_rows, heads, N / n_rows, D], the layout of the kernel; a view."""
-    return x.unflatten(0, (n_rows, -1)).transpose(1, 2)
-
-
-def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of rows for one call of the kernel, and where documents end in each row.
-
-    If the document lengths repeat with some period, each period is a row; otherwise all documents
-    are one row.
-    """
-    lengths = torch.stack((cu_seq_q.diff(), cu_seq_k.diff()))
-    n_documents = lengths.shape[1]
-    for n in range(1, n_documents // 2 + 1):
-        repeats = n_documents % n == 0 and torch.equal(lengths[:, n:], lengths[:, :-n])
-        if repeats and cu_seq_q[n] > 0 and cu_seq_k[n] > 0:
-            return n_documents // n, cu_seq_q[: n + 1], cu_seq_k[: n + 1]
-    return 1, cu_seq_q, cu_seq_k
+def _as_kernel_input(x: Tensor) -> Tensor:
+    """[N, heads, D] -> [1, heads, N, D], the layout of the kernel; a view."""
+    return x.unsqueeze(0).transpose(1, 2)
 
 
 def _forward(
@@ -173,11 +154,9 @@ def _forward(
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
-    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
-    packed = q, k, v, out, lse.unsqueeze(-1)
-    qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
+    qs, ks, vs, outs, lses = map(_as_kernel_input, (q, k, v, out, lse.unsqueeze(-1)))
     seen, seen_lse = out, lse
-    for queries, keys, is_causal, mask, adds, _ in _calls(*ends, window, dtype):
+    for queries, keys, is_causal, mask, adds, _ in _calls(cu_seq_q, cu_seq_k, window, dtype):
         # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
         # log-sum-exp, without which results over parts of the keys cannot be combined.
         part, part_lse = torch_parts.flash_on_cpu(
@@ -239,14 +218,14 @@ def _backward(
             grads[0][lone] = (factor * _for_queries(k[lone_keys], q.shape[1])).to(lse.dtype)
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
             grads[1][lone_keys] = to_keys.to(lse.dtype)
-    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
     packed = grad_out, q, k, v, out, lse.unsqueeze(-1)
-    go, qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
+    go, qs, ks, vs, outs, lses = map(_as_kernel_input, packed)
     if grad_lse is not None:
-        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1), n_rows)
-    targets = [_as_kernel_input(x, n_rows) for x in grads]
+        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1))
+    targets = [_as_kernel_input(x) for x in grads]
     head_dim = q.shape[-1]
-    for queries, keys, is_causal, mask, adds, keys_again in _calls(*ends, window, lse.dtype):
+    calls = _calls(cu_seq_q, cu_seq_k, window, lse.dtype)
+    for queries, keys, is_causal, mask, adds, keys_again in calls:
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
@@ -326,6 +305,47 @@ _library.impl(
 document_attention = torch.ops.torchtitan.document_attention
 
 
+def batch_invariant_document_attention(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """`document_attention` with the sums of `numerics.batch_invariant`, for as many queries as keys."""
+    with torch.autocast(q.device.type, enabled=False):
+        return DocumentAttention.apply(_batch_invariant_forward, q, *arguments)
+
+
+def _batch_invariant_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    _ends_of_keys: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """q: [N, H, D]; k, v: [N, K, D]; ends: int [S + 1], from 0 to N."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    starts, lengths = ends[:-1].long(), ends.diff().long()
+    n_tiles = -(-lengths // KEYS)
+    # Documents of one token, such as padding, are group 0: one tile of keys, but only one query.
+    n_tiles[lengths == 1] = 0
+    for n in n_tiles.unique().tolist():
+        of_size = n_tiles == n
+        width = 1 if n == 0 else int(lengths[of_size].max())
+        columns = torch.arange(max(n, 1) * KEYS)
+        places = starts[of_size, None] + columns  # [documents, keys]
+        is_token = columns < lengths[of_size, None]
+        places = places.clamp(max=len(q) - 1)
+        distance = columns[:width, None] - columns
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        keys, values = (x[places].float().transpose(1, 2) for x in (k, v))
+        queries = q[places[:, :width]].transpose(1, 2)
+        results = attend_to_visible(queries, keys, values, visible[None], scale)
+        into = places[:, :width][is_token[:, :width]]
+        for target, result in zip((out, lse), results, strict=True):
+            target[into] = result.transpose(1, 2)[is_token[:, :width]].to(target.dtype)
+    return out, lse
+
+
 def block_mask_attention(
     q: Tensor,
     k: Tensor,
@@ -336,7 +356,7 @@ def block_mask_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Differentiable attention under any BlockMask, one slice of queries after the other.
+    """Differentiable attention under any BlockMask; stores the mask of all T * T' pairs.
 
     q: [B, H, T, D]; k, v: [B, K, T', D]. Returns [B, H, T, Dv] and with `return_lse` the
     log-sum-exp of the scores, fp32 [B, H, T]. A query that sees nothing gets zeros.
@@ -344,62 +364,36 @@ def block_mask_attention(
     group = q.shape[1] // k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    slices = [(slice(0, q.shape[2]), slice(0, k.shape[2]), None)]
+    tokens = [torch.arange(x.shape[2]) for x in (q, k)]
+    allowed = None
     if block_mask is not None:
-        slices = _mask_slices(block_mask, q.shape[2], k.shape[2])
-
-    outs = []
-    for queries, keys, allowed in slices:
-        q_part, k_part, v_part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
-        if score_mod is None and not return_lse:
-            out = F.scaled_dot_product_attention(
-                q_part, k_part, v_part, attn_mask=allowed, scale=scale
-            )
-            outs.append((out,))
-            continue
-        # Step by step in fp32: torch's kernel takes no score_mod and returns no log-sum-exp.
-        scores = (q_part.float() @ k_part.float().transpose(-2, -1)) * scale
-        if score_mod is not None:
-            places = (torch.arange(n.start, n.stop) for n in (queries, keys))
-            rows_and_heads = (torch.arange(n) for n in scores.shape[:2])
-            scores = _over_indices(score_mod, n_leading=1)(scores, *rows_and_heads, *places)
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, float("-inf"))
-        lse = scores.logsumexp(dim=-1)
-        # exp(-inf - -inf) would be nan where a query sees nothing
-        probabilities = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
-        outs.append(((probabilities @ v_part.float()).to(v.dtype), lse))
-    columns = [torch.cat(column, dim=2) for column in zip(*outs, strict=True)]
-    return (columns[0], columns[1]) if return_lse else columns[0]
+        listed = block_mask.to_dense() > 0  # [B or 1, H or 1, query blocks, key blocks]
+        allowed = _over_indices(block_mask.mask_mod)(*map(torch.arange, listed.shape[:2]), *tokens)
+        for dim, size in zip((2, 3), block_mask.BLOCK_SIZE, strict=True):
+            listed = listed.repeat_interleave(size, dim).narrow(dim, 0, len(tokens[dim - 2]))
+        allowed = allowed & listed
+    if score_mod is None and not return_lse:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+    # Step by step in fp32: torch's kernel takes no score_mod and returns no log-sum-exp.
+    scores = (q.float() @ k.float().transpose(-2, -1)) * scale
+    if score_mod is not None:
+        rows_and_heads = map(torch.arange, scores.shape[:2])
+        scores = _over_indices(score_mod, n_leading=1)(scores, *rows_and_heads, *tokens)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    # exp(-inf - -inf) would be nan where a query sees nothing
+    probabilities = (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
+    out = (probabilities @ v.float()).to(v.dtype)
+    return (out, lse) if return_lse else out
 
 
-def _mask_slices(
-    block_mask: "BlockMask", n_queries: int, n_keys: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (queries, keys, allowed bool [B or 1, H or 1, queries, keys]) for each row of blocks.
-
-    The slice's queries see no keys outside of `keys`.
-    """
-    query_block, key_block = block_mask.BLOCK_SIZE
-    is_listed = block_mask.to_dense() > 0  # [B or 1, H or 1, query blocks, key blocks]
-    evaluate = _over_indices(block_mask.mask_mod, n_leading=0)
-    rows_and_heads = [torch.arange(n) for n in is_listed.shape[:2]]
-    for i, first_query in enumerate(range(0, n_queries, query_block)):
-        queries = slice(first_query, min(first_query + query_block, n_queries))
-        seen = is_listed[:, :, i].flatten(0, 1).any(dim=0).nonzero().flatten().tolist() or [0]
-        keys = slice(seen[0] * key_block, min((seen[-1] + 1) * key_block, n_keys))
-        places = (torch.arange(n.start, n.stop) for n in (queries, keys))
-        in_block = is_listed[:, :, i].repeat_interleave(key_block, dim=-1)[..., None, keys]
-        yield queries, keys, evaluate(*rows_and_heads, *places) & in_block
-
-
-def _over_indices(mod: Callable[..., Tensor], n_leading: int) -> Callable[..., Tensor]:
+def _over_indices(mod: Callable[..., Tensor], n_leading: int = 0) -> Callable[..., Tensor]:
     """Map a function of scalars (leading..., b, h, q, kv) over 1-D ranges of b, h, q and kv.
 
     The leading tensors and the result have the shape [b, h, q, kv].
     """
     for axis in reversed(range(4)):
-        indices = [None, None, None, None]
-        indices[axis] = 0
-        mod = torch.vmap(mod, in_dims=(0,) * n_leading + tuple(indices))
+        in_dims = [0 if i == axis else None for i in range(4)]
+        mod = torch.vmap(mod, in_dims=(0,) * n_leading + tuple(in_dims))
     return mod

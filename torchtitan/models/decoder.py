@@ -1,8 +1,8 @@
 """The decoder that all families share: embedding, blocks of attention and feed-forward, norm, and
 output or score.
 
-A family is a subclass that builds the blocks' attention, feed-forward and RoPE table. Checkpoints
-depend on the names and the order of the modules, so neither may change.
+A family is a dataclass of args, and a subclass that answers how its blocks differ from Llama's.
+Checkpoints depend on the names and the order of the modules, so neither may change.
 
 B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
 L length of the RoPE table.
@@ -39,37 +39,23 @@ from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
-from torchtitan.models.rope import apply_rotary_emb, select_positions
+from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_linear
+from torchtitan.models.moe import build_moe
+from torchtitan.models.rope import (
+    RoPEScalingArgs,
+    YaRNArgs,
+    apply_rotary_emb,
+    apply_rotary_emb_to_halves,
+    precompute_freqs_cis,
+    precompute_rope_cache,
+    select_positions,
+)
 from torchtitan.numerics.linear import Linear, project
-from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
 
 if TYPE_CHECKING:
     from torchtitan.data.tokenizer import BaseTokenizer
-
-PROJECTION_STD = 0.02
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
-
-    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)
-
-    def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
-        super().__init__()
-        self.w1 = Linear(dim, hidden_dim, bias=bias)
-        self.w2 = Linear(hidden_dim, dim, bias=bias)
-        self.w3 = Linear(dim, hidden_dim, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, M]. Returns [B, T, M]."""
-        return self.w2(self.activation(self.w1(x)) * self.w3(x))
-
-    def init_weights(self, init_std: float) -> None:
-        init_linear(self.w1, PROJECTION_STD)
-        init_linear(self.w2, init_std)
-        init_linear(self.w3, init_std)
 
 
 class Attention(nn.Module):
@@ -106,8 +92,8 @@ class Attention(nn.Module):
         self.mask_name = mask_name
 
         has_qk_norm = qk_norm_eps is not None
-        self.q_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
         self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
         self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
@@ -187,8 +173,8 @@ class TransformerBlock(nn.Module):
             self.moe = feed_forward
         else:
             self.feed_forward = feed_forward
-        self.attention_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.ffn_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
 
     def forward(
         self,
@@ -253,7 +239,9 @@ class ValueHead(nn.Linear):
 
 
 class Decoder(ModelProtocol):
-    """A decoder-only transformer. Subclasses define the three `build_*` methods.
+    """A decoder-only transformer.
+
+    rope_buffer_name: the RoPE table's name; "rope_cache" pairs a head's halves, "freqs_cis" neighbours.
 
     The norm is followed by `output`, or by `score` if the args set `value_head`; the other
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
@@ -285,7 +273,7 @@ class Decoder(ModelProtocol):
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
             self.layers[str(i)] = TransformerBlock(i, model_args, *parts)
-        self.norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = self.score = None
         if model_args.value_head:
             self.score = ValueHead(model_args.dim)
@@ -294,23 +282,51 @@ class Decoder(ModelProtocol):
             self.output.in_fp32 = model_args.fp32_head
         self._tie_weights()
 
-    # ---- defined by each family ----
+    # ---- how a family differs ----
+
+    def attention_options(self, layer_id: int) -> dict[str, Any]:
+        """Return the keyword arguments of a block's `Attention`, beside sizes, kernel and RoPE."""
+        return {}
+
+    def hidden_dim(self, layer_id: int) -> int:
+        """Return the hidden size of a block's feed-forward, or of each of its experts."""
+        return self.model_args.hidden_dim
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Return True if a block has a mixture of experts."""
+        return False
+
+    @property
+    def rope_scaling(self) -> RoPEScalingArgs | YaRNArgs | None:
+        """How RoPE's frequencies are stretched to longer contexts."""
+        return None
 
     def build_attention(self, layer_id: int) -> nn.Module:
         """Return a block's attention, which has the forward of `Attention`."""
-        raise NotImplementedError
+        args, by_halves = self.model_args, self.rope_buffer_name == "rope_cache"
+        return Attention(
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.attention_head_dim,
+            attn_type=args.attn_type,
+            apply_rope=apply_rotary_emb_to_halves if by_halves else apply_rotary_emb,
+            **self.attention_options(layer_id),
+        )
 
     def build_feed_forward(self, layer_id: int) -> nn.Module:
         """Return a block's feed-forward or mixture of experts."""
-        raise NotImplementedError
-
-    def is_moe_layer(self, layer_id: int) -> bool:
-        """Return True if `build_feed_forward` returns a mixture of experts for this block."""
-        return False
+        args, hidden_dim = self.model_args, self.hidden_dim(layer_id)
+        if self.is_moe_layer(layer_id):
+            backend = getattr(args, "expert_parallel_comm_backend", "standard")
+            return build_moe(args.moe_args, args.dim, hidden_dim, moe_impl=backend)
+        return FeedForward(args.dim, hidden_dim, bias=getattr(args, "mlp_bias", False))
 
     def build_rope_table(self, length: int) -> Tensor:
         """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
-        raise NotImplementedError
+        args, by_halves = self.model_args, self.rope_buffer_name == "rope_cache"
+        build = precompute_rope_cache if by_halves else precompute_freqs_cis
+        return build(args.attention_head_dim, length, args.rope_theta, self.rope_scaling)
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:
         """Raise ValueError for rows that the model cannot take. row_len: the tokens of whole rows."""
@@ -329,14 +345,12 @@ class Decoder(ModelProtocol):
 
         attention_masks: the result of `get_attention_masks`, a mask of the caller's, or a
             `DocumentMask`; None for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
-        positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE; None
-            means 0..T-1. The masks do not depend on them. If the mask is for context-parallel
-            ranks, which hold parts of the rows, positions of the whole rows are also accepted.
+        positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE only; None
+            means 0..T-1. Under context parallelism those of the whole rows are also accepted.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
             projection; its result is returned. `loss.logprobs` has heads. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
-        routed_experts: [B, T, L, k], see `check_routed_experts`. Routers send these tokens to these
-            experts, in place of their own choice. It is not checked here.
+        routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
         before the last returns hidden states. Under tensor parallelism hidden states are whole, for
         any T; logits are a DTensor split along V if the loss is parallel; values are plain tensors.
@@ -384,10 +398,9 @@ class Decoder(ModelProtocol):
     def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:
         """Raise ValueError for experts that this model's routers cannot take for `tokens` [B, T].
 
-        routed_experts: integers [B, T, L, k]: the k experts of each token in each mixture of experts.
-            L counts the mixtures, or all layers, of which those without experts are ignored. k times -1 for
-            a token whose experts the router chooses. Values on an accelerator are not read, because
-            that waits for the device.
+        routed_experts: integers [B, T, L, k]: the k experts of each token, in each mixture of experts
+            or in each layer; k times -1 for a token whose experts the router chooses. Values on an
+            accelerator are not read, because that waits for the device.
         """
         name = "the batch's 'routed_experts'"
         if not self.moe_layers:
@@ -434,9 +447,8 @@ class Decoder(ModelProtocol):
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """Return the RoPE table, after replacing it by a longer one if positions go beyond it.
 
-        row_len: T of whole rows, also if context-parallel ranks hold parts of them.
-        Reading positions waits for an accelerator, so there they are read only if rows are longer
-        than the table.
+        row_len: T of whole rows. Reading positions waits for an accelerator, so there they are read
+        only if rows are longer than the table.
         """
         table = getattr(self, self.rope_buffer_name)
         length = row_len
@@ -459,13 +471,9 @@ class Decoder(ModelProtocol):
     ) -> AttentionMasksType:
         """Return the kernel's own form of `document_masks`: the method of torchtitan 0.2.x.
 
-        For flex it is a BlockMask, which includes a layer's window. For varlen it is a VarlenMetadata,
-        which has no window: a layer with a window passes it to `attend`.
-
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
         there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
-        Raises TypeError for sdpa, which takes no mask, and ValueError if the source of the
-        boundaries is missing.
+        Raises TypeError for sdpa, and ValueError if the source of the boundaries is missing.
         """
         args = self.model_args
         if args.attn_type == "sdpa":
@@ -500,8 +508,7 @@ class Decoder(ModelProtocol):
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
         """Return `document_masks` for rows [B, T] of one document each, for any mask type.
 
-        padding_mask: zero at padding and nonzero at tokens. Padding sees only itself, and no token
-        sees padding. Raises ValueError for padding between tokens.
+        padding_mask: zero at padding, which sees only itself. Raises ValueError for padding between tokens.
         """
         document_ids = document_ids_from_padding_mask(on_host(padding_mask))
         return self.document_masks(padding_mask, document_ids)
@@ -509,8 +516,7 @@ class Decoder(ModelProtocol):
     def layer_masks(self, documents: DocumentMask) -> Masks:
         """Return the DocumentMask of all layers, or a dict: `Attention.mask_name` -> DocumentMask.
 
-        Families with windows or chunks override it. `document_masks` calls it, and
-        `generation.kv_cache` for a row that is one document.
+        Families with windows or chunks override it.
         """
         return documents
 
@@ -554,10 +560,3 @@ class Decoder(ModelProtocol):
         has_both = self.tok_embeddings is not None and self.output is not None
         if self.enable_weight_tying and has_both:
             self.output.weight = self.tok_embeddings.weight
-
-
-def init_linear(linear: nn.Linear, std: float) -> None:
-    """Truncated normal weight, zero bias."""
-    trunc_normal_(linear.weight, mean=0.0, std=std)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)

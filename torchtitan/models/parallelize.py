@@ -93,13 +93,10 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     return saved
 
 
-def find_save_list(name: str) -> frozenset[Any]:
-    """Serve as `__getattr__` of every family's `infra.parallelize`, for `_op_sac_save_list`.
-
-    The set is read-only, because changing it would not change what "op" mode saves.
-    """
+def __getattr__(name: str) -> Any:
+    """Return `_op_sac_save_list` of 0.2.x, read-only: changing it would not change what is saved."""
     if name != "_op_sac_save_list":
-        raise AttributeError(f"infra.parallelize has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return frozenset(_ops_saved_by_selective_checkpointing(compile_blocks=False))
 
 

@@ -9,7 +9,6 @@ p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers dif
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +22,7 @@ class RoPEScalingArgs:
     """Llama 3.1's stretching of slow frequencies to longer contexts.
 
     Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and between these limits
-    the two frequencies are blended. scaling_factor 1.0 changes nothing.
+    scaling_factor, those shorter than .../ high_freq_factor stay; between them the two are blended.
     """
 
     scaling_factor: float = 8.0
@@ -50,9 +48,7 @@ class YaRNArgs:
 
     A pair that turns beta_fast times or more within original_seq_len tokens keeps its frequency, a
     pair that turns beta_slow times or fewer is slowed down by `factor`, and the pairs between them
-    are blended linearly. factor 1.0 changes nothing.
-
-    truncate: the blend begins and ends at whole pairs, as in DeepSeek's models.
+    are blended linearly. truncate: the blend begins and ends at whole pairs, as in DeepSeek's models.
     """
 
     factor: float
@@ -85,11 +81,7 @@ class YaRNArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's correction of the attention scores' magnitude; 1 for factor 1.
-
-    Equation 22 of the paper if mscale is 1. Multiply queries and keys by it, or the softmax scale
-    by its square.
-    """
+    """Return YaRN's factor (equation 22) on queries and keys, or its square on the softmax scale."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -126,8 +118,7 @@ def select_positions(table: Tensor, positions: Tensor | None, seq_len: int) -> T
 
     table: [L, ...]. positions: None for 0..T-1, or int [1, T] or [B, T]; negative positions
         (padding) read row 0.
-    Raises ValueError for positions beyond the table. On an accelerator, where reading positions
-    would wait for the device, an assertion on the device stops the process instead.
+    Raises ValueError for positions beyond the table; an accelerator asserts it on the device.
     """
     length = table.shape[0]
     if positions is None:
@@ -229,27 +220,17 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)
 
 
-def rotation(
-    apply_rope: Callable[..., tuple[Tensor, Tensor]],
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that turns heads [B, T, heads, D], of queries and keys alike, as `apply_rope`
-    does with the same rows of its table."""
-    if apply_rope is apply_rotary_emb:
-        return lambda x, rows: _rotate_neighbours(x, rows.unsqueeze(2))
-    return lambda x, rows: apply_rope(x, x[:, :, :0], rows)[0]
+# ---- composed of operations that round each number alike wherever it stands, for `numerics.batch_invariant` ----
 
 
-# ---- composed of operations that round each number alike wherever it stands, for `numerics.exact` ----
-
-
-def _exact_neighbours(
+def _batch_invariant_neighbours(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     rows = reshape_for_broadcast(freqs_cis, xq, positions)
     return _rotate_by_real_numbers(xq, rows), _rotate_by_real_numbers(xk, rows)
 
 
-def _exact_halves(
+def _batch_invariant_halves(
     xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
@@ -262,7 +243,7 @@ def _exact_halves(
     return rotate(xq), rotate(xk)
 
 
-EXACT_ROPE = {
-    apply_rotary_emb: _exact_neighbours,
-    apply_rotary_emb_to_halves: _exact_halves,
+BATCH_INVARIANT_ROPE = {
+    apply_rotary_emb: _batch_invariant_neighbours,
+    apply_rotary_emb_to_halves: _batch_invariant_halves,
 }

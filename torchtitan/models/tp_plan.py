@@ -1,5 +1,7 @@
 """The plan that splits every decoder's parameters over a mesh: tensor and expert parallelism."""
 
+from functools import partial
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -63,6 +65,11 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
 }
 
 
+_EXPERTS = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
+GptossTensorParallel = partial(styles.TensorParallel, _EXPERTS)  # names of 0.2.x's gpt-oss
+GptossExpertTensorParallel = partial(styles.ExpertTensorParallel, _EXPERTS)
+
+
 def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     """Split the decoder as the config says, in place: experts first, then everything else."""
     if parallel_dims.ep_enabled:
@@ -123,6 +130,9 @@ def apply_tp(
     )
 
 
+apply_non_moe_tp = apply_tp  # as families with experts call it in 0.2.x
+
+
 def apply_moe_ep_tp(
     model: nn.Module,
     tp_mesh: DeviceMesh | None,
@@ -137,24 +147,20 @@ def apply_moe_ep_tp(
     tp_mesh, ep_mesh: 1-D, or None if this parallelism is off. With both, and without `etp_mesh`,
         the ranks of `tp_mesh` share out the tokens.
     etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp], if experts are also split by
-        hidden units; tokens are not shared out then.
-
-    Call it before `apply_tp`, which skips modules that are already distributed.
-
-    Raises ValueError for DualPipe and DeepEP, and for experts that the meshes don't divide.
+        hidden units.
+    Call it before `apply_tp`, which skips modules that are already distributed. Raises ValueError for
+    DualPipe and DeepEP, and for experts that the meshes don't divide.
     """
     if dual_pipe_v or use_deepep:
         raise ValueError(
             "tokens reach their experts by torch's all-to-all only; leave dual_pipe_v and use_deepep "
             "off, and set parallelism.expert_parallel_comm_backend = 'standard'"
         )
-    hidden_dims = TENSOR_PARALLEL_PLAN["layers.*.moe.experts"]
     for moe in (block.moe for block in model.layers.values() if block.moe_enabled):
         if ep_mesh is None:
-            parallelize_module(moe.experts, tp_mesh, styles.TensorParallel(hidden_dims))
+            parallelize_module(moe.experts, tp_mesh, styles.TensorParallel(_EXPERTS))
         elif etp_mesh is not None:
-            style = styles.ExpertTensorParallel(hidden_dims)
-            parallelize_module(moe.experts, ep_etp_mesh, style)
+            parallelize_module(moe.experts, ep_etp_mesh, styles.ExpertTensorParallel(_EXPERTS))
         else:
             parallelize_module(moe.experts, ep_mesh, styles.ExpertParallel())
             if tp_mesh is not None:

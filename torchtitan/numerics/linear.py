@@ -1,13 +1,12 @@
 """Products of bf16 matrices that are fast on every CPU.
 
 On CPUs without bf16 instructions torch 2.13 multiplies bf16 matrices ten to a hundred times slower
-than fp32 matrices. There the product is computed in fp32 and rounded
-once, as bf16 instructions do.
+than fp32 matrices. There the product is computed in fp32 and rounded once, as bf16 instructions do.
 """
 
 import platform
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,6 @@ from torch.nn import functional as F
 
 from torchtitan.numerics import products
 from torchtitan.tools import torch_parts
-
-
-class Adapter(Protocol):
-    """What an adapter adds to a layer's output for one x, such as a `LowRank`."""
-
-    def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
 
 # Set when the first Linear is built, because code that is being compiled cannot query the CPU.
 _cpu_multiplies_bf16: bool | None = None
@@ -69,12 +61,12 @@ def project(
     *,
     product: Callable[..., Tensor] = linear,
     in_fp32: bool,
-    low_rank: Callable[[Tensor], Adapter | None] | None = None,
+    low_rank: Callable[[Tensor], Any] | None = None,
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
     in_fp32: with copies of the arguments in fp32 (fp64 stays), without autocast.
-    low_rank: returns what an adapter adds for x; a head gets it as its argument `low_rank`.
+    low_rank: x -> an adapter with the method `add_to_layer`, or None; a head gets it by this name.
     """
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -82,7 +74,7 @@ def project(
         if head is not None:
             added = {} if adapter is None else {"low_rank": adapter}
             return head(x, weight, bias, **added)
-        return _with_adapter(adapter, product, x, weight, bias)
+        return (product if adapter is None else adapter.add_to_layer)(x, weight, bias)
 
     if not in_fp32:
         return compute(x, weight, bias)
@@ -94,26 +86,14 @@ def project(
         return compute(*operands)
 
 
-def _with_adapter(
-    adapter: Adapter | None,
-    product: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    if adapter is None:
-        return product(x, weight, bias)
-    return adapter.add_to_layer(x, weight, bias)
-
-
 class Linear(nn.Linear):
     """`nn.Linear`, computed by `product`.
 
-    low_rank: of an adapter; called with this module and x, and then as in `project`.
+    low_rank: (this module, x) -> an adapter as in `project`.
     """
 
     product: Callable[..., Tensor] = staticmethod(linear)
-    low_rank: Callable[..., Adapter | None] | None = None
+    low_rank: Callable[..., Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -125,7 +105,7 @@ class Linear(nn.Linear):
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's result with a rank's parts of its weight and bias."""
         adapter = None if self.low_rank is None else self.low_rank(self, x)
-        return _with_adapter(adapter, self.product, x, weight, bias)
+        return (self.product if adapter is None else adapter.add_to_layer)(x, weight, bias)
 
 
 class _RoundedLinear(torch.autograd.Function):

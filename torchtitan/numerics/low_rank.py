@@ -19,7 +19,7 @@ class LowRank(NamedTuple):
 
     x [..., K]; a [m, r, K]; b [m, N, r]. sizes: the tokens of each model, one model after another.
     order: indices that sort the rows of x by model; None if they are sorted.
-    product: of the layer, `linear` or `exact_linear`.
+    product: of the layer, `linear` or `batch_invariant_linear`.
     """
 
     x: Tensor
@@ -101,8 +101,7 @@ def _linear_with_low_rank(
 ) -> list[Tensor]:
     """Return [output [n, N], *what backward needs]; weight is transposed, [K, N].
 
-    One operator, because selective activation checkpointing keeps or recomputes results of operators:
-    it would keep a layer's product, which nothing reads once the adapters are added.
+    One operator, so that selective activation checkpointing doesn't keep the layer's own product.
     """
     output = mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     output, low_rank = add_products(output, x, a, b, sizes, scale, linear, in_place=True)
@@ -193,9 +192,7 @@ def add_products(
 
     The other arguments are those of `LowRank`. A model's rows have the same bits beside other models,
     and so have the gradients. in_place: overwrite output. Without autograd; call it without autocast.
-
-    The rank is the first dimension of products here and in the gradients: with a rank below 16 as the
-    last one, MKL takes up to five times as long.
+    The rank is the first dimension of products: with a small rank last, MKL takes five times as long.
     """
     low_rank = []
     wide = torch.float32 if is_slow_product(output) else output.dtype

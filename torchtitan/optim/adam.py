@@ -16,13 +16,10 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # as torch names them
 class RoundedAdam(Optimizer):
     """torch's Adam or AdamW on this rank's part of each parameter, with moments in `state_dtype`.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average. Rounding to
-    the nearest number would never change a second moment with beta2 = 0.999, because a step changes
-    it by less than half of the distance to the next number. Memory: the moments of one parameter at
-    a time are in the parameter's type.
-
-    The random numbers depend on the parameter's number and its count of steps only. Thus replicas
-    stay equal, and a resumed run continues bit for bit.
+    Moments in bf16 are rounded up or down at random, so that they are right on average: a step with
+    beta2 = 0.999 changes a second moment by less than half of the distance to the next number. The
+    random numbers depend on the parameter's number and its count of steps only, so that replicas stay
+    equal and a resumed run continues bit for bit.
     """
 
     def __init__(

@@ -8,17 +8,16 @@ from torch import nn
 
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.job_config import ParameterGroup
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class ParameterGroups:
-    """The trainable parameters of model parts, each in one group.
+    """The trainable parameters of model parts, each in the group of the first table that fits its name.
 
     names: parameter -> its name in the whole model. numbers: parameter -> 0 for the group of
-    [optimizer], or n for that of the n-th table. A parameter belongs to the first table whose pattern
-    is found in its name.
+    [optimizer], or n for that of the n-th table.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], config: OptimizerConfig) -> None:

@@ -39,9 +39,7 @@ class Muon(RoundedAdam):
 
     options: as torch.optim.Muon's, for all groups. adam: the arguments of `RoundedAdam`.
     replicas: the mesh of the ranks that have the same plain parameters, as under DDP.
-
-    Steps are collective over the ranks that share a matrix, so a missing gradient counts as zero
-    there. All other parameters without a gradient are left as they are.
+    Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
 
     def __init__(
@@ -109,9 +107,8 @@ class Muon(RoundedAdam):
 class _Layout:
     """The spread of a matrix, or of E matrices, over ranks.
 
-    mesh: its ranks; None if this rank is the only one. axes: the axes of the mesh whose ranks share
-    the matrices. On other axes each rank has matrices of its own. own_number: this rank's number
-    among those that share.
+    mesh: its ranks; None if this rank is the only one. axes: the axes of the mesh whose ranks share the
+    matrices. own_number: this rank's number among those that share.
     """
 
     def __init__(self, p: Tensor, replicas: DeviceMesh | None) -> None:

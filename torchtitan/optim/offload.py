@@ -104,9 +104,8 @@ class Offloader:
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
         """Tensor id -> (tensor, its copy in host memory), for all tensors on the device.
 
-        The host waits once, after all copies are queued. Until then the copies hold no values, so
-        they cannot be put in place one by one; FSDP, for example, reads what it pads. torch makes
-        non-blocking copies in pinned memory, and keeps freed pinned memory for later copies.
+        The host waits once, after all copies are queued, and puts them in place only then, because FSDP
+        reads what it pads. torch makes non-blocking copies in pinned memory, which it keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:

@@ -15,7 +15,6 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.optim.adam import RoundedAdam
 from torchtitan.optim.groups import ParameterGroups
 from torchtitan.optim.muon import Muon
@@ -36,12 +35,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
     """Steps, zeroes, saves and loads one optimizer per model part as if they were one optimizer.
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
-    `param_groups` are the live ones of the inner optimizers, so a client can move optimizer state
-    between devices through them.
-
-    `state_dict()` is keyed by parameter name, not by position, so that pipeline ranks don't collide
-    and it loads on another layout. Raises AssertionError if parts and optimizers don't match.
-
+    `param_groups` are the live ones of the inner optimizers. `state_dict()` is keyed by parameter name,
+    so that pipeline ranks don't collide and it loads on another layout.
     groups_by_part: torch's parameter groups of each part; by default one with all that trains.
     """
 
@@ -135,11 +130,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Yield each model part with its optimizers; its gradients are set aside meanwhile.
-
-        Parts are resharded, because a forward without gradient leaves FSDP2 modules gathered, and
-        the optimizers don't know the gathered parameters.
-        """
+        """Yield each model part with its optimizers; its gradients are set aside meanwhile."""
+        # A forward without gradient leaves FSDP2 modules gathered; optimizers know the shards only.
         for part in self.model_parts:
             distributed.reshard_model(part)
         for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
@@ -202,13 +194,12 @@ def build_optimizers(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: FTManager | None = None,
+    ft_manager: Any = None,
 ) -> OptimizersContainer:
     """Return the config's optimizers for every model part of this rank.
 
-    Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward
-    together with pipeline or expert parallelism, Muon or groups; ValueError for an unknown
-    implementation.
+    Raises NotImplementedError for an unknown name, torchft, and stepping in backward with what it does
+    not fit; ValueError for an unknown implementation.
     """
     if ft_manager is not None and ft_manager.enabled:
         raise NotImplementedError(
@@ -262,7 +253,7 @@ def build_optimizers_with_moe_load_balancing(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: FTManager | None = None,
+    ft_manager: Any = None,
 ) -> OptimizersContainer:
     """Return `build_optimizers(...)` with a step hook that balances the load of the experts.
 
@@ -288,10 +279,7 @@ def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """In the block, optimizer steps change nothing if `skip`, a bool tensor on the device, is True.
-
-    The host never reads `skip`, so it doesn't wait for the device.
-    """
+    """In the block, optimizer steps change nothing if `skip` is True, a bool that stays on the device."""
     for optimizer in optimizers:
         optimizer.found_inf = skip.to(torch.float32)  # the attribute that torch's GradScaler sets
     try:
@@ -344,11 +332,8 @@ def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
 
 @torch.no_grad()
 def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
-    """Move each expert's routing bias towards an even load, and reset the token counts.
-
-    Auxiliary-loss-free balancing (Wang et al. 2024, arXiv:2408.15664). The changes of a block sum
-    to zero, so that the biases don't drift. `counts` below is [n_blocks, n_experts].
-    """
+    """Move each expert's routing bias towards an even load (Wang et al. 2024, arXiv:2408.15664), and
+    reset the token counts. The changes of a block sum to zero, so that the biases don't drift."""
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return
     rows = []
@@ -359,7 +344,7 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
         implementation = getattr(block, "checkpoint_impl", None)  # torch's CheckpointImpl
         recomputes = implementation is not None and implementation.name == "NO_REENTRANT"
         rows.append(tokens // 2 if recomputes and not torch_parts.is_compiled(block) else tokens)
-    counts = torch.stack(rows)
+    counts = torch.stack(rows)  # [blocks, experts]
     if is_dtensor(counts):
         counts = counts.full_tensor()
     elif (mesh := parallel_dims.get_optional_mesh("loss")) is not None:
@@ -372,8 +357,7 @@ def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None
 
 
 def _renamed(key: str, old: str, new: str) -> str:
-    """Replace the parameter `old` by `new` in a key `state.<parameter>.<entry>` or
-    `param_groups.<parameter>.<entry>`; other keys are returned unchanged."""
+    """Replace the parameter `old` by `new` in a key `<kind>.<parameter>.<entry>`; keep other keys."""
     kind, _, rest = key.partition(".")
     return f"{kind}.{new}{rest.removeprefix(old)}" if rest.startswith(f"{old}.") else key
 

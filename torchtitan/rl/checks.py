@@ -179,7 +179,7 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 
 
 def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
-    """Rules for the config; `models.exact.use_exact` checks the model."""
+    """Rules for the config; `models.batch_invariant.use_batch_invariant` checks the model."""
     generator = job_config.rl.generator
     if not generator.exact:
         return

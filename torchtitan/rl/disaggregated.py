@@ -33,12 +33,12 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
-from torchtitan.rl.weight_changes import WeightChanges
 from torchtitan.rl.weight_transport import (
     Pairs,
     PolicyWeights,
     ReceivedWeights,
     StagedWeights,
+    WeightChanges,
     broadcast_object,
     gloo_group,
     hand_over,

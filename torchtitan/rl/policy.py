@@ -13,7 +13,7 @@ from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
-from torchtitan.models.exact import use_exact
+from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
@@ -44,7 +44,7 @@ class PolicyTrainer(Learner):
         else:
             check_gradients_add_up(engine.job_config)
         if job_config.rl.generator.exact:
-            use_exact(engine.model_parts)
+            use_batch_invariant(engine.model_parts)
         super().__init__(engine, loss)
 
     @property

@@ -8,7 +8,6 @@ import torch
 
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
-from torchtitan.models.llama4.infra.parallelize import apply_compile as compile_llama4
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.optim.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
@@ -258,8 +257,7 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(family, attn_type):
     args = tiny_args(family, attn_type=attn_type, attn_mask_type=mask_type)
     model = filled(get_train_spec(family).model_cls(args))
     compiled = copy.deepcopy(model)
-    compile_blocks = compile_llama4 if family == "llama4" else apply_compile
-    compile_blocks(compiled, Compile(enable=True, backend="aot_eager"))
+    apply_compile(compiled, Compile(enable=True, backend="aot_eager"))
     tokens = torch.randint(0, 64, (2, 12))
     positions = torch.tensor([[*range(12)], [*range(5), *range(7)]])
     masks = None

@@ -13,13 +13,15 @@ from torchtitan.batch.mask import DocumentMask
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.gpt_oss import (
+    GptOssGroupedExperts,
     GptOssModel,
     GptOssModelArgs,
     GptOssStateDictAdapter,
+    feed_forward,
     gptoss_configs,
+    precompute_rope_cache,
+    swiglu,
 )
-from torchtitan.models.gpt_oss.model.model import precompute_rope_cache
-from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, feed_forward, swiglu
 from torchtitan.models.moe.moe import run_grouped_mm
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.models.parallelize import apply_compile

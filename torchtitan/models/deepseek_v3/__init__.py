@@ -1,15 +1,218 @@
-"""DeepSeek-V2 and V3: flavors, and the train spec."""
+"""DeepSeek-V2 and V3: multi-head latent attention; a few dense layers, then layers of experts.
+
+B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head's parts without and
+with RoPE, V the size of a value head.
+"""
 # ruff: noqa: F401 (names of the reference)
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
-from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
-from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
-from torchtitan.models.moe import MoEArgs
+import torch
+from torch import Tensor, nn
+
+from torchtitan.batch.mask import Masks
+from torchtitan.models import rope
+from torchtitan.models.attention import attend, build_inner_attention
+from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
+from torchtitan.models.family import add_old_paths, build_decoder_train_spec
+from torchtitan.models.hf_adapter import (
+    HF_EXPERTS,
+    KeyMapAdapter,
+    block_hf_key_map,
+    dense_hf_key_map,
+)
+from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
-from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
+from torchtitan.numerics.linear import Linear
+from torchtitan.protocols.state_dict_adapter import to_template
 from torchtitan.protocols.train_spec import TrainSpec
+
+# DeepSeek's own code uses this eps for the two latents' norms, independent of `rms_norm_eps`.
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass
+class DeepSeekV3ModelArgs(MoEDecoderArgs):
+    """DeepSeek-V2 and V3.
+
+    max_batch_size: not read, accepted for compatibility.
+    inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
+    n_dense_layers: number of first layers, which have no experts.
+    q_lora_rank: size of the latent that queries are projected from; 0: no latent.
+    kv_lora_rank: size of the latent that keys and values are projected from.
+    qk_nope_head_dim, qk_rope_head_dim: sizes of a query and key head's parts without and with
+        RoPE.
+    expert_parallel_comm_backend: only "standard" can be built.
+    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: YaRN, see `YaRNArgs`; it
+        applies at every sequence length, and rope_factor 1 turns it off.
+    mscale: `yarn_mscale`'s argument, Hugging Face's `mscale_all_dim`.
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int = 4096 * 4
+    vocab_size: int = 102400
+    dim: int = 2048
+    inter_dim: int = 10944
+    moe_inter_dim: int = 1408
+    n_layers: int = 27
+    n_dense_layers: int = 1
+    n_heads: int = 16
+    norm_eps: float = 1e-6
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    original_seq_len: int = 4096
+    rope_theta: float = 10000.0
+    rope_factor: float = 40
+    beta_fast: int = 32
+    beta_slow: int = 1
+    mscale: float = 1.0
+
+    @property
+    def head_dims(self) -> int:
+        """The query head size plus the value head size."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+
+
+def precompute_freqs_cis(args: DeepSeekV3ModelArgs) -> Tensor:
+    """Return the RoPE table complex64 [args.max_seq_len, R / 2], stretched by YaRN."""
+    yarn = YaRNArgs(args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow)
+    return rope.precompute_freqs_cis(args.qk_rope_head_dim, args.max_seq_len, args.rope_theta, yarn)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    The keys and values of all heads are projected from one latent per token. RoPE turns R extra
+    numbers of each query head, and one key of R numbers that all heads share.
+    """
+
+    def __init__(self, model_args: DeepSeekV3ModelArgs):
+        super().__init__()
+        args = model_args
+        self.n_heads = args.n_heads
+        self.q_lora_rank = args.q_lora_rank
+        self.kv_lora_rank = args.kv_lora_rank
+        self.qk_nope_head_dim = args.qk_nope_head_dim
+        self.qk_rope_head_dim = args.qk_rope_head_dim
+        self.qk_head_dim = args.qk_nope_head_dim + args.qk_rope_head_dim
+        self.v_head_dim = args.v_head_dim
+        mscale = yarn_mscale(args.rope_factor, args.mscale)
+        self.softmax_scale = mscale**2 * self.qk_head_dim**-0.5
+
+        q_width = args.n_heads * self.qk_head_dim
+        if args.q_lora_rank == 0:
+            self.wq = Linear(args.dim, q_width, bias=False)
+        else:
+            self.wq_a = Linear(args.dim, args.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.wq_b = Linear(args.q_lora_rank, q_width, bias=False)
+        self.wkv_a = Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
+        kv_width = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
+        self.wkv_b = Linear(args.kv_lora_rank, kv_width, bias=False)
+        self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
+        self.inner_attention = build_inner_attention(args.attn_type)
+
+    def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
+        """x: [B, T, M]; rope: the table's rows [1 or B, T, R / 2]. Returns [B, T, M]."""
+        q = self.wq(x) if self.q_lora_rank == 0 else self.wq_b(self.q_norm(self.wq_a(x)))
+        # -1: under tensor parallelism a rank holds only some of the heads.
+        q = q.unflatten(-1, (-1, self.qk_head_dim))
+        q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        kv = self.wkv_b(self.kv_norm(latent))
+        kv = kv.unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+
+        q_rope, k_rope = apply_rotary_emb(q_rope, k_rope.unsqueeze(2), rope)
+        q = torch.cat((q_nope, q_rope), dim=-1)  # [B, T, H, N + R]
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = attend(self.inner_attention, q, k, v, attention_masks, self.softmax_scale)
+        return self.wo(out.flatten(-2))
+
+    def init_weights(self, init_std: float) -> None:
+        for name, module in self.named_children():
+            if isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear):
+                init_linear(module, init_std if name == "wo" else PROJECTION_STD)
+
+
+class DeepSeekV3Model(Decoder):
+    """DeepSeek-V2 or V3: a few dense layers, then layers of experts."""
+
+    model_args: DeepSeekV3ModelArgs
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(self.model_args)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return layer_id >= self.model_args.n_dense_layers
+
+    def hidden_dim(self, layer_id: int) -> int:
+        args = self.model_args
+        return args.moe_inter_dim if self.is_moe_layer(layer_id) else args.inter_dim
+
+    def build_rope_table(self, length: int) -> Tensor:
+        return precompute_freqs_cis(replace(self.model_args, max_seq_len=length))
+
+
+_LATENT_QUERIES = {
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.q_a_layernorm": "attention.q_norm",
+    "self_attn.q_b_proj": "attention.wq_b",
+}
+_LATENTS_AND_SHARED_EXPERTS = {
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm",
+    "self_attn.kv_b_proj": "attention.wkv_b",
+    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
+}
+_MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
+
+
+class DeepSeekV3StateDictAdapter(KeyMapAdapter):
+    """Renames; RoPE pairs are neighbours here and in HF.
+
+    V2's files have no correction bias for the router. Layers for multi-token prediction, which our
+    model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
+    """
+
+    quantized_format = "fp8"
+
+    def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        self.from_hf_map = dense_hf_key_map()
+        for name in "qkv" if model_args.q_lora_rank else "kv":
+            del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
+        queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
+        self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
+        bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
+        self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
+
+    def spelled_like(self, hf_names: Collection[str]) -> "DeepSeekV3StateDictAdapter":
+        adapter = super().spelled_like(hf_names)
+        adapter._ignore_mtp_layers(hf_names)
+        return adapter
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._ignore_mtp_layers(hf_state_dict)
+        return super().from_hf(hf_state_dict)
+
+    def _ignore_mtp_layers(self, hf_names: Collection[str]) -> None:
+        templates = (to_template(name) for name in hf_names)
+        layers = [numbers[0] for template, numbers in templates if template == _MTP_PROJECTION]
+        self.ignored_hf_keys = tuple(rf"model\.layers\.{layer}\." for layer in layers)
 
 
 def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:
@@ -83,3 +286,6 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
 
 def get_train_spec() -> TrainSpec:
     return build_decoder_train_spec(DeepSeekV3Model, deepseekv3_args, DeepSeekV3StateDictAdapter)
+
+
+add_old_paths(__name__)

@@ -1,13 +1,247 @@
-"""gpt-oss: flavors, and the train spec."""
+"""gpt-oss: attention sinks, windows in even layers, RoPE of halves with YaRN, experts everywhere.
+
+Letters as in `models.decoder` and, for experts, in `models.moe.moe`. Initialisation differs from the
+decoder's table: all weights of a block, and the biases and sinks of attention and experts, have the std
+that depends on depth; the router's bias starts at 0.
+"""
 # ruff: noqa: F401 (names of the reference)
 
-from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
-from torchtitan.models.gpt_oss.model.model import GptOssModel
-from torchtitan.models.gpt_oss.model.state_dict_adapter import GptOssStateDictAdapter
-from torchtitan.models.moe import MoEArgs
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.batch.mask import DocumentMask, Masks
+from torchtitan.distributed.dtensor import local_parameter
+from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.models import decoder, rope
+from torchtitan.models.attention import attend
+from torchtitan.models.decoder import Decoder, TransformerBlock
+from torchtitan.models.family import add_old_paths, build_decoder_train_spec
+from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map, dense_hf_key_map
+from torchtitan.models.moe import MoE, MoEArgs, MoEDecoderArgs
+from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
-from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.models.rope import YaRNArgs, yarn_mscale
+from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.protocols.train_spec import TrainSpec
+
+
+@dataclass
+class GptOssModelArgs(MoEDecoderArgs):
+    """gpt-oss (arXiv:2508.10925).
+
+    max_batch_size, dtype: not read, accepted for compatibility.
+    moe_inter_dim: hidden size of one expert. swiglu_limit: the limit of its activations.
+    head_dim: size of an attention head, independent of dim / n_heads.
+    sliding_window_size: number of tokens that a token of an even layer sees, itself included.
+    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, which
+        calls the last two beta_fast and beta_slow; it applies at every sequence length.
+    """
+
+    max_batch_size: int = 8
+    max_seq_len: int = 131072
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    vocab_size: int = 201088
+    dim: int = 2880
+    moe_inter_dim: int = 2880
+    n_layers: int = 24
+    norm_eps: float = 1e-5
+    swiglu_limit: float = 7.0
+    head_dim: int = 64
+    n_heads: int = 64
+    n_kv_heads: int = 8
+    sliding_window_size: int = 128
+    attn_mask_type: str = "causal"
+    attn_type: str = "flex"
+    original_seq_len: int = 4096
+    rope_theta: float = 150000.0
+    rope_factor: float = 32
+    ntk_alpha: float = 1.0
+    ntk_beta: float = 32.0
+
+
+def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gate * sigmoid(alpha * gate) * (linear + 1); x: [..., 2 H] -> [..., H].
+
+    The gate (even columns) is cut off above `limit`, the linear part (odd columns) at +-limit.
+    """
+    gate = x[..., ::2].clamp(max=limit)
+    linear = x[..., 1::2].clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear + 1)
+
+
+def feed_forward(
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    mlp1: Tensor,
+    mlp2: Tensor,
+    bias1: Tensor,
+    bias2: Tensor,
+    limit: float,
+) -> Tensor:
+    """The experts' two layers; see `run_for_loop`."""
+    return linear(swiglu(linear(x, mlp1, bias1), limit=limit), mlp2, bias2)
+
+
+class GptOssGroupedExperts(StackedExperts):
+    """Experts of mlp1 [E, 2 H, D], whose rows alternate gate and linear part, and mlp2 [E, D, H]."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        swiglu_limit: float,
+        use_grouped_mm: bool,
+    ):
+        super().__init__(num_experts, use_grouped_mm, partial(feed_forward, limit=swiglu_limit))
+        self.mlp1_weight = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim))
+        self.mlp1_bias = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim))
+        self.mlp2_weight = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.mlp2_bias = nn.Parameter(torch.empty(num_experts, dim))
+
+    def local_parameters(self) -> tuple[Tensor, ...]:
+        return (
+            local_parameter(self.mlp1_weight),
+            local_parameter(self.mlp2_weight),
+            local_parameter(self.mlp1_bias),
+            # If hidden units are split over ranks, their results are summed, so one rank adds it.
+            local_parameter(self.mlp2_bias, added_once=True),
+        )
+
+    def init_weights(self, init_std: float) -> None:
+        for parameter in self.parameters():
+            trunc_normal_(parameter, mean=0.0, std=init_std)
+
+
+class GptOssMoE(MoE):
+    """The mixture of experts of `models.moe.moe` with gpt-oss' experts."""
+
+    def __init__(self, model_args: GptOssModelArgs, dim: int, hidden_dim: int):
+        args = model_args.moe_args
+        experts = GptOssGroupedExperts(
+            dim, hidden_dim, args.num_experts, model_args.swiglu_limit, args.use_grouped_mm
+        )
+        super().__init__(args, dim, hidden_dim, experts)
+
+
+def precompute_rope_cache(
+    dim: int,
+    max_seq_len: int,
+    base: float = 1_000_000.0,
+    rope_factor: float = 1.0,
+    ntk_alpha: float = 1.0,
+    ntk_beta: float = 32.0,
+    original_seq_len: int = 4096,
+) -> Tensor:
+    """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
+
+    YaRN stretches it, with a blend that need not begin at whole pairs, and scales its magnitude.
+    """
+    yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
+    return rope.precompute_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
+
+
+class Attention(decoder.Attention):
+    """Attention with a sink in each head: one more key with a learnt score and value zero.
+
+    use_sliding_attention: a query sees only the sliding window.
+    """
+
+    reads_local_parameters: ClassVar[bool] = True
+    needs_log_sum_exp: ClassVar[bool] = True
+
+    def __init__(self, model_args: GptOssModelArgs, use_sliding_attention: bool):
+        super().__init__(
+            model_args.dim,
+            model_args.n_heads,
+            model_args.n_kv_heads,
+            model_args.head_dim,
+            attn_type=model_args.attn_type,
+            qkv_bias=True,
+            output_bias=True,
+            apply_rope=apply_rotary_emb,
+            mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
+        )
+        # Again here, because varlen's metadata holds no window.
+        self.window = model_args.sliding_window_size if use_sliding_attention else None
+        self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
+        """See `decoder.Attention.attend`."""
+        out, lse = attend(self.inner_attention, q, k, v, mask, window=self.window, return_lse=True)
+        # The softmax's share without the sink: exp(lse) / (exp(lse) + exp(sink)).
+        share = torch.sigmoid(lse - local_parameter(self.sinks).float())
+        return (out * share.unsqueeze(-1)).to(out.dtype)
+
+    def init_weights(self, init_std: float) -> None:
+        for parameter in self.parameters():
+            trunc_normal_(parameter, mean=0.0, std=init_std)
+
+
+class GptOssModel(Decoder):
+    """gpt-oss: sinks, windows in even layers, RoPE of halves with YaRN, experts in every layer."""
+
+    model_args: GptOssModelArgs
+    rope_buffer_name = "rope_cache"
+
+    def __init__(self, model_args: GptOssModelArgs):
+        if model_args.attn_type == "sdpa":
+            raise ValueError(
+                "attn_type 'sdpa' has no sliding windows and no attention sinks, which gpt-oss "
+                "needs; set model.attn_type to 'flex' or 'varlen'"
+            )
+        super().__init__(model_args)
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(self.model_args, use_sliding_attention=layer_id % 2 == 0)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return True
+
+    def build_feed_forward(self, layer_id: int) -> GptOssMoE:
+        return GptOssMoE(self.model_args, self.model_args.dim, self.model_args.moe_inter_dim)
+
+    def build_rope_table(self, length: int) -> Tensor:
+        args = self.model_args
+        yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
+        return precompute_rope_cache(args.head_dim, length, args.rope_theta, *yarn)
+
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        window = documents.with_window(self.model_args.sliding_window_size)
+        return {"basic_mask": documents, "sliding_window_mask": window}
+
+
+_EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
+
+
+class GptOssStateDictAdapter(KeyMapAdapter):
+    """Writes unquantized files, which transformers loads; reads unquantized and MXFP4 files.
+
+    Experts' weights are [E, in, out] in unquantized files, and [E, out, in], as in our model, when
+    dequantized from MXFP4.
+    """
+
+    quantized_format = "mxfp4"
+
+    def __init__(self, model_args: GptOssModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        self.from_hf_map = dense_hf_key_map([f"self_attn.{name}_proj" for name in "qkvo"])
+        self.from_hf_map["model.layers.{}.self_attn.sinks"] = "layers.{}.attention.sinks"
+        for kind in ("weight", "bias"):
+            self.from_hf_map |= block_hf_key_map({"mlp.router": "moe.router.gate"}, kind)
+        for hf_name, name in _EXPERTS.items():
+            hf, ours = f"model.layers.{{}}.mlp.experts.{hf_name}", f"layers.{{}}.moe.experts.{name}"
+            self.from_hf_map |= {
+                hf: Fused((f"{ours}_weight",), transposed=True),
+                f"{hf}_blocks": f"{ours}_weight",
+                f"{hf}_scales": None,  # the reader has multiplied by them
+                f"{hf}_bias": f"{ours}_bias",
+            }
 
 
 def _experts(num_experts: int) -> MoEArgs:
@@ -42,3 +276,6 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
 
 def get_train_spec() -> TrainSpec:
     return build_decoder_train_spec(GptOssModel, gptoss_configs, GptOssStateDictAdapter)
+
+
+add_old_paths(__name__)

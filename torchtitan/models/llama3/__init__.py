@@ -1,23 +1,97 @@
-"""Llama 3, 3.1 and 3.2: flavors, and the train spec."""
+"""Llama 2, 3, 3.1 and 3.2: grouped-query attention, RoPE on neighbouring pairs, SwiGLU."""
 # ruff: noqa: F401 (names of the reference)
 
-from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
-from torchtitan.models.llama3.model.model import Transformer
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
+from torchtitan.models.family import add_old_paths, build_decoder_train_spec
+from torchtitan.models.hf_adapter import HF_LINEARS, KeyMapAdapter, dense_hf_key_map
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.models.rope import (
+    RoPEScalingArgs,
+    apply_rotary_emb,
+    precompute_freqs_cis,
+    reshape_for_broadcast,
+)
 from torchtitan.protocols.train_spec import TrainSpec
 
 
+@dataclass
+class TransformerModelArgs(DecoderArgs):
+    """Llama 3. The last five fields are for other checkpoints of Llama's shape.
+
+    n_kv_heads: None means n_heads.
+    multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times the
+        multiplier if there is one, rounded up to this multiple.
+    hidden_dim: the feed-forward's hidden size, in place of that rule.
+    head_dim: None means dim / n_heads.
+    attention_bias: wq, wk, wv and wo have biases; mlp_bias: w1, w2 and w3 have biases.
+    rope_scaling_args: None for Llama 2 and 3.0, whose frequencies are not stretched.
+    """
+
+    n_kv_heads: int | None = None
+    multiple_of: int = 256
+    ffn_dim_multiplier: float | None = None
+    rope_scaling_args: RoPEScalingArgs | None = field(default_factory=RoPEScalingArgs)
+    hidden_dim: int | None = None
+    head_dim: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        """The hidden size of the feed-forward."""
+        return self.hidden_dim_by_rule() if self.hidden_dim is None else self.hidden_dim
+
+    def hidden_dim_by_rule(self, n_shares: int = 1) -> int:
+        """Return the hidden size of each of `n_shares` feed-forwards by the rule of 8/3 dim.
+
+        A SwiGLU of 8/3 dim has as many parameters as a two-layer network of 4 dim.
+        """
+        hidden = int(8 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        hidden //= n_shares
+        return -(-hidden // self.multiple_of) * self.multiple_of
+
+
+class Transformer(Decoder):
+    """Llama 3 on the shared decoder."""
+
+    model_args: TransformerModelArgs
+
+    def attention_options(self, layer_id: int) -> dict[str, Any]:
+        bias = self.model_args.attention_bias
+        return {"qkv_bias": bias, "output_bias": bias}
+
+    def hidden_dim(self, layer_id: int) -> int:
+        return self.model_args.ffn_hidden_dim
+
+    @property
+    def rope_scaling(self) -> RoPEScalingArgs | None:
+        return self.model_args.rope_scaling_args
+
+
+class Llama3StateDictAdapter(KeyMapAdapter):
+    """Renames to Hugging Face's LlamaForCausalLM, which pairs a head's numbers by halves in RoPE."""
+
+    def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        self.from_hf_map = dense_hf_key_map(biased=HF_LINEARS)
+        n_heads = model_args.n_heads
+        heads = {"wq": n_heads, "wk": model_args.n_kv_heads or n_heads}
+        self.rotated_heads = {
+            f"layers.{{}}.attention.{name}.{kind}": n
+            for name, n in heads.items()
+            for kind in ("weight", "bias")
+        }
+
+
 def _sizes(dim: int, n_layers: int, n_heads: int, multiplier: float, multiple_of: int) -> dict:
-    return {
-        "dim": dim,
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_kv_heads": 8,
-        "ffn_dim_multiplier": multiplier,
-        "multiple_of": multiple_of,
-    }
+    sizes = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": 8}
+    return sizes | {"ffn_dim_multiplier": multiplier, "multiple_of": multiple_of}
 
 
 _FLEX = {"attn_type": "flex", "attn_mask_type": "block_causal"}
@@ -49,3 +123,6 @@ def get_train_spec() -> TrainSpec:
     return build_decoder_train_spec(
         Transformer, llama3_args, Llama3StateDictAdapter, balance_experts=False
     )
+
+
+add_old_paths(__name__)

@@ -1,15 +1,232 @@
-"""Llama 4, text: flavors, and the train spec."""
+"""Llama 4's text model: layers with RoPE see chunks, layers without it whole documents; experts.
+
+B rows, T tokens, H query heads, K key/value heads, D head size.
+"""
 # ruff: noqa: F401 (names of the reference)
 
+import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torchtitan.models.llama4.model.args import RoPEScalingArgs, TransformerModelArgs
-from torchtitan.models.llama4.model.model import Transformer
-from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
-from torchtitan.models.moe import MoEArgs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtitan.batch.mask import DocumentMask, Masks
+from torchtitan.config import JobConfig
+from torchtitan.models import llama3, rope
+from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
+from torchtitan.models.family import add_old_paths, build_decoder_train_spec
+from torchtitan.models.hf_adapter import (
+    HF_LINEARS,
+    Fused,
+    HFKeyMap,
+    KeyMapAdapter,
+    dense_hf_key_map,
+)
+from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
 from torchtitan.protocols.train_spec import TrainSpec
+
+
+@dataclass
+class RoPEScalingArgs(rope.RoPEScalingArgs):
+    """Llama 4 Scout's: slow frequencies are stretched 16 times, without a blend."""
+
+    scaling_factor: float = 16.0
+    high_freq_factor: float = 1.0
+
+
+@dataclass
+class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
+    """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
+
+    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) have no RoPE, and a token sees
+        its whole document; None: no such layers.
+    fixed_attn_block_size: in the other layers a token sees only its chunk of this many tokens.
+        The first chunk begins with the document.
+    interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
+    auto_scale_hidden_dim: the experts of a token together are as wide as one feed-forward.
+    moe_inter_dim: the hidden size of an expert, in place of that rule.
+    use_qk_norm: RMS-normalise each head of queries and keys after RoPE, without weights.
+    attn_temperature_tuning: in layers without RoPE, multiply the query at position p by
+        1 + attn_scale * log(1 + floor((p + 1) / floor_scale)) (arXiv:2501.19399).
+    """
+
+    vocab_size: int = 202048
+    max_seq_len: int = 1048576
+    rope_scaling_args: RoPEScalingArgs | None = None
+    every_n_layers_nope: int | None = None
+    fixed_attn_block_size: int = 8192
+    auto_scale_hidden_dim: bool = True
+    interleave_moe_layer_step: int = 2
+    moe_inter_dim: int | None = None
+    use_qk_norm: bool = False
+    attn_temperature_tuning: bool = False
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+
+    def is_nope_layer(self, layer_id: int) -> bool:
+        """Return True if the layer has no RoPE and sees whole documents."""
+        interval = self.every_n_layers_nope
+        return interval is not None and (layer_id + 1) % interval == 0
+
+    @property
+    def expert_hidden_dim(self) -> int:
+        """The hidden size of one expert, routed or shared."""
+        if self.moe_inter_dim is not None:
+            return self.moe_inter_dim
+        per_token = self.moe_args.top_k + self.moe_args.num_shared_experts
+        return self.hidden_dim_by_rule(per_token if self.auto_scale_hidden_dim else 1)
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
+        """As `MoEDecoderArgs.update_from_config`. Raises ValueError like `check_chunks`."""
+        super().update_from_config(job_config, **kwargs)
+        self.check_chunks(self.max_seq_len)
+
+    def check_layers(self) -> None:
+        """Raise ValueError for an interval or a size that is too small."""
+        smallest = {"every_n_layers_nope": 2, "interleave_moe_layer_step": 1}
+        smallest |= {"fixed_attn_block_size": 1, "floor_scale": 1}
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(
+                    f"{name} of a Llama 4 flavor must be at least {least}, got {value}; correct it"
+                )
+
+    def check_chunks(self, seq_len: int) -> None:
+        """Raise ValueError for sdpa, which cannot mask chunks, if rows are longer than a chunk."""
+        if self.attn_type == "sdpa" and seq_len > self.fixed_attn_block_size:
+            raise ValueError(
+                f"attn_type 'sdpa' cannot keep the chunks of {self.fixed_attn_block_size} tokens "
+                f"apart, got rows of {seq_len}; set model.attn_type to 'flex' or 'varlen', or "
+                f"training.seq_len to at most {self.fixed_attn_block_size}"
+            )
+
+
+class Transformer(llama3.Transformer):
+    """Llama 4: layers with RoPE see chunks, layers without RoPE see whole documents; experts.
+
+    Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the RoPE
+    table is complex64 [L, D/2 + 1]; the last column is the queries' factor at each position.
+
+    Raises ValueError like `TransformerModelArgs.check_layers`, and forward like `check_chunks`.
+    """
+
+    model_args: TransformerModelArgs
+
+    def __init__(self, model_args: TransformerModelArgs):
+        model_args.check_layers()
+        super().__init__(model_args)
+
+    def check_rows(self, attention_masks: Any, row_len: int) -> None:
+        # Without a mask of chunks, which only a dict has, sdpa needs rows that fit into one chunk.
+        if not isinstance(attention_masks, dict):
+            self.model_args.check_chunks(row_len)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return (layer_id + 1) % self.model_args.interleave_moe_layer_step == 0
+
+    def build_attention(self, layer_id: int) -> Attention:
+        args = self.model_args
+        attention = super().build_attention(layer_id)
+        if args.is_nope_layer(layer_id):
+            attention.mask_name = "nope"
+            attention.apply_rope = _scale_queries if args.attn_temperature_tuning else None
+        else:
+            attention.mask_name = "rope"
+            eps = args.norm_eps if args.use_qk_norm else None
+            attention.apply_rope = partial(_rotate, norm_eps=eps)
+        return attention
+
+    def hidden_dim(self, layer_id: int) -> int:
+        args = self.model_args
+        return args.expert_hidden_dim if self.is_moe_layer(layer_id) else args.ffn_hidden_dim
+
+    def build_rope_table(self, length: int) -> Tensor:
+        args, table = self.model_args, super().build_rope_table(length)
+        if not args.attn_temperature_tuning:
+            return table
+        if table.device.type == "meta":  # arange there would load torch's compiler
+            return table.new_empty(length, table.shape[1] + 1)
+        steps = torch.arange(1, length + 1, dtype=torch.float32).div(args.floor_scale).floor()
+        factors = torch.log1p(steps) * args.attn_scale + 1.0
+        return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
+
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        chunks = documents.in_chunks(self.model_args.fixed_attn_block_size)
+        return {"rope": chunks, "nope": documents}
+
+
+def _rotate(
+    xq: Tensor, xk: Tensor, rows: Tensor, *, norm_eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Apply RoPE, then normalise heads unless norm_eps is None; shapes as in `apply_rotary_emb`."""
+    xq, xk = apply_rotary_emb(xq, xk, rows[..., : xq.shape[-1] // 2])
+    if norm_eps is None:
+        return xq, xk
+    return _normalise(xq, norm_eps), _normalise(xk, norm_eps)
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """xq: [B, T, H, D]; rows: complex [1 or B, T, D/2 + 1], with the factor in the last column."""
+    factors = torch.view_as_real(rows)[..., -1, 0]
+    return (xq * factors[..., None, None]).to(xq.dtype), xk
+
+
+_TEXT_MODEL = "language_model."  # in front of names in multimodal files
+
+
+class Llama4StateDictAdapter(KeyMapAdapter):
+    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours here and in HF.
+
+    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
+    which begin with `language_model.`. Writes the multimodal names if the index file under
+    `hf_assets_path` has them, in an export only if it has the weights for images, too. Those are
+    left out on reading.
+    """
+
+    ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")
+
+    def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        text: HFKeyMap = {
+            hf.replace(".mlp.", ".feed_forward."): ours
+            for hf, ours in dense_hf_key_map(biased=HF_LINEARS).items()
+        }
+        hf_moe, moe = "model.layers.{}.feed_forward", "layers.{}.moe"
+        for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+            text[f"{hf_moe}.shared_expert.{hf}_proj.weight"] = f"{moe}.shared_experts.{ours}.weight"
+        gate_up = f"{moe}.experts.w1", f"{moe}.experts.w3"
+        text |= {
+            f"{hf_moe}.router.weight": f"{moe}.router.gate.weight",
+            f"{hf_moe}.experts.gate_up_proj": Fused(gate_up, transposed=True),
+            f"{hf_moe}.experts.down_proj": Fused((f"{moe}.experts.w2",), transposed=True),
+        }
+        self._text = text
+        index = self.fqn_to_index_mapping or {}
+        self._prefer(any(name.startswith(_TEXT_MODEL) for name in index))
+
+    def _prefer(self, multimodal_names: bool) -> None:
+        multimodal = {_TEXT_MODEL + hf: entry for hf, entry in self._text.items()}
+        # If several names stand for one of our tensors, the first is written.
+        self.from_hf_map = multimodal | self._text if multimodal_names else self._text | multimodal
+
+    def for_export(self, has_untrained_parts: bool) -> "Llama4StateDictAdapter":
+        adapter = copy.copy(self)
+        adapter._prefer(has_untrained_parts)
+        index = self.fqn_to_index_mapping or {}
+        more = {name.removeprefix(_TEXT_MODEL): number for name, number in index.items()}
+        adapter.fqn_to_index_mapping = index | more or None
+        return adapter
+
 
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
 _17B = {
@@ -45,3 +262,6 @@ llama4_args: dict[str, TransformerModelArgs] = {
 
 def get_train_spec() -> TrainSpec:
     return build_decoder_train_spec(Transformer, llama4_args, Llama4StateDictAdapter)
+
+
+add_old_paths(__name__)

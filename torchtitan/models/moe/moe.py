@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchtitan.distributed.dtensor import is_dtensor, local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.token_groups import inverse_rows, take_rows
-from torchtitan.models.decoder import PROJECTION_STD, FeedForward, init_linear
+from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
@@ -26,10 +26,7 @@ from torchtitan.tools.logging import logger, warn_once
 
 
 class StackedExperts(nn.Module):
-    """E feed-forwards of one shape; subclasses create their parameters, stacked along dim 0.
-
-    feed_forward: the experts' function, see `run_for_loop`.
-    """
+    """E feed-forwards of one shape; subclasses create their parameters, stacked along dim 0."""
 
     reads_local_parameters: ClassVar[bool] = True
     # Set by expert parallelism; called with the next forward's counts as soon as they are known.
@@ -107,8 +104,7 @@ def _swiglu(linear: Callable[..., Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3
 def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
     """Return [N, D], computed one expert after the other; waits for the device to read the counts.
 
-    feed_forward: the experts' (linear, x, *parameters) -> out. It has to call `linear(x, weights,
-        biases=None)` in place of `F.linear`.
+    feed_forward: (linear, x, *parameters) -> out; calls `linear(x, weights, biases=None)`.
     parameters: [E, ...] each, weights laid out like a Linear's; x: [N, D], grouped by expert;
         counts: rows per expert [E] int. Rows past their sum get zeros.
     """
@@ -220,8 +216,7 @@ class TokenChoiceTopKRouter(nn.Module):
     """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
 
     Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in
-    `MoEArgs`. Raises ValueError for numbers that contradict each other, and NotImplementedError for
-    an unknown score_func.
+    `MoEArgs`. Raises ValueError, or NotImplementedError for an unknown score_func.
     """
 
     def __init__(

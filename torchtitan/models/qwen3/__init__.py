@@ -1,15 +1,83 @@
-"""Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: flavors, and the train spec."""
+"""Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: RoPE on halves, SwiGLU or experts."""
 # ruff: noqa: F401 (names of the reference)
 
+from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.moe import MoEArgs
+from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
+from torchtitan.models.family import add_old_paths, build_decoder_train_spec
+from torchtitan.models.hf_adapter import (
+    HF_EXPERTS,
+    KeyMapAdapter,
+    block_hf_key_map,
+    dense_hf_key_map,
+)
+from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
-from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.models.qwen3.model.model import Qwen3Model
-from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
-from torchtitan.models.train_spec import build_decoder_train_spec
+from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
+from torchtitan.models.rope import precompute_rope_cache
 from torchtitan.protocols.train_spec import TrainSpec
+
+
+@dataclass
+class Qwen3ModelArgs(MoEDecoderArgs):
+    """Qwen 3; also Qwen 2 and 2.5, with biases and without norms in attention.
+
+    head_dim: the size of an attention head, independent of dim / n_heads.
+    hidden_dim: the hidden size of the feed-forward.
+    qk_norm: normalise each head of queries and keys before RoPE (False for Qwen 2).
+    qkv_bias: wq, wk and wv have biases (True for Qwen 2).
+    moe_enabled: every block has experts of hidden size moe_inter_dim; hidden_dim is not used.
+    """
+
+    dim: int = 1024
+    n_layers: int = 28
+    n_heads: int = 16
+    n_kv_heads: int = 8
+    vocab_size: int = 151936
+    head_dim: int = 128
+    hidden_dim: int = 3072
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000
+    max_seq_len: int = 4096
+    eos_id: int = 151645
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    moe_enabled: bool = False
+    moe_inter_dim: int = 768
+
+
+class Qwen3Model(Decoder):
+    """Qwen 3 on the shared decoder."""
+
+    model_args: Qwen3ModelArgs
+    rope_buffer_name = "rope_cache"
+
+    def attention_options(self, layer_id: int) -> dict[str, Any]:
+        args = self.model_args
+        return {"qkv_bias": args.qkv_bias, "qk_norm_eps": args.norm_eps if args.qk_norm else None}
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return self.model_args.moe_enabled
+
+    def hidden_dim(self, layer_id: int) -> int:
+        args = self.model_args
+        return args.moe_inter_dim if args.moe_enabled else args.hidden_dim
+
+
+class Qwen3StateDictAdapter(KeyMapAdapter):
+    """Renames to Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
+
+    def __init__(self, model_args: Qwen3ModelArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        biased = [f"self_attn.{name}_proj" for name in "qkv"] if model_args.qkv_bias else []
+        self.from_hf_map = dense_hf_key_map(biased)
+        if model_args.qk_norm:
+            self.from_hf_map |= block_hf_key_map(
+                {f"self_attn.{norm}": f"attention.{norm}" for norm in ("q_norm", "k_norm")}
+            )
+        if model_args.moe_enabled:
+            self.from_hf_map |= HF_EXPERTS
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **fields: Any) -> Qwen3ModelArgs:
@@ -33,18 +101,8 @@ def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, 
 def _qwen2(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **fields: Any
 ) -> Qwen3ModelArgs:
-    return _qwen3(
-        dim,
-        n_layers,
-        n_heads,
-        hidden_dim,
-        n_kv_heads=n_kv_heads,
-        head_dim=dim // n_heads,
-        max_seq_len=32768,
-        qk_norm=False,
-        qkv_bias=True,
-        **fields,
-    )
+    fields |= {"head_dim": dim // n_heads, "max_seq_len": 32768, "qk_norm": False, "qkv_bias": True}
+    return _qwen3(dim, n_layers, n_heads, hidden_dim, n_kv_heads=n_kv_heads, **fields)
 
 
 _TIED = {"enable_weight_tying": True}
@@ -75,3 +133,6 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
 
 def get_train_spec() -> TrainSpec:
     return build_decoder_train_spec(Qwen3Model, qwen3_args, Qwen3StateDictAdapter)
+
+
+add_old_paths(__name__)

@@ -1,0 +1,39 @@
+"""The dense feed-forward of a block, and the initial weights of linear layers."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan.distributed.seeded_init import trunc_normal_
+from torchtitan.numerics.linear import Linear
+
+PROJECTION_STD = 0.02
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)
+
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
+        super().__init__()
+        self.w1 = Linear(dim, hidden_dim, bias=bias)
+        self.w2 = Linear(hidden_dim, dim, bias=bias)
+        self.w3 = Linear(dim, hidden_dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, M]. Returns [B, T, M]."""
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
+
+    def init_weights(self, init_std: float) -> None:
+        init_linear(self.w1, PROJECTION_STD)
+        init_linear(self.w2, init_std)
+        init_linear(self.w3, init_std)
+
+
+def init_linear(linear: nn.Linear, std: float) -> None:
+    """Truncated normal weight, zero bias."""
+    trunc_normal_(linear.weight, mean=0.0, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -1,0 +1,195 @@
+"""Splitting and joining stacked weights, plain or DTensors, without copies, for `hf_adapter`.
+
+Hugging Face files hold one matrix per expert, or several of our tensors as one. The functions here
+return views of a DTensor's local memory, so that a reader that fills a view fills the parameter,
+and no rank handles more than its own part. E experts, R rows, C columns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.distributed.dtensor import (
+    LocalShard,
+    is_dtensor,
+    load_dtensor,
+    local_shape_and_offsets,
+    local_tensor,
+)
+
+
+class StackLayout(NamedTuple):
+    """The layout of a DTensor [E, R, C]. rows: the entries along E that this rank holds."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    rows: range
+
+
+def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
+    """Return views of this rank's entries along dim 0 of [E, R, C], and the layout for `stack`.
+
+    The views are [R, C]: plain tensors if this rank holds them whole, else DTensors on the mesh
+    axes that split them. The layout is None if `stacked` is a plain tensor.
+    """
+    if not is_dtensor(stacked):
+        return dict(enumerate(stacked.unbind(0))), None
+    (chunk,) = stacked.__create_chunk_list__()
+    local = stacked.to_local()
+    first, count = chunk.offsets[0], local.shape[0]
+    layout = StackLayout(
+        stacked.device_mesh,
+        stacked.placements,
+        stacked.shape,
+        stacked.dtype,
+        local.device,
+        range(first, first + count),
+    )
+    inner = [
+        axis for axis, p in enumerate(stacked.placements) if not p.is_replicate() and p.dim != 0
+    ]
+    entries = dict(zip(layout.rows, local.unbind(0), strict=True))
+    if not inner:
+        return entries, layout
+    mesh = stacked.device_mesh
+    if len(inner) < mesh.ndim:
+        mesh = mesh[tuple(mesh.mesh_dim_names[axis] for axis in inner)]
+    placements = [stacked.placements[axis] for axis in inner]
+    placements = [_on_dim(placement, placement.dim - 1) for placement in placements]
+    shape = stacked.shape[1:]
+    return {n: _from_local(view, mesh, placements, shape) for n, view in entries.items()}, layout
+
+
+def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
+    """The inverse of `unstack`; returns a view if the entries are views from `unstack`.
+
+    Raises ValueError with the numbers of missing entries of `name`.
+    """
+    numbers = sorted(entries)
+    is_sharded = layout is not None and numbers == list(layout.rows)
+    if not is_sharded and numbers != list(range(len(numbers))):
+        missing = sorted(set(range(numbers[-1])) - set(numbers))
+        raise ValueError(f"{name} is stacked from numbered tensors, of which {missing} are missing")
+    tensors = [entries[n] for n in numbers]
+    if not is_sharded:
+        return _stack_plain(tensors)
+    mesh, placements = layout.mesh, layout.placements
+    if tensors:
+        local = _stack_plain([local_tensor(tensor) for tensor in tensors])
+    else:
+        shape, _ = local_shape_and_offsets(layout.shape, mesh, placements)
+        local = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+    return _from_local(local, mesh, placements, layout.shape)
+
+
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors [E, R, C] into [E, sum of R, C]; a copy, unless there is only one tensor."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return _along_rows(tensors[0], lambda *local: torch.cat(local, dim=1), *tensors)
+
+
+def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
+    """The inverse of `join_rows` for equal parts; returns views, unless ranks split the rows."""
+    if n_parts == 1:
+        return [joined]
+    return [
+        _along_rows(joined, lambda local, part=part: local.chunk(n_parts, dim=1)[part], joined)
+        for part in range(n_parts)
+    ]
+
+
+def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
+    """Return a shard of [E, R, C] as a shard of the `join_rows` result, where it is part `part`."""
+    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
+    offsets = entry, part * n_rows + row, column
+    return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
+
+
+def transposed_shard(shard: LocalShard) -> LocalShard:
+    """Return a shard of [E, R, C] as a shard of the `swap_rows_and_columns` result."""
+    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
+    swapped = shard.tensor.transpose(1, 2)
+    return LocalShard(swapped, (entry, column, row), (n_entries, n_columns, n_rows))
+
+
+def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
+    """Return the shard's part of each entry along dim 0, by the entry's number."""
+    views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
+    return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
+
+
+def swap_rows_and_columns(tensor: Tensor) -> Tensor:
+    """Return a view [E, C, R] of a tensor [E, R, C]."""
+    if not is_dtensor(tensor):
+        return tensor.transpose(1, 2)
+    swapped = {0: 0, 1: 2, 2: 1}
+    placements = [p if p.is_replicate() else _on_dim(p, swapped[p.dim]) for p in tensor.placements]
+    n_entries, n_rows, n_columns = tensor.shape
+    local = tensor.to_local().transpose(1, 2)
+    shape = torch.Size((n_entries, n_columns, n_rows))
+    entry, row, column = tensor.stride()
+    return _from_local(local, tensor.device_mesh, placements, shape, (entry, column, row))
+
+
+def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Apply `change` to the local tensors, which all have the layout of `like`.
+
+    Dim 1 (rows) is gathered first if ranks split it.
+    """
+    if not is_dtensor(like):
+        return change(*tensors)
+    whole = load_dtensor().Replicate()
+    placements = [p if p.is_replicate() or p.dim != 1 else whole for p in like.placements]
+    local = change(*(t.redistribute(placements=placements).to_local() for t in tensors))
+    n_rows = local.shape[1]
+    shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
+    return _from_local(local, like.device_mesh, placements, shape)
+
+
+def _stack_plain(tensors: list[Tensor]) -> Tensor:
+    first = tensors[0]
+    offsets = [t.storage_offset() for t in tensors]
+    step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
+    is_one_block = all(
+        tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() != 0
+        and (tensor.shape, tensor.stride(), tensor.dtype)
+        == (first.shape, first.stride(), first.dtype)
+        and offset == offsets[0] + step * n
+        for n, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True))
+    )
+    if not is_one_block or step <= 0:
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def _from_local(
+    local: Tensor,
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    stride: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Return a DTensor of this shape, which can't be inferred from uneven shards.
+
+    stride: of the whole tensor, None if contiguous. `contiguous()` of the result depends on it.
+    """
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    return load_dtensor().DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _on_dim(placement: Any, dim: int) -> Any:
+    """Return the same kind of split (strided or not) along another dim."""
+    if placement.dim == dim:
+        return placement
+    split_factor = getattr(placement, "split_factor", None)
+    kind = type(placement)
+    return kind(dim) if split_factor is None else kind(dim, split_factor=split_factor)
