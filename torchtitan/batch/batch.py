@@ -161,7 +161,7 @@ class TokenBatch:
         own = {field.name for field in dataclasses.fields(self)}
         of_rows = own | {k for k, x in self.entries.items() if _has_rows(k, x, num_rows, n_rows)}
 
-        def rows_from(first: int) -> Self:
+        def rows_from(first: int) -> Any:
             def cut(key: str, x: Any) -> Any:
                 is_cut = key in of_rows and isinstance(x, Tensor | list | tuple)
                 return x[first : first + n_rows] if is_cut else x

@@ -73,7 +73,9 @@ class PolicyTrainer(Learner):
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
         """Return as `forward` the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
         rl = self.job_config.rl
-        head = TopTokens(temperature=rl.sampling.temperature, batch_invariant=rl.generator.exact, k=k)
+        head = TopTokens(
+            temperature=rl.sampling.temperature, batch_invariant=rl.generator.exact, k=k
+        )
         return self.forward(batch, head)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:

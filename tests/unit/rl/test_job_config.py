@@ -148,10 +148,10 @@ def test_bad_value_is_one_error_that_names_key_value_and_remedy(values, message)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("json.loads", "as module:function, got 'json.loads'"),
+        ("json.loads", "got 'json.loads': .*; write it like my_rewards:exact_match"),
         ("no_such_module:f", "no_such_module"),
         ("json:no_such_function", "no_such_function"),
-        ("json:__name__", "which is a str"),
+        ("json:__name__", "it is a str"),
     ],
 )
 def test_reward_function_that_cannot_be_found_is_refused(tmp_path, name, message):
