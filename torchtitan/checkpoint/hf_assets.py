@@ -159,7 +159,8 @@ def write_model_files(
         bases = [Path(untrained_from), assets] if untrained_from else [assets]
         for file in (bases[0] / name for name in _PROCESSOR_FILES if untrained_from):
             if file.is_file():
-                _write(Path(folder, file.name), file.read_bytes())
+                with open_file(file, "rb") as source:
+                    _write(Path(folder, file.name), source.read())
         config = _config(model_args, [Path(folder), *bases], untrained_from is not None)
         for part in (config, config.get("text_config")):
             if part is not None:
