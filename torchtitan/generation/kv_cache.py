@@ -23,15 +23,15 @@ from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 class CachedAttention(nn.Module):
     """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
 
-    max_length: the longest row, in tokens. exact: with the sums of `numerics.batch_invariant`.
+    max_length: the longest row, in tokens. batch_invariant: with the sums of `numerics.batch_invariant`.
     """
 
     attn_type: ClassVar[str] = "cache"
 
-    def __init__(self, max_length: int, exact: bool):
+    def __init__(self, max_length: int, batch_invariant: bool):
         super().__init__()
-        self.max_length = -(-max_length // KEYS) * KEYS if exact else max_length
-        self.exact = exact
+        self.max_length = -(-max_length // KEYS) * KEYS if batch_invariant else max_length
+        self.batch_invariant = batch_invariant
         # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
         # would appear in the model's state dict.
         self.stored: list[Tensor] = []
@@ -65,7 +65,7 @@ class CachedAttention(nn.Module):
             else:
                 index = self.slots[:, None, :, None].expand_as(new)
                 stored.scatter_(2, index, new.to(stored.dtype))
-        if self.exact:
+        if self.batch_invariant:
             return self._in_tiles(q, block_mask, scale)
         k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
@@ -83,7 +83,7 @@ class CachedAttention(nn.Module):
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         # On CPUs fp32 is faster than bf16, and rounds less: every step would cast all keys again.
-        in_fp32 = self.exact or k.device.type == "cpu"
+        in_fp32 = self.batch_invariant or k.device.type == "cpu"
         dtype = torch.promote_types(k.dtype, torch.float32) if in_fp32 else k.dtype
         self.stored = [
             x.new_zeros(*x.shape[:2], self.max_length, x.shape[3], dtype=dtype) for x in (k, v)
@@ -101,7 +101,7 @@ class CachedAttention(nn.Module):
                 stored[:, :, self.end - 1] = new
             else:
                 stored[torch.arange(n_rows), :, self.slots[:, 0]] = new.to(stored.dtype)
-        if self.exact:
+        if self.batch_invariant:
             visible = torch.ones(1, 1, 1, self.end, dtype=torch.bool)
             visible = visible if hidden is None else ~hidden[:, None]
             return self._in_tiles(q[:, :, None], visible, None)[:, :, 0]
@@ -152,8 +152,10 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        exact = any(getattr(layer.inner_attention, "batch_invariant", False) for layer in layers)
-        self.kernels = [CachedAttention(max_length, exact) for _ in layers]
+        invariant = any(
+            getattr(layer.inner_attention, "batch_invariant", False) for layer in layers
+        )
+        self.kernels = [CachedAttention(max_length, invariant) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]
         self._parts, self._layers, self._run = parts, layers, run

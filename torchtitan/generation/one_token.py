@@ -100,9 +100,8 @@ class OneTokenForward:
     def _product(self, linears: Sequence[Any], dtype: torch.dtype | None) -> Product:
         """Return the product with the weights of all these layers, one below the other."""
         dtype = dtype or linears[0].weight.dtype
-        if (
-            linears[0].product is batch_invariant_linear
-        ):  # products of other shapes would have other bits
+        # Products of other shapes would have other bits.
+        if linears[0].product is batch_invariant_linear:
             parts = [
                 [None if t is None else t.detach().to(dtype) for t in (layer.weight, layer.bias)]
                 for layer in linears

@@ -137,8 +137,3 @@ def test_row_without_a_place_gets_zeros_and_no_gradient():
     assert grad.tolist() == [[1, 1], [0, 0], [2, 2]]
     nothing = take_rows(x[:0], torch.tensor([-1, -1]), places[:0], rows_have_gaps=True)
     assert nothing.tolist() == [[0, 0], [0, 0]]
-
-
-def test_other_alignments_are_refused():
-    with pytest.raises(ValueError, match="8, 16 or 32, got 12"):
-        utils.set_token_group_alignment_size_m(12)
