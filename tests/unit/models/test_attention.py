@@ -4,7 +4,6 @@ Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, 
 are good to a few 1e-6.
 """
 
-import warnings
 from unittest import mock
 
 import pytest
@@ -20,7 +19,6 @@ from torchtitan.models.attention import (
     FlexAttentionWrapper,
     ScaledDotProductAttentionWrapper,
     VarlenAttentionWrapper,
-    VarlenMetadata,
     attend,
     build_inner_attention,
     choose_kernel_options,

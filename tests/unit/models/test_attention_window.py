@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtitan.batch.documents import PADDING
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.models import attention_cpu
 from torchtitan.models.attention import attend, build_inner_attention
 
 

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.config.job_config import Compile
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.gpt_oss import (
     GptOssGroupedExperts,
@@ -19,12 +18,9 @@ from torchtitan.models.gpt_oss import (
     GptOssStateDictAdapter,
     feed_forward,
     gptoss_configs,
-    precompute_rope_cache,
     swiglu,
 )
 from torchtitan.models.moe.moe import run_grouped_mm
-from torchtitan.models.moe.utils import indices_padding_wrapper
-from torchtitan.models.parallelize import apply_compile
 
 pytestmark = pytest.mark.long
 

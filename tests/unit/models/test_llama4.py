@@ -18,7 +18,6 @@ from torchtitan.models.llama4 import (
     llama4_args,
 )
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.rope import precompute_freqs_cis
 
 
 def tiny_args(**changes):

@@ -1,11 +1,8 @@
 """Sizes of a model from a job's config: [model.args] over a flavor, and model.hf_config."""
 
-import json
-
 import pytest
 import torch
 
-from scripts.checkpoint_conversion import convert_to_hf as convert_to_hf_script
 from tests.tiny_hf import tiny_hf_config
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Job, JobConfig, Model, Training

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan.models.moe import (
-    GroupedExperts,
     MoE,
     MoEArgs,
     TokenReorderer,

@@ -12,7 +12,6 @@ from torchtitan.models.rope import (
     apply_rotary_emb_to_halves,
     precompute_freqs_cis,
     precompute_rope_cache,
-    reshape_for_broadcast,
     select_positions,
     yarn_mscale,
 )

@@ -1,10 +1,7 @@
 """Looking train specs up by name, and what a client may change in them."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import get_args, get_origin
+from functools import wraps
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
-from torchtitan.optim.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec

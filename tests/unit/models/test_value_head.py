@@ -7,11 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
-from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.engine import TrainingEngine

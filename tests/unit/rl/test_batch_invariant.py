@@ -181,7 +181,9 @@ def test_tiles_are_attention_whatever_follows_in_the_cache():
     scores = (q @ k.transpose(1, 2)).masked_fill(~visible, -torch.inf)
     torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    longer = [torch.nn.functional.pad(x, (0, 0, 0, batch_invariant.KEYS), value=7.0) for x in (k, v)]
+    longer = [
+        torch.nn.functional.pad(x, (0, 0, 0, batch_invariant.KEYS), value=7.0) for x in (k, v)
+    ]
     hidden = torch.nn.functional.pad(visible, (0, batch_invariant.KEYS))
     for row in range(13):
         alone, _ = attend_in_tiles(q[:, row : row + 1], *longer, hidden[None, row : row + 1])
