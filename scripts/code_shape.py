@@ -29,15 +29,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Folders of the package that are not its core.
 EDGES = ("rl/", "integrations/", "report/", "tools/report/", "testing/")
 
-# Attributes of functions and classes by which no code should choose what to do.
-NAME_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__func__", "__wrapped__")
-
-BATCH_TYPES = frozenset(
-    "Batch Microbatches TokenBatch TokenBatch Item Step Microbatch ModelInputs".split()
-)
-# Parts that only some jobs have: context parallelism, the isolation probe.
-OPTIONAL_PARTS = ("sharding", "context_sharding", "shard_batch", "isolation_probe")
-
 
 def read_sources(where: str) -> Sources:
     """The Python files of a folder, or of REVISION:FOLDER. Raises ValueError if there are none."""
@@ -79,7 +70,6 @@ def shape_of(sources: Sources) -> dict[str, Any]:
     kinds = Counter(type(node) for node in everything)
     in_core = {path: not path.partition("/")[2].startswith(EDGES) for path in sources}
     docstrings = [ast.get_docstring(n) or "" for n in everything if isinstance(n, DOCUMENTED)]
-    rooms = rooms_of_a_batch({path: tree for path, tree in trees.items() if in_core[path]})
     return {
         "files": len(sources),
         "lines": sum(lines.values()),
@@ -113,10 +103,6 @@ def shape_of(sources: Sources) -> dict[str, Any]:
         "docstrings that begin with What, Whether, How": sum(
             text.startswith(("What", "Whether", "How")) for text in docstrings
         ),
-        "engines typed Any": sum(count_untyped_engines(function) for _, _, function in functions),
-        "decisions by name": sum(map(is_decision_by_name, everything)),
-        "rooms of a batch": len(rooms),
-        "names of the rooms": rooms,
     }
 
 
@@ -138,88 +124,6 @@ def own_nodes(function: ast.AST) -> list[ast.AST]:
 
 
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
-
-
-def count_untyped_engines(function: Any) -> int:
-    """Parameters called engine or trainer, alone or at the end of a name, with the type Any."""
-    arguments = function.args
-    return sum(
-        one.arg.rpartition("_")[2] in ("engine", "trainer")
-        and one.annotation is not None
-        and ast.unparse(one.annotation).split(" | ")[0] == "Any"
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    )
-
-
-def is_decision_by_name(node: ast.AST) -> bool:
-    """True for a comparison with one of NAME_ATTRIBUTES, for hasattr of one, and for
-    getattr(x, "__name__", default) with a constant as default.
-
-    Comparisons of a module's own `__name__` don't count, nor do names in messages.
-    """
-    if isinstance(node, ast.Compare):
-        attributes = [x.attr for x in ast.walk(node) if isinstance(x, ast.Attribute)]
-        return any(name in NAME_ATTRIBUTES for name in attributes)
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args[1:]):
-        return False
-    name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-    if name not in NAME_ATTRIBUTES:
-        return False
-    is_getattr = node.func.id == "getattr" and isinstance(node.args[-1], ast.Constant)
-    return is_getattr or node.func.id == "hasattr"
-
-
-def rooms_of_a_batch(trees: dict[str, ast.Module]) -> list[str]:
-    """The files whose functions a batch is given to between `Trainer.train_step` and the logits.
-
-    Counted from the text: beginning at `train_step`, calls are followed by the name of what is
-    called, to each function of that name that has a parameter with one of BATCH_TYPES in its
-    annotation. A call of `self` goes to functions of the same file, if there are any of that name.
-    Methods of these types are the batch itself and no rooms, and neither followed nor counted are
-    calls of a part that only some jobs have (OPTIONAL_PARTS). [] without `train_step`.
-    """
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    classes = [(path, node) for path, node in nodes if isinstance(node, ast.ClassDef)]
-    of_batches = {id(x) for _, c in classes if c.name in BATCH_TYPES for x in ast.walk(c)}
-    takers: dict[str, list[tuple[str, Any]]] = {}
-    for path, node in nodes:
-        if isinstance(node, FUNCTIONS) and id(node) not in of_batches and takes_batch(node):
-            takers.setdefault(node.name, []).append((path, node))
-    rooms: set[str] = set()
-    left = [
-        (path, method)
-        for path, node in classes
-        for method in node.body
-        if node.name == "Trainer" and getattr(method, "name", "") == "train_step"
-    ]
-    seen: set[int] = set()
-    while left:
-        path, function = left.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        rooms.add(path)
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Call):
-                continue
-            called = ast.unparse(node.func).split(".")
-            if not any(part in OPTIONAL_PARTS for part in called):
-                targets = takers.get(called[-1], [])
-                own = [target for target in targets if called[0] == "self" and target[0] == path]
-                left += own or targets
-    return sorted(rooms)
-
-
-def takes_batch(function: Any) -> bool:
-    """True if a parameter's annotation has one of BATCH_TYPES, but for functions and iterators."""
-    arguments = function.args
-    return any(
-        isinstance(node, ast.Name) and node.id in BATCH_TYPES
-        for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        if one.annotation is not None
-        and not ast.unparse(one.annotation).startswith(("Callable", "Iterator"))
-        for node in ast.walk(one.annotation)
-    )
 
 
 def helpers_used_once(trees: dict[str, ast.Module]) -> tuple[int, int]:

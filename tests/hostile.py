@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +115,6 @@ def change_chunks(step: Path, name: str, *boxes: tuple[list[int], list[int]]) ->
         ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
     ]
     write_metadata(step, metadata)
-
-
-def deflated(content: bytes) -> bytes:
-    """Return an archive of torch.save compressed."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as plain:
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name in plain.namelist():
-                archive.writestr(name, plain.read(name))
-    return buffer.getvalue()
 
 
 def write_metadata(step: Path, metadata: Any) -> None:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.adapters.lora import init_adapters
-from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import filler_batch
+from torchtitan.batch.dummy_microbatches import dummy_batch
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.run_record import record_of
@@ -45,8 +43,7 @@ from torchtitan.optim.offload import Offloader
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
-from torchtitan.rank_layout import RankLayout
-from torchtitan.step.runner import ModelInputs, Runner, on_error
+from torchtitan.step.runner import Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
@@ -55,11 +52,11 @@ from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
+    from torchtitan.engine import TrainingEngine
 
 
-@dataclasses.dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine, in the order in which `build` makes them."""
+    """The parts of an engine, each made of parts before it."""
 
     context_sharding: ContextSharding | None
     model_args: Any
@@ -67,8 +64,6 @@ class EngineParts:
     num_params: int
     num_flops_per_token: float  # for rows of `training.seq_len` tokens
     flops_without_attention: float  # for the same rows
-    global_batch_size: int
-    gradient_accumulation_steps: int
     loss_fn: LossFunction
     has_token_loss: bool
     model_parts: list[nn.Module]
@@ -76,6 +71,8 @@ class EngineParts:
     pp_schedule: "PipelineSchedule | None"
     pp_has_first_stage: bool | None
     pp_has_last_stage: bool | None
+    global_batch_size: int
+    gradient_accumulation_steps: int
     optimizers: OptimizersContainer
     lr_schedulers: LRSchedulersContainer
     offloader: Offloader
@@ -87,124 +84,148 @@ class EngineParts:
     runner: Runner
 
 
-def build(
-    config: JobConfig,
-    spec: TrainSpec,
-    layout: RankLayout,
-    *,
-    seed: int,
-    tokenizer: Any,
-    dataloader: Any,
-    train_state: Stateful,
-    client_inputs: Callable[[TokenBatch], ModelInputs | None],
-    num_steps: int,
-    forward_only: bool,
-    has_clients_backward: bool,
-    groups_before: Collection[dist.ProcessGroup],
-) -> EngineParts:
-    """Build the model and everything around it; each part is made of the parts before it.
+def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]) -> None:
+    """Set the parts of an engine whose config, layout, seed and data are set.
 
-    seed: fills the parameters. tokenizer, dataloader: saved in checkpoints; None without data.
-    train_state: the counters of a checkpoint. client_inputs: see `Runner`.
-    num_steps: of the learning rate's schedule.
-    has_clients_backward: a client may call backward itself. True for a `Trainer` without a dataloader:
-        it is driven by a client of torchtitan 0.2.x, which counts on that version's DDP.
     groups_before: process groups that are not the engine's.
     """
+    config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
-    dp_size = layout.dp_size
-    dp_group = layout.dp_group if dp_size > 1 else None
-    context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
-    model_args = derive_model_args(config, spec)
-    model, converters = build_on_meta(config, spec, model_args, dims)
-    count = model_args.get_nparams_and_flops
-    num_params, num_flops_per_token = count(model, training.seq_len)
-    flops_without_attention = count(model, 0)[1]
-    logger.info("model size: %s parameters", f"{num_params:,}")
+    rows_at_once = training.local_batch_size * layout.dp_size
+    batch_size = training.global_batch_size
+    engine.global_batch_size = rows_at_once if batch_size < 0 else batch_size
+    engine.gradient_accumulation_steps = engine.global_batch_size // rows_at_once
+    build_model(engine)
+    parts, model_args = engine.model_parts, engine.model_args
+    gradient_factor = average_gradients(engine)
+    materialize(parts, config, device, engine.seed)
+    engine.optimizers = spec.build_optimizers_fn(parts, config.optimizer, dims)
+    engine.lr_schedulers = spec.build_lr_schedulers_fn(
+        engine.optimizers, config.lr_scheduler, engine.num_steps
+    )
+    converters = engine.model_converters
+    engine.optimizers.register_step_post_hook(
+        lambda *_args, **_kwargs: converters.post_optimizer_hook(parts)
+    )
+    engine.offloader = Offloader(parts, engine.optimizers, device)
+    engine.checkpointer = checkpointer = build_checkpointer(engine)
+    describe_run(engine)
+    engine.update = Update(
+        config,
+        parts,
+        engine.optimizers,
+        engine.lr_schedulers,
+        dims,
+        device,
+        engine.dp_group,
+        before_update=lambda: checkpointer.maybe_wait_for_staging(),
+    )
+    loss_parallel = dims.tp_enabled and not config.parallelism.disable_loss_parallel
+    engine.train_context = dist_utils.get_train_context(loss_parallel)
+    engine.maybe_enable_amp = dist_utils.maybe_enable_amp(
+        dims, training.mixed_precision_param, device.type
+    )
+    engine.watch = watch_over(dims, set(torch_parts.world.pg_map) - set(groups_before), device)
+    policy = DocumentPolicy.from_job(training, model_args, engine.tokenizer)
+    log_policies(training, dims, policy)
+    engine.runner = Runner(
+        parts,
+        device,
+        engine.train_context,
+        engine.maybe_enable_amp,
+        sharding=engine.context_sharding,
+        schedule=engine.pp_schedule,
+        has_outputs=engine.pp_has_last_stage is not False,
+        has_value_head=has_value_head(config, model_args),
+        defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
+        has_replicas=dims.dp_replicate_enabled,
+        keeps_weights=config.parallelism.fsdp_reshard_after_forward == "never",
+        gradient_factor=gradient_factor,
+        watch=engine.watch,
+        dp_group=engine.dp_group,
+        dummy=lambda: dummy_batch(training.seq_len, policy.separates_documents),
+        client_inputs=engine._client_inputs,
+    )
+
+
+def build_model(engine: "TrainingEngine") -> None:
+    """Build the model on the meta device, convert it, and cut and wrap it for the layout."""
+    config, spec, layout = engine.job_config, engine.train_spec, engine.layout
+    dims, seq_len = layout.parallel_dims, config.training.seq_len
+    engine.context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
+    engine.model_args = args = derive_model_args(config, spec)
+    model, engine.model_converters = build_on_meta(config, spec, args, dims)
+    count = args.get_nparams_and_flops
+    engine.num_params, engine.num_flops_per_token = count(model, seq_len)
+    engine.flops_without_attention = count(model, 0)[1]
+    logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
         # Its backward computes both gradients at once, and such a pipeline asks for one at a time.
-        use_onednn(model, device)
-    global_batch_size = training.global_batch_size
-    rows_at_once = training.local_batch_size * dp_size
-    if global_batch_size < 0:
-        global_batch_size = rows_at_once
-    loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
-    schedule = has_first_stage = has_last_stage = None
-    if dims.pp_enabled:
-        schedule, model_parts, has_first_stage, has_last_stage = spec.pipelining_fn(
-            model, dims, config, device, model_args, spec.parallelize_fn, loss_fn
-        )
-    else:
-        model_parts = [spec.parallelize_fn(model, dims, config)]
-    has_outputs = has_last_stage is not False
-    last_part = model_parts[-1] if has_outputs else None
-    gradient_factor = average_gradients(config, layout, last_part, has_clients_backward)
-    materialize(model_parts, config, device, seed)
+        use_onednn(model, layout.device)
+    engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+    engine.has_token_loss = bool(spec.fact("has_token_loss"))
+    engine.pp_schedule = engine.pp_has_first_stage = engine.pp_has_last_stage = None
+    if not dims.pp_enabled:
+        engine.model_parts = [spec.parallelize_fn(model, dims, config)]
+        return
+    (
+        engine.pp_schedule,
+        engine.model_parts,
+        engine.pp_has_first_stage,
+        engine.pp_has_last_stage,
+    ) = spec.pipelining_fn(model, dims, config, layout.device, args, spec.parallelize_fn, loss_fn)
 
-    optimizers = spec.build_optimizers_fn(model_parts, config.optimizer, dims)
-    lr_schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, num_steps)
-    optimizers.register_step_post_hook(
-        lambda *_args, **_kwargs: converters.post_optimizer_hook(model_parts)
-    )
-    offloader = Offloader(model_parts, optimizers, device)
+
+def build_checkpointer(engine: "TrainingEngine") -> CheckpointManager:
+    config, make_adapter = engine.job_config, engine.train_spec.state_dict_adapter
     checkpointer = CheckpointManager(
-        dataloader=dataloader,
-        model_parts=model_parts,
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
-        states={"train_state": train_state},
+        dataloader=engine.dataloader,
+        model_parts=engine.model_parts,
+        optimizers=engine.optimizers,
+        lr_schedulers=engine.lr_schedulers,
+        states={"train_state": engine},
         checkpoint_config=config.checkpoint,
-        sd_adapter=spec.state_dict_adapter
-        and spec.state_dict_adapter(model_args, config.model.hf_assets_path),
+        sd_adapter=make_adapter and make_adapter(engine.model_args, config.model.hf_assets_path),
         base_folder=config.job.dump_folder,
         lora=config.lora if "lora" in config.model.converters else None,
     )
-    value_head = has_value_head(config, model_args)
-    with on_error(checkpointer.close):
-        if forward_only:
-            del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
-        with_head = " with a value head" if value_head else ""
-        checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
-        checkpointer.tokenizer = tokenizer
-        if training.chat_template and os.path.isfile(training.chat_template):
-            checkpointer.chat_template = read_text(training.chat_template)
-        if config.model.hf_config is None:  # otherwise all args are the user's choice
-            checkpointer.chosen_args = names_of_choices(config.model.args)
-        else:
-            checkpointer.chosen_args = None
-        dataset = getattr(dataloader, "dataset", None)
-        checkpointer.run_record = record_of(
-            config,
-            global_batch_size,
-            tokenizer,
-            getattr(dataset, "num_documents", None),
-            seed,
-            model_args,
-            dataset.sources if isinstance(dataset, PackedDataset) else (),
-        )
-        warn_of_shared_folder(checkpointer)
-        update = Update(
-            config,
-            model_parts,
-            optimizers,
-            lr_schedulers,
-            dims,
-            device,
-            dp_group,
-            before_update=lambda: checkpointer.maybe_wait_for_staging(),
-        )
-        train_context = dist_utils.get_train_context(
-            dims.tp_enabled and not config.parallelism.disable_loss_parallel
-        )
-        amp = dist_utils.maybe_enable_amp(dims, training.mixed_precision_param, device.type)
-        own_groups = set(torch_parts.world.pg_map) - set(groups_before)
-        watch = watch_over(dims, own_groups, device)
+    if engine.forward_only:
+        del checkpointer.states[OPTIMIZER], checkpointer.states[LR_SCHEDULER]
+    return checkpointer
+
+
+def describe_run(engine: "TrainingEngine") -> None:
+    """Give the checkpointer what its checkpoints record of the run beside states."""
+    config, checkpointer = engine.job_config, engine.checkpointer
+    template = config.training.chat_template
+    with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
+    checkpointer.model_description = f"{config.model.name} {config.model.flavor}{with_head}"
+    checkpointer.tokenizer = engine.tokenizer
+    if template and os.path.isfile(template):
+        checkpointer.chat_template = read_text(template)
+    # None: all args are the user's choice.
+    chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
+    checkpointer.chosen_args = chosen_args
+    dataset = getattr(engine.dataloader, "dataset", None)
+    checkpointer.run_record = record_of(
+        config,
+        engine.global_batch_size,
+        engine.tokenizer,
+        getattr(dataset, "num_documents", None),
+        engine.seed,
+        engine.model_args,
+        dataset.sources if isinstance(dataset, PackedDataset) else (),
+    )
+    warn_of_shared_folder(checkpointer)
+
+
+def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy) -> None:
+    """Log how documents are kept apart, and warn of a setting that the layout makes useless."""
     if training.defer_gradient_sync and dims.pp_enabled:
         logger.warning(
             "training.defer_gradient_sync has no effect under pipeline parallelism, whose "
             "schedule reduces gradients after the last microbatch of a call anyway"
         )
-    policy = DocumentPolicy.from_job(training, model_args, tokenizer)
     if policy.separates_documents:
         logger.info(
             "model.attn_mask_type = '%s' keeps documents apart: with training.mask_boundary_loss = %s "
@@ -216,68 +237,23 @@ def build(
             str(policy.restart_positions).lower(),
             "each document" if policy.restart_positions else "the row",
         )
-    runner = Runner(
-        model_parts,
-        device,
-        train_context,
-        amp,
-        sharding=context_sharding,
-        schedule=schedule,
-        has_outputs=has_outputs,
-        has_value_head=value_head,
-        defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
-        has_replicas=dims.dp_replicate_enabled,
-        keeps_weights=config.parallelism.fsdp_reshard_after_forward == "never",
-        gradient_factor=gradient_factor,
-        watch=watch,
-        dp_group=dp_group,
-        filler=lambda: filler_batch(training.seq_len, policy.separates_documents),
-        client_inputs=client_inputs,
-    )
-    return EngineParts(
-        context_sharding=context_sharding,
-        model_args=model_args,
-        model_converters=converters,
-        num_params=num_params,
-        num_flops_per_token=num_flops_per_token,
-        flops_without_attention=flops_without_attention,
-        global_batch_size=global_batch_size,
-        gradient_accumulation_steps=global_batch_size // rows_at_once,
-        loss_fn=loss_fn,
-        has_token_loss=bool(spec.fact("has_token_loss")),
-        model_parts=model_parts,
-        pp_schedule=schedule,
-        pp_has_first_stage=has_first_stage,
-        pp_has_last_stage=has_last_stage,
-        optimizers=optimizers,
-        lr_schedulers=lr_schedulers,
-        offloader=offloader,
-        checkpointer=checkpointer,
-        update=update,
-        train_context=train_context,
-        maybe_enable_amp=amp,
-        watch=watch,
-        runner=runner,
-    )
 
 
-def average_gradients(
-    config: JobConfig, layout: RankLayout, last_part: nn.Module | None, has_clients_backward: bool
-) -> float:
-    """Let backward average the gradients over ranks, if the job or a client's own backward wants it.
+def average_gradients(engine: "TrainingEngine") -> float:
+    """Let backward average gradients over ranks where that is wanted; returns the loss's factor.
 
-    last_part: the part with the model's outputs; None on ranks without it.
-    On replicas that nothing shards, a client's own backward counts on the reference's DDP, which
-    averages, and multiplies its loss by the number of ranks. Returns the factor of the engine's own
-    losses that makes up for that.
+    A trainer without a dataloader is driven by a client of torchtitan 0.2.x. Its own backward counts on
+    that version's DDP, which averages, and multiplies its loss by the number of ranks; the factor of
+    the engine's own losses makes up for that.
     """
-    dims, dp_size = layout.parallel_dims, layout.dp_size
-    is_mean = config.training.gradient_reduction == "mean" and dp_size > 1
+    dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
+    is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1
     replicas_only = dims.dp_replicate_enabled and not (dims.fsdp_enabled or dims.pp_enabled)
+    has_clients_backward = engine.builds_data and engine.dataloader is None
     if not (is_mean or (replicas_only and has_clients_backward)):
         return 1.0
-    if last_part is not None:
-        scale_gradients(last_part, 1 / dp_size)
+    if engine.pp_has_last_stage is not False:
+        scale_gradients(engine.model_parts[-1], 1 / dp_size)
     return 1.0 if is_mean else float(dp_size)
 
 

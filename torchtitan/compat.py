@@ -22,9 +22,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 class Batches:
     """Iterator over (input_dict, labels) on the CPU, for `Trainer.batch_generator`.
 
-    The trainer's own loop uses it too: clients of 0.2.x override or call `batch_generator` and
-    `train_step`, and both have to return or take such an iterator. The loop itself calls `next_step`.
-
+    The trainer's own loop uses it too, and calls `next_step`.
     count: called with the number of labels of each batch that was read, and the seconds it took.
     Raises DataloaderExhaustedError at the end of the data.
     """

@@ -40,8 +40,8 @@ def resolve_job(
     """Return a checked and frozen copy of the config with its spec; ConfigError if it cannot run.
 
     A config that is resolved already is not checked again.
-    builds_data: False leaves out the rules for tokenizer, data and their files.
-    train_spec: in place of the registered one of `model.name`.
+    builds_data: False leaves out the rules for tokenizer and data. train_spec: of `model.name`, if not
+        the registered one.
     """
     known, world_size = resolved_job(job_config), _world_size(job_config)
     if known is not None and train_spec is None and known.world_size == world_size:
@@ -70,10 +70,9 @@ def resolve_job(
 
 
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
-    """Return the train spec of `model.name`; raises ConfigError if there is none.
+    """Return the train spec of `model.name`, with the sizes of model.hf_config and model.args.
 
-    Its flavor has the sizes of `model.hf_config` and `model.args`. The module of
-    `experimental.custom_import` is imported first, because it may register the spec.
+    Raises ConfigError if there is none.
     """
     _import_custom_module(job_config)
     try:
@@ -85,28 +84,19 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 
 
 def model_of_file(config_file: str) -> dict[str, Any]:
-    """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file.
-
-    Raises ValueError or FileNotFoundError for a file that cannot be used.
-    """
+    """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file."""
     from torchtitan.config import ConfigManager  # loads the command line's parser
 
     try:
         config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
     except ConfigError as error:
         raise ConfigError(error.sentence) from error
-    model = config.model
-    return {
-        "model_name": model.name,
-        "model_flavor": model.flavor,
-        "hf_assets_path": model.hf_assets_path,
-        "spec": find_train_spec(config),
-    }
+    facts = {f"model_{name}": getattr(config.model, name) for name in ("name", "flavor")}
+    spec = find_train_spec(config)
+    return facts | {"hf_assets_path": config.model.hf_assets_path, "spec": spec}
 
 
-def _with_sizes(
-    spec: "train_spec_module.TrainSpec", job_config: JobConfig
-) -> "train_spec_module.TrainSpec":
+def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
     """Return the spec with the sizes that model.hf_config and model.args give to the flavor."""
     model = job_config.model
     args = spec.model_args.get(model.flavor)
@@ -145,20 +135,12 @@ def _world_size(job_config: JobConfig) -> int:
             f"number of ranks, a positive integer, got {value!r}; set it"
         )
     if job_config.comm.mode == "default" and "RANK" in os.environ:
-        for name, limit in (
-            ("RANK", os.environ.get("WORLD_SIZE")),
-            ("LOCAL_RANK", os.environ.get("LOCAL_WORLD_SIZE")),
-            ("MASTER_PORT", "65536"),
-        ):
-            number = os.environ.get(name)
-            has_limit = limit is not None and limit.isdecimal()
-            if number is None or (
-                number.isdecimal() and not (has_limit and int(number) >= int(limit))
-            ):
-                continue
-            raise ConfigError(
-                f"the environment variable {name} must be an integer from 0 up"
-                f"{f' and below {limit}' if has_limit else ''}, got {number!r}; start with "
-                "torchrun, or set it for each process"
-            )
+        local_ranks = os.environ.get("LOCAL_WORLD_SIZE", value)
+        for name, limit in ("RANK", value), ("LOCAL_RANK", local_ranks), ("MASTER_PORT", "65536"):
+            number = os.environ.get(name, "0")
+            if not number.isdecimal() or int(number) >= int(limit):
+                raise ConfigError(
+                    f"the environment variable {name} must be an integer from 0 up and below {limit}, "
+                    f"got {number!r}; start with torchrun, or set it for each process"
+                )
     return job_config.trainer_ranks(int(value))

@@ -22,28 +22,23 @@ from torchtitan.tools import host, utils
 class RankLayout:
     """This rank's device and place, and the groups of ranks around it.
 
-    `TrainingEngine(config, layout=...)` uses its groups; an engine without a layout makes groups of
-    its own. `join` may be called before a model, its weights or the number of steps are known. As a
-    context manager it closes itself.
-
-    has_outputs: True if this rank gets the model's outputs, which is on the last pipeline stage.
+    `TrainingEngine(config, layout=...)` uses its groups. As a context manager it closes itself.
+    has_outputs: True on the last pipeline stage, which has the model's outputs.
     """
 
     device: torch.device
     parallel_dims: ParallelDims
     has_outputs: bool
-    _tenant: "_Tenant | None" = dataclasses.field(default=None, repr=False)
+    _tenant: object = dataclasses.field(default=None, repr=False)  # see tools.host
 
     @classmethod
     def join(cls, job_config: JobConfig, train_spec: TrainSpec | None = None) -> Self:
-        """Check the config, join or reuse the process group, and find this rank's place.
+        """Check the config, join or reuse the process group, and find this rank's place. Collective.
 
-        train_spec: in place of the registered spec of `model.name`. Collective.
-        Raises ConfigError for a config that cannot run.
+        May be called before the model is known. Raises ConfigError for a config that cannot run.
         """
         job_config, train_spec, *_ = resolve_job(job_config, False, train_spec)
-        # Settings of the host that change here are restored by `close`, as an engine's are.
-        tenant = _Tenant()
+        tenant = _Tenant()  # `close` restores the host's settings that change here
         host.move_in(tenant)
         try:
             device = set_device()
@@ -74,7 +69,7 @@ class RankLayout:
 
     @functools.cached_property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that read different batches of one step; only this rank if there is one batch."""
+        """The ranks that read different batches of one step."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is not None:
             return mesh.get_group()
@@ -93,24 +88,20 @@ class RankLayout:
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
         """Return the meshes; raises ValueError if the config sets other degrees."""
-        wanted = parallel_dims_of(
-            job_config, train_spec, self.device, self.parallel_dims.world_size
-        )
-        differing = [
-            f"{name} = {getattr(wanted, name)} for {getattr(self.parallel_dims, name)}"
-            for name in (field.name for field in dataclasses.fields(ParallelDims) if field.repr)
-            if getattr(wanted, name) != getattr(self.parallel_dims, name)
-        ]
-        if differing:
+        dims = self.parallel_dims
+        wanted = parallel_dims_of(job_config, train_spec, self.device, dims.world_size)
+        names = [field.name for field in dataclasses.fields(ParallelDims) if field.repr]
+        pairs = [(name, getattr(wanted, name), getattr(dims, name)) for name in names]
+        if differing := [f"{name} = {a} for {b}" for name, a, b in pairs if a != b]:
             raise ValueError(
-                f"the config's degrees are not those of the layout: "
-                f"{', '.join(differing)}; make a RankLayout for this config"
+                f"the config's degrees are not those of the layout: {', '.join(differing)}; make a "
+                "RankLayout for this config"
             )
         return self.parallel_dims
 
 
 class _Tenant:
-    """Keeps a layout's changes of the host alive, as an engine keeps its own; see `tools.host`."""
+    """Keeps a layout's changes of the host alive, as an engine keeps its own."""
 
 
 def set_device() -> torch.device:

@@ -1,10 +1,7 @@
-"""Train from the command line.
+"""Train from the command line: `torchrun -m torchtitan.train --job.config_file job.toml`.
 
-    torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file job.toml
-    python -m torchtitan.train --job.config_file job.toml            # one process
-
-`Trainer` is loaded from `torchtitan.trainer` on first use, so that a config mistake or --help is
-answered before anything heavy is imported.
+`Trainer` is loaded on first use, so that a config mistake or --help is answered before anything heavy
+is imported.
 """
 
 import contextlib
@@ -68,12 +65,11 @@ def main(
     config_cls: type[JobConfig] = JobConfig,
     check_config: Callable[[Any], None] | None = None,
 ) -> None:
-    """Read the command line and train.
+    """Read the command line and train. Several ranks compare their configs, and end together.
 
     trainer_class: called with the config; returns an object with `train()`, `close()` and a
         `checkpointer`. config_cls, check_config: an extended config and its own rules.
-    Exit code 2: the config cannot run; 1: data, files, memory or another rank failed. Several ranks
-    first compare their configs, and from then on end together (`torchtitan.distributed.processes.peers`).
+    Exit code 2: the config cannot run; 1: data, files, memory or another rank failed.
     """
     # Imported here, because programs that import `Trainer` from this module need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
@@ -131,11 +127,9 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             if trainer_class is None:
                 from torchtitan.trainer import Trainer  # here, because it loads everything heavy
 
-                trainer_class = Trainer
+                trainer = Trainer(config)
             else:
-                # A client may change it before it builds its trainer.
-                config = copy.deepcopy(config)
-            trainer = trainer_class(config)
+                trainer = trainer_class(copy.deepcopy(config))  # a client may change its config
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))
@@ -185,28 +179,26 @@ def _report_config_error(message: str) -> None:
 
 
 def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None) -> int | None:
-    """Report an error on stderr, to the other ranks and to torchrun, and return the exit code.
+    """Report an error on stderr, to the other ranks and to torchrun.
 
-    The stack of a bug is printed before the message. Returns None for KeyboardInterrupt.
+    Returns the exit code, or None for KeyboardInterrupt.
     """
     # torch's handler would raise here if a data worker has just died, and that is the error reported.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    tell = (lambda _: None) if peers is None else peers.report
     if isinstance(error, PeerError):  # rank 0 has printed it
         _write_for_torchrun(str(error))
-        if peers is not None:
-            peers.report(str(error))  # to ranks that took no part in the comparison
+        tell(str(error))  # ranks that took no part in the comparison
         return 2
     if isinstance(error, KeyboardInterrupt):
-        if peers is not None:
-            peers.report("it was interrupted by SIGINT")
+        tell("it was interrupted by SIGINT")
         return None
     run_error = as_run_error(error, config)
     if isinstance(run_error, LostConnectionError):
         # Another rank failed, and reports its failure to torchrun.
         failure = str(run_error) if peers is None else peers.describe_failure(wait_seconds=3)
         print(f"error: {failure}", file=sys.stderr, flush=True)
-        if peers is not None:
-            peers.report(failure)
+        tell(failure)
         return 1
     is_bug = not isinstance(run_error, (ValueError, OSError, FloatingPointError, RunError))
     message = f"{type(error).__name__}: {error}" if is_bug else str(run_error)
@@ -226,8 +218,7 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
         sentence += "\n(TORCHTITAN_TRACEBACK=1 shows the stack)"
     # Printed before the other ranks get the message and end, so that it is the last line of the log.
     print(sentence, file=sys.stderr, flush=True)
-    if peers is not None:
-        peers.report(message)
+    tell(message)
     stack = "".join(traceback.format_exception(error))
     _write_for_torchrun(stack if shows_stack else f"error: {message}")
     return 1 if is_bug else events.exit_code(run_error)

@@ -19,8 +19,6 @@ from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.compat import Batches, is_overridden
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_tokenizer_fits
-from torchtitan.config.checks.common import refuse
-from torchtitan.config.checks.device import batch_memory
 from torchtitan.config.checks.unused import tell_settings_without_effect
 from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
@@ -39,8 +37,7 @@ from torchtitan.tools.logging import logger, saying_once_per
 class Trainer(TrainingEngine):
     """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
 
-    If the train spec has no `build_dataloader_fn`, it cannot `train()`: the caller feeds batches to
-    `forward_backward_step` and calls `optim_step`.
+    Without a `build_dataloader_fn` in the train spec the caller feeds batches to its steps.
     """
 
     builds_data = True
@@ -57,12 +54,15 @@ class Trainer(TrainingEngine):
             metrics = build(job_config, self.parallel_dims, self.model_args)
             metrics.num_flops_per_token = self.num_flops_per_token
             metrics.optimizers, metrics.lr_schedulers = self.optimizers, self.lr_schedulers
-            metrics.model_parts = self.model_parts
-            metrics.num_steps = self.num_steps
+            metrics.model_parts, metrics.num_steps = self.model_parts, self.num_steps
             self.metrics_processor = metrics
-            memory = metrics.device_memory_monitor.device_capacity
-            refuse(batch_memory(job_config, self.parallel_dims, self.model_args, memory))
-            self._warn_of_chats_in_one_row()
+            has_chats = getattr(getattr(self.dataloader, "dataset", None), "has_chats", False)
+            shares_rows = job_config.training.packing != "none"
+            if has_chats and shares_rows and not self.packing.separates_documents:
+                logger.warning(
+                    "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
+                    "to 'block_causal' with model.attn_type 'flex', or training.packing to 'none'"
+                )
             self._build_validator()
             self.isolation_probe = None
             if job_config.debug.check_document_isolation_freq > 0:
@@ -74,7 +74,7 @@ class Trainer(TrainingEngine):
                     self.model_args.vocab_size,
                     self.seed,
                     self.device,
-                    pipeline_group=None if pp_mesh is None else pp_mesh.get_group(),
+                    None if pp_mesh is None else pp_mesh.get_group(),
                 )
             training = job_config.training
             logger.info(
@@ -104,34 +104,26 @@ class Trainer(TrainingEngine):
         """Set the steps of `training.epochs`, log what is trained of chats, and measure a mixture."""
         training = self.job_config.training
         dataset = getattr(self.dataloader, "dataset", None)
-        if isinstance(dataset, PackedDataset):
+        if not isinstance(dataset, PackedDataset):
             if training.epochs is not None:
-                self.num_steps = dataset.num_steps_left
-                logger.info(
-                    f"training.epochs = {training.epochs:g}: {dataset.num_documents:,} documents fill "
-                    f"{dataset.num_planned_rows:,} rows of {training.seq_len}, so training.steps = "
-                    f"{self.num_steps}"
+                raise ConfigError(
+                    f"training.epochs = {training.epochs} needs a dataset whose documents are counted, "
+                    f"and model {self.job_config.model.name!r} has a dataloader of its own; set "
+                    "training.steps"
                 )
-            dataset.log_chats()
-            # A client's own loss is left alone.
-            if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
-                backend = self.job_config.compile.backend_of("loss")
-                self.source_losses = SourceLosses(dataset.source_names, self.device, backend)
-        elif training.epochs is not None:
-            raise ConfigError(
-                f"training.epochs = {training.epochs} needs a dataset whose documents are counted, and "
-                f"model {self.job_config.model.name!r} has a dataloader of its own; set training.steps"
+            return
+        if training.epochs is not None:
+            self.num_steps = dataset.num_steps_left
+            logger.info(
+                f"training.epochs = {training.epochs:g}: {dataset.num_documents:,} documents fill "
+                f"{dataset.num_planned_rows:,} rows of {training.seq_len}, so training.steps = "
+                f"{self.num_steps}"
             )
-
-    def _warn_of_chats_in_one_row(self) -> None:
-        dataset = getattr(self.dataloader, "dataset", None)
-        shares_rows = self.job_config.training.packing != "none"
-        has_chats = getattr(dataset, "has_chats", False)
-        if shares_rows and has_chats and not self.packing.separates_documents:
-            logger.warning(
-                "the chats of a row see each other, because model.attn_mask_type is 'causal': set it to "
-                "'block_causal' with model.attn_type 'flex' or 'varlen', or training.packing to 'none'"
-            )
+        dataset.log_chats()
+        # A client's own loss is left alone.
+        if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
+            backend = self.job_config.compile.backend_of("loss")
+            self.source_losses = SourceLosses(dataset.source_names, self.device, backend)
 
     def _build_validator(self) -> None:
         self.validator = None
@@ -165,8 +157,7 @@ class Trainer(TrainingEngine):
     ) -> Batches:
         """Return an iterator over batches on the CPU, which counts tokens and the time of reading.
 
-        Raises ValueError for the missing dataloader of a trainer without one; the iterator raises
-        DataloaderExhaustedError at the end of the data.
+        Raises ValueError without a dataloader; the iterator raises DataloaderExhaustedError at the end.
         """
         refuse_missing_dataloader(data_iterable)
         return Batches(data_iterable, self._count_read)
@@ -179,10 +170,8 @@ class Trainer(TrainingEngine):
 
     @contextlib.contextmanager
     def _data(self) -> Iterator[Iterator[tuple[Batch, torch.Tensor]]]:
-        """Yield the batches, read one step ahead of training; checkpoints get their position.
-
-        A client's own batch_generator gets the dataloader itself: it may make other batches.
-        """
+        """Yield the batches, read one step ahead of training; checkpoints get their position."""
+        # A client's own method gets the dataloader itself, because it may make other batches.
         if is_overridden(self, "batch_generator", Trainer):
             yield self.batch_generator(self.dataloader)
             return
@@ -207,14 +196,12 @@ class Trainer(TrainingEngine):
             steps.close()
 
     def next_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> Step:
-        """Return the next step's batches, with the labels that count.
+        """Return the next step's batches, read ahead or now, with the number of labels that count.
 
-        A step that was read ahead is taken as it is; otherwise its batches are read now. Valid tokens
-        are summed over ranks together with the numbers of ranks whose data ended or failed, so that all
-        ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
-        reading on its own rank, and ValueError on the other ranks.
+        All ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
+        reading on its own rank, and ValueError on the others.
         """
-        # The loop's own iterator has whole steps; a client's iterator may yield (input_dict, labels).
+        # The loop's own iterator has whole steps, a client's (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:
@@ -278,18 +265,13 @@ class Trainer(TrainingEngine):
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
         """loss: this rank's token losses summed and divided by the global token count."""
-        # The mean of a rank without any valid token is 0, not NaN. Ranks that share rows take the
-        # mean of the rows.
-        rows_loss = loss
-        if self.parallel_dims.cp_enabled:
+        dims, rows_loss = self.parallel_dims, loss
+        if dims.cp_enabled:  # ranks that share rows take the mean of the rows
             rows_loss = loss.clone()
-            torch.distributed.all_reduce(
-                rows_loss, group=self.parallel_dims.get_mesh("cp").get_group()
-            )
-        local_avg_loss = (
-            rows_loss * read.counts.num_valid_tokens / max(read.num_valid_on_this_rank, 1)
-        )
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+            torch.distributed.all_reduce(rows_loss, group=dims.get_mesh("cp").get_group())
+        # The mean of a rank without any valid token is 0, not NaN.
+        own_tokens = max(read.num_valid_on_this_rank, 1)
+        loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
         of_sources = {}
@@ -298,29 +280,23 @@ class Trainer(TrainingEngine):
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
-            dist_utils.dist_max(local_avg_loss, loss_mesh),
+            dist_utils.dist_max(rows_loss * read.counts.num_valid_tokens / own_tokens, loss_mesh),
             result.grad_norm.item(),
             extra_metrics={
-                "n_tokens_seen": dist_utils.dist_sum(
-                    ntokens_seen, self.parallel_dims.get_optional_mesh("batch")
-                ),
+                "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, dims.get_optional_mesh("batch")),
                 "lr": result.lr,
                 **of_sources,
             },
         )
 
     def _count_flops(self) -> None:
-        """Set the FLOPs per token by the lengths of the documents since the last log.
-
-        If documents are not kept apart, attention spans whole rows, and the number does not change.
-        """
+        """Set the FLOPs per token by the lengths of the documents since the last log."""
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
             share = attended_length / self.job_config.training.seq_len
             attention = self.num_flops_per_token - self.flops_without_attention
-            self.metrics_processor.num_flops_per_token = (
-                self.flops_without_attention + share * attention
-            )
+            flops = self.flops_without_attention + share * attention
+            self.metrics_processor.num_flops_per_token = flops
         self._attended_pairs = self._attending_tokens = 0
 
     # ---- the loop ----
@@ -335,27 +311,14 @@ class Trainer(TrainingEngine):
         if not load_newest_checkpoint(self):
             return
         dataset = getattr(self.dataloader, "dataset", None)
-        if config.training.epochs is not None and isinstance(dataset, PackedDataset):
-            if dataset.is_resumed:  # perhaps after steps of another global batch
-                self.num_steps = self.step + dataset.num_steps_left
-                self.metrics_processor.num_steps = self.num_steps
-                if isinstance(self.lr_schedulers, LRSchedulersContainer):
-                    build = self.train_spec.build_lr_schedulers_fn
-                    for own, new in zip(
-                        self.lr_schedulers,
-                        build(self.optimizers, config.lr_scheduler, self.num_steps),
-                        strict=True,
-                    ):
-                        own.lr_lambdas = new.lr_lambdas
-                    follow_own_schedule(self.lr_schedulers)
+        if isinstance(dataset, PackedDataset) and dataset.is_resumed:
+            if config.training.epochs is not None:
+                self._plan_steps(dataset.num_steps_left)
         self.metrics_processor.start(self.step)
         self.gc_handler = utils.GarbageCollection(
             gc_freq=config.training.gc_freq, debug=config.training.gc_debug
         )
-        profiling: dict[str, Any] = {
-            "global_step": self.step,
-            "base_folder": config.job.dump_folder,
-        }
+        profiling: Any = {"global_step": self.step, "base_folder": config.job.dump_folder}
         try:
             with (
                 saying_once_per(self._said),
@@ -374,6 +337,16 @@ class Trainer(TrainingEngine):
         if stop.reason is None:
             logger.info("training completed")
 
+    def _plan_steps(self, num_steps_left: int) -> None:
+        """Set the last step of a resumed run, which may have had another global batch before."""
+        self.num_steps = self.metrics_processor.num_steps = self.step + num_steps_left
+        if isinstance(self.lr_schedulers, LRSchedulersContainer):
+            config, build = self.job_config.lr_scheduler, self.train_spec.build_lr_schedulers_fn
+            planned = build(self.optimizers, config, self.num_steps)
+            for own, new in zip(self.lr_schedulers, planned, strict=True):
+                own.lr_lambdas = new.lr_lambdas
+            follow_own_schedule(self.lr_schedulers)
+
     def _train_on(
         self,
         data_iterator: Iterator[tuple[Batch, torch.Tensor]],
@@ -389,8 +362,10 @@ class Trainer(TrainingEngine):
                 self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
                 self.step -= 1
-                last = f"step {self.step} of {self.num_steps}"
-                logger.warning(f"the data ended after {last} ({error}); saving and stopping")
+                logger.warning(
+                    f"the data ended after step {self.step} of {self.num_steps} ({error}); saving and "
+                    "stopping"
+                )
                 self.update.settle()
                 if self.step > 0:
                     self.checkpointer.save(self.step, last_step=True)
@@ -410,10 +385,8 @@ class Trainer(TrainingEngine):
                 profiler.step()
             if self.step == first_step:
                 # The first step compiles and connects; start-up is over: use the short time-out.
-                dist_utils.set_pg_timeouts(
-                    timeout=timedelta(seconds=config.comm.train_timeout_seconds),
-                    parallel_dims=self.parallel_dims,
-                )
+                timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+                dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
 
     def close(self) -> None:
         if self.metrics_processor is not None:
@@ -435,20 +408,17 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
 
 
 def refuse_missing_dataloader(dataloader: Any) -> None:
-    """Raise ValueError for None: the train spec has no `build_dataloader_fn`."""
     if dataloader is None:
         raise ValueError(
-            "this trainer has no dataloader (its train spec's build_dataloader_fn is None): "
-            "feed batches yourself with forward_backward_step(input_dict=..., labels=..., "
-            "global_valid_tokens=...) and optim_step(), or give the train spec a dataloader"
+            "this trainer has no dataloader (its train spec's build_dataloader_fn is None): feed batches "
+            "yourself with forward_backward_step and optim_step, or give the train spec a dataloader"
         )
 
 
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     """Continue from the newest checkpoint, if any; False if the run is complete already.
 
-    Raises ValueError if the newest one holds weights only: starting again from step 0 would
-    overwrite the run's own checkpoints.
+    Raises ValueError if it holds weights only: step 0 again would overwrite the run's checkpoints.
     """
     config, checkpointer = engine.job_config, engine.checkpointer
     checkpointer.claim_folder()
@@ -474,7 +444,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     follow_own_schedule(engine.lr_schedulers)
     if engine.step > 0:
         logger.info("the run continues after step %d", engine.step)
-    started = event("training", engine.step)
     compiling = "; compiling, so the first one takes longer" if config.compile.enable else ""
-    logger.info("training starts at step %d%s", engine.step + 1, compiling, extra=started)
+    started = f"training starts at step {engine.step + 1}{compiling}"
+    logger.info(started, extra=event("training", engine.step))
     return True

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO by verl's own main_ppo on a laptop's CPU, with our engine and our rollout: 20 steps of the toy
+# GRPO by verl's own main_ppo on a laptop's CPU, with our engine and the rollout in verl_on_cpu: 20 steps of the toy
 # task beside this file, about two minutes on two cores.
 #
 #   examples/verl/grpo.sh [FOLDER] [more settings of verl, such as trainer.total_training_steps=5]
@@ -18,6 +18,7 @@
 #   examples/verl/grpo.sh FOLDER actor_rollout_ref.actor.use_kl_loss=True
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" VERL_USE_EXTERNAL_MODULES=verl_on_cpu.register
 folder="${1:-./outputs/grpo}"
 shift || true
 PYTHON="${PYTHON:-python}"

@@ -11,6 +11,8 @@
 #
 # On GPUs: trainer.device=cuda, and engine.dtype, engine.use_torch_compile as they are by default.
 set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" VERL_USE_EXTERNAL_MODULES=verl_on_cpu.register
 folder="$1"
 shift
 settings=(engine=torchtitan optim=torchtitan engine.dtype=float32)

@@ -32,7 +32,7 @@ def convert_from_hf(
 
     hf_config: a config.json that says which model it is, in place of name and flavor.
     spec: in place of the registered train spec of `model_name`.
-    overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
+    overwrite: `output_dir` may hold weights, which are replaced.
     Raises ValueError if the files are not those of this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:

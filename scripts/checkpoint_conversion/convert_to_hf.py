@@ -11,7 +11,7 @@ import torch
 from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, replacing
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.hf import save_to_hf
-from torchtitan.checkpoint.hf_untrained import untrained_parts
+from torchtitan.checkpoint.hf_assets import untrained_parts
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.job import model_of_file
 from torchtitan.protocols.train_spec import TrainSpec
@@ -40,7 +40,7 @@ def convert_to_hf(
     hf_config: a config.json that says which model it is, in place of name and flavor.
     spec: in place of the registered train spec of `model_name`.
     untrained_weights: "copy" copies parts of the model in `hf_assets_path` that are not trained.
-    overwrite: `output_dir` may hold weights, which are replaced once the new ones are written.
+    overwrite: `output_dir` may hold weights, which are replaced.
     Raises ValueError if the checkpoint is not one of this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:

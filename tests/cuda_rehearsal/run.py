@@ -53,10 +53,8 @@ def run(name: str, function: Callable) -> dict:
 
 
 def in_words(record: dict) -> str:
-    lines = [
-        f"{'ok' if record['error'] is None else 'FAILED':7} {record['name']} "
-        f"({record['cpu_seconds']} s)"
-    ]
+    outcome = "FAILED" if record["error"] else "ok"
+    lines = [f"{outcome:7} {record['name']} ({record['cpu_seconds']} s)"]
     for part, noted in record["notes"].items():
         lines += [f"            {part}: {n} x {what}" for what, n in sorted(noted.items())]
     return "\n".join([*lines, *([record["error"]] if record["error"] else [])])

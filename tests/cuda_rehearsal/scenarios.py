@@ -60,11 +60,6 @@ def _train(world_size: int, *flags: str) -> Notes:
 
 
 @scenario
-def trainer(_name: str) -> Notes:
-    return _train(1)
-
-
-@scenario
 def trainer_accumulates(_name: str) -> Notes:
     return _train(8, "--training.global_batch_size=64")
 
@@ -85,11 +80,6 @@ def trainer_validates(_name: str) -> Notes:
 
 
 CHECKPOINTS = "--checkpoint.enable", "--checkpoint.interval=1", "--parallelism.always_fsdp=True"
-
-
-@scenario
-def checkpoint_sync(_name: str) -> Notes:
-    return _train(1, *CHECKPOINTS)
 
 
 @scenario
@@ -195,18 +185,8 @@ def adapters_of_two_models(_name: str) -> Notes:
 
 
 @scenario
-def rl_step(_name: str) -> Notes:
-    """The controller's own loop: rollouts, rescoring, a policy gradient, an update."""
-    return _rl_steps()
-
-
-@scenario
 def rl_step_with_critic(_name: str) -> Notes:
-    """The same with the values of a second engine, which is updated first."""
-    return _rl_steps("--rl.advantage.name=gae")
-
-
-def _rl_steps(*more_flags: str) -> Notes:
+    """The controller's own loop: rollouts, rescoring, values, a policy gradient, two updates."""
     from torchtitan.config import ConfigManager
     from torchtitan.rl.controller import Controller
     from torchtitan.rl.job_config import JobConfig
@@ -219,8 +199,9 @@ def _rl_steps(*more_flags: str) -> Notes:
         "--rl.num_samples_per_prompt=4",
         "--training.local_batch_size=16",
         "--metrics.log_freq=100",
+        "--rl.advantage.name=gae",
     ]
-    config = ConfigManager(JobConfig).parse_args([*flags, *more_flags, *common_flags()])
+    config = ConfigManager(JobConfig).parse_args([*flags, *common_flags()])
     with ranks(1), Rehearsal() as rehearsal:
         controller = Controller(config)
         try:

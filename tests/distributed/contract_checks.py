@@ -7,7 +7,6 @@ B rows, T tokens per row, V vocabulary entries.
 """
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +20,12 @@ from torch.nn.attention.flex_attention import and_masks
 from torch.testing import assert_close
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.attention import VarlenMetadata, create_attention_mask, get_causal_mask_mod
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.contract import (
     Check,
     Kit,
-    assert_same_weights,
-    global_state,
 )
 from torchtitan.testing.tiny_jobs import (
     SEQ_LEN,
@@ -40,11 +36,9 @@ from torchtitan.testing.tiny_jobs import (
     num_valid,
     pack,
     run_step,
-    whole_weights,
 )
 from torchtitan.train import Trainer
 
-FAMILIES = ("qwen3", "llama3", "llama4", "deepseek_v3", "gpt_oss")
 # fp32, with sums in another order: losses and norms of about 4, and log-probabilities of about -4.
 SAME_STEP = dict(rtol=1e-5, atol=0)
 SAME_LOGPROBS = dict(rtol=0, atol=5e-6)
@@ -56,7 +50,6 @@ class ClientKit(Kit):
     def __init__(self, folder: str):
         super().__init__(folder)
         self._engines: dict[str, TrainingEngine] = {}
-        self.state_without_engines = global_state()
 
     def engine(self, layout: str = "fsdp", **options: Any) -> TrainingEngine:
         """Return an engine that all checks share, so they must not change its weights."""
@@ -157,67 +150,7 @@ def plain_logprobs(engine: TrainingEngine, documents: list[Tensor]) -> Tensor:
         return torch.cat([plain.logprobs(document) for document in documents])
 
 
-def assert_step_of_plain_loop(
-    engine: TrainingEngine, documents: list[Tensor], **options: Any
-) -> None:
-    """Check loss and gradient norm of a step. options: of `run_step`."""
-    plain = PlainLoop(engine)
-    ours = run_step(engine, documents, **options)
-    assert_close(ours, plain.run_step(documents), **SAME_STEP)
-
-
 # ---- the parts of an engine or trainer ----
-
-
-def trainer_model_parts(kit: ClientKit) -> None:
-    """model_parts is a list of one module, with train, eval, parameters and modules."""
-    (model,) = kit.engine().model_parts
-    model.eval()
-    assert not any(module.training for module in model.modules())
-    model.train()
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def guest_leaves_global_state(kit: ClientKit) -> None:
-    """A Trainer uses the caller's process group; close() leaves it, and process state, unchanged."""
-    kit.close()  # the last engine to close restores the state
-    group, before = dist.group.WORLD, kit.state_without_engines
-    with kit.client_trainer() as trainer:
-        assert trainer.parallel_dims.world_size == kit.world_size
-        assert gc.isenabled() == before["garbage collection"]
-        run_step(trainer, make_documents(10))
-    assert dist.is_initialized() and dist.group.WORLD is group
-    after = global_state()
-    for name, was in before.items():
-        assert was == after[name], f"{name} changed: {was} -> {after[name]}"
-
-
-def offload_and_reload(kit: ClientKit) -> None:
-    """engine.to(device, model=, optimizer=, grad=) keeps parameters' objects and all numbers.
-
-    Without an accelerator nothing has to move; any other device is refused.
-    """
-    kinds = ("model", "optimizer", "grad")
-    batch, labels = pack(make_documents(20))
-    with kit.build() as engine, kit.build() as other:
-        for either in (engine, other):
-            run_step(either, make_documents(19))
-            either.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=99.0)
-        parameters = list(engine.model_parts[0].parameters())
-        weights = whole_weights(engine)
-        for target in (torch.device("cpu"), engine.device):
-            for moved in kinds:
-                engine.to(target, **{kind: kind == moved for kind in kinds})
-            for p in parameters:
-                for tensor in (p, p.grad, engine.optimizers.state[p]["exp_avg"]):
-                    assert tensor.device == target
-        for before, now in zip(parameters, engine.model_parts[0].parameters(), strict=True):
-            assert before is now
-        assert_same_weights(engine, weights)
-        assert engine.optim_step().grad_norm == other.optim_step().grad_norm
-        assert run_step(engine, make_documents(20)) == run_step(other, make_documents(20))
-        with pytest.raises(ValueError, match="meta"):
-            engine.to("meta")
 
 
 # ---- a client's own forward, with its own masks ----
@@ -231,19 +164,6 @@ def forward_packed(kit: ClientKit, attn_type: str) -> None:
     with torch.no_grad():
         ours = logprobs_of(client_logits(engine, batch), labels)[labels != IGNORE_INDEX]
     assert_close(ours, plain_logprobs(engine, documents), **SAME_LOGPROBS)
-
-
-def forward_padded(kit: ClientKit, attn_type: str) -> None:
-    """attention_masks may be a padding mask int32 [B, T] under {}."""
-    engine = kit.engine(attn_type=attn_type, attn_mask_type="causal")
-    documents = make_documents(2, (9, 4, 12))
-    tokens = torch.stack([F.pad(d, (0, 12 - len(d))) for d in documents])
-    mask = torch.stack([F.pad(torch.ones_like(d), (0, 12 - len(d))) for d in documents])
-    with torch.no_grad():
-        logits = engine.model_parts[0](tokens, attention_masks=mask.to(torch.int32))
-    for row, document in enumerate(documents):
-        ours = logprobs_of(logits[row : row + 1, : len(document) - 1], document[None, 1:])[0]
-        assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
 
 
 def forward_under_autocast(kit: ClientKit) -> None:
@@ -262,21 +182,6 @@ def forward_under_autocast(kit: ClientKit) -> None:
             (-logprobs.sum()).backward()
             for name, parameter in trainer.model_parts[0].named_parameters():
                 assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
-def maybe_enable_amp_is_reusable(kit: ClientKit) -> None:
-    """maybe_enable_amp can be entered again for every microbatch; products are then in bf16."""
-    batch, _ = pack(make_documents(11))
-    positions = batch["positions"]
-    masks = client_masks("varlen", positions)
-    for parallelism in ({}, {"always_fsdp": True}):
-        engine = kit.engine(parallelism=parallelism, training={"mixed_precision_param": "bfloat16"})
-        (model,), amp, logits = engine.model_parts, engine.maybe_enable_amp, []
-        for _ in range(2):
-            with torch.no_grad(), amp:
-                logits.append(model(batch["input"], positions=positions, attention_masks=masks))
-        assert logits[0].dtype == torch.bfloat16
-        assert torch.equal(logits[0], logits[1])
 
 
 # ---- a client's own step: optimizers, schedules, replicas ----
@@ -305,60 +210,7 @@ def gradient_reduction_mean(kit: ClientKit) -> None:
     assert_close(norms, norms[:1] * len(norms), **SAME_STEP)
 
 
-# ---- checkpoints and weights ----
-
-
 # ---- the engine's own forward ----
-
-
-def padding_between_documents(kit: ClientKit) -> None:
-    """Tokens at negative positions are padding, which no document sees and no loss includes."""
-    engine = kit.engine()
-    batch, labels = pack(make_documents(44, (6, 9)))
-    padding, ignored = torch.full((1, 3), -1), torch.full((1, 3), IGNORE_INDEX)
-
-    def padded(row: Tensor, filler: Tensor) -> Tensor:
-        return torch.cat((row[:, :6], filler, row[:, 6:]), dim=1)
-
-    padded_batch = {
-        "input": padded(batch["input"], padding.abs()),
-        "positions": padded(batch["positions"], padding),
-    }
-    losses = [
-        logprobs_of(engine.forward_step([rows])[0], y).sum()
-        for rows, y in ((batch, labels), (padded_batch, padded(labels, ignored)))
-    ]
-    assert_close(losses[1], losses[0], **SAME_STEP)
-
-
-def padded_batches_by_the_engine(kit: ClientKit) -> None:
-    """forward_step and forward_backward_step pass a batch's padding mask on to the kernel."""
-    engine = kit.engine()
-    (document,) = make_documents(13, (7,))
-    mask = (torch.arange(11) < 7).int()[None]
-    (logits,) = engine.forward_step(
-        [{"input": F.pad(document, (0, 4))[None], "attention_masks": mask}]
-    )
-    ours = logprobs_of(logits[:, :6], document[None, 1:])[0]
-    assert_close(ours, plain_logprobs(engine, [document]), **SAME_LOGPROBS)
-
-    documents = make_documents(13, (7, 11))
-    batch = {
-        "input": torch.stack([F.pad(d, (0, 11 - len(d))) for d in documents]),
-        "attention_masks": torch.stack([(torch.arange(11) < len(d)).int() for d in documents]),
-    }
-    labels = torch.stack([F.pad(d[1:], (0, 12 - len(d)), value=IGNORE_INDEX) for d in documents])
-    for attn_type in ("sdpa", "flex", "varlen"):
-        with kit.build(attn_type=attn_type, attn_mask_type="causal") as engine:
-            plain = PlainLoop(engine)
-            loss = engine.forward_backward_step(
-                input_dict=batch,
-                labels=labels,
-                global_valid_tokens=num_valid(documents) * engine.dp_size,
-            )
-            loss = dist_utils.dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-            ours = loss, float(engine.optim_step().grad_norm)
-            assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
 # ---- the engine's own step ----
@@ -432,7 +284,6 @@ def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:
 
 _CASES = {
     forward_packed: ("flex", "varlen"),
-    forward_padded: ("sdpa", "flex", "varlen"),
     numbers_of_the_global_batch: ("fsdp", "ddp", "tp", "cp", "pp"),
 }
 _ON_SEVERAL_RANKS = {replicas_of_a_client, numbers_of_the_global_batch}

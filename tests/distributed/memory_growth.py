@@ -3,10 +3,7 @@
     python -m tests.distributed.memory_growth [--steps 10000] [--ranks 1 2] [--dataset python_docs]
 
 A Llama 3 of two layers, so small that a step takes milliseconds; several ranks divide it by FSDP.
-"In use" is what malloc has handed out and not got back: a leak shows there. What is free in the heap
-goes back to the system every 1,000 steps; without that, resident memory grew by 3 to 5 MiB until step
-2,500. The documents are alike by default. With python_docs it grows further until every document was
-read once: the tokenizer's cache of words fills, and the heap grows for the largest module that is parsed.
+"In use" is what malloc has handed out and not got back: a leak shows there.
 """
 
 import argparse
@@ -115,11 +112,6 @@ def main() -> None:
                 if step in (WARM_STEPS, args.steps) or step % every == 0:
                     sizes = f"{resident / MIB:.1f} | {in_use / MIB:.1f}"
                     print(f"| {n_ranks} | {rank} | {step:,} | {sizes} |", flush=True)
-            last = max(samples)
-            for since in WARM_STEPS, max(WARM_STEPS, last // 2 // WARM_STEPS * WARM_STEPS):
-                resident, in_use = ((samples[last][i] - samples[since][i]) / MIB for i in (0, 1))
-                row = f"growth since {since:,} | {resident:+.1f} | {in_use:+.1f}"
-                print(f"| {n_ranks} | {rank} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

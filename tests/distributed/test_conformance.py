@@ -1,14 +1,11 @@
 """The contract with embedding programs holds, and the conformance kit finds violations."""
 
-import contextlib
 import os
 import time
 
 import pytest
 
 from tests.distributed import contract_checks
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.engine import TrainingEngine
 from torchtitan.testing import conformance, contract
 from torchtitan.testing.contract import Check
 from torchtitan.testing.gloo import RankFailure, run_ranks
@@ -38,10 +35,6 @@ def test_command_runs_checks_on_ranks_of_their_own(capsys):
     assert "pass  forward_step_pp_varlen" in output and "4 passed, 0 failed" in output
 
 
-def fine(kit):
-    """What is fine."""
-
-
 def wrong(kit):
     """What is wrong."""
     raise ValueError("1 is not 2")
@@ -68,41 +61,11 @@ def test_check_that_fails_hangs_or_dies_is_a_failure(check, timeout_seconds, pro
     assert outcome == "FAIL" and problem in why
 
 
-def test_command_prints_results_problems_and_counts(monkeypatch, capsys):
-    checks = {"fine": Check(fine), "wrong": Check(wrong), "left out": Check(fine, min_ranks=2)}
-    monkeypatch.setattr(conformance, "CHECKS", checks)
-    assert conformance.main([]) == 1
-    output = capsys.readouterr().out
-    assert "pass  fine" in output and "FAIL  wrong" in output and "needs 2 ranks" in output
-    assert "1 passed, 1 failed, 1 skipped, on 1 rank(s)" in output
-    assert "\nwrong: What is wrong.\nrank 0 failed first:\n" in output
-    assert conformance.main(["--only", "fine"]) == 0
-    with pytest.raises(SystemExit):
-        conformance.main(["--only", "no such check"])
-    assert "is in no check's name" in capsys.readouterr().err
+def break_and_run(folder):
+    host.move_out = lambda *_: None
+    contract_checks.run_checks_on_rank([ALL_CHECKS["guest_leaves_what_it_found"]], folder)
 
 
-def nothing(*args, **kwargs):
-    return contextlib.nullcontext()
-
-
-# Check -> the function that does nothing, which the check has to notice.
-BREAKAGES = {
-    "guest_leaves_what_it_found": (host, "move_out"),
-    "guest_leaves_global_state": (host, "move_out"),
-    "offload_and_reload": (TrainingEngine, "to"),
-    "maybe_enable_amp_is_reusable": (dist_utils, "maybe_enable_amp"),
-}
-
-
-def break_and_run(check, folder):
-    setattr(*BREAKAGES[check], nothing)
-    before = [ALL_CHECKS["trainer_model_parts"]]  # leaves an engine open, as in a whole run
-    before *= check in contract_checks.CHECKS
-    contract_checks.run_checks_on_rank([*before, ALL_CHECKS[check]], folder)
-
-
-@pytest.mark.parametrize("check", BREAKAGES)
-def test_broken_contract_is_noticed(check, tmp_path):
+def test_broken_contract_is_noticed(tmp_path):
     with pytest.raises(RankFailure, match="AssertionError"):
-        run_ranks(break_and_run, 1, check, str(tmp_path))
+        run_ranks(break_and_run, 1, str(tmp_path))

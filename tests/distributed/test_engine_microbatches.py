@@ -12,7 +12,7 @@ from tests.distributed.layout_matrix import (
     whole,
 )
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.batch.fillers import token_counters
+from torchtitan.batch.dummy_microbatches import token_counters
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError

@@ -1,7 +1,6 @@
 """Gradients of every data-parallel layout equal those of one process on the whole batch."""
 
 import copy
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
@@ -198,10 +196,6 @@ def test_parameters_stay_within_groups_of_two_of_four_ranks(policy):
         assert num_meshes == 1
 
 
-def test_number_of_all_ranks_frees_parameters_as_always_does():
-    assert_equal_to_reference(run_ranks(gradients, 2, (1, 2), 1, False, 2))
-
-
 @pytest.mark.parametrize(
     "policy, message",
     [
@@ -214,37 +208,6 @@ def test_reshard_policy_that_does_not_exist_or_fit_is_named(policy, message):
     mesh = mock.Mock(ndim=1, size=lambda axis: 4)
     with pytest.raises(ValueError, match=message):
         _reshard_after_forward(policy, False, mesh)
-
-
-def operators_on_one_rank(policy):
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1,
-                        always_fsdp=True)  # fmt: skip
-    model = build_toy()
-    dtypes = torch.bfloat16, torch.float32
-    apply_fsdp(model, dims.get_fsdp_mesh(), *dtypes, False, reshard_after_forward_policy=policy)
-    with CountOperators() as counted:
-        backward_on_slice(model, 0, 1, microbatches=1)
-    return counted.counts, full_grads(model)
-
-
-class CountOperators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.name().split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_one_rank_copies_each_parameter_once_and_divides_no_gradient():
-    (default, grads), (always, expected) = (
-        run_ranks(operators_on_one_rank, 1, policy)[0] for policy in ("default", "always")
-    )
-    assert always["copy_"] - default["copy_"] == len(grads) == 9
-    # The loss twice, its gradient, and the gradient of the norm's mean; no unit's gradients.
-    assert sum(count for name, count in default.items() if name.startswith("div")) == 4
-    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
 
 
 def parameters_after_forward_without_backward():
@@ -313,7 +276,3 @@ def test_a_failed_microbatch_drops_only_gradients_that_are_not_reduced(stops_in_
     for before, after, again in run_ranks(gradients_after_a_failure, 2, stops_in_backward):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         torch.testing.assert_close(again, {name: 2 * grad for name, grad in before.items()})
-
-
-def test_reshard_model_leaves_plain_model_alone():
-    reshard_model(build_toy())

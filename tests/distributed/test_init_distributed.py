@@ -16,10 +16,7 @@ import torchtitan.distributed.utils as dist_utils
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes import process_group
-from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
-from torchtitan.tools import host
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from torchtitan.testing.gloo import RankFailure, run_ranks
 
 
 def dims(**degrees):
@@ -35,27 +32,6 @@ def messages_of_torchtitan():
     logging.getLogger("torchtitan").addHandler(handler)
     yield messages
     logging.getLogger("torchtitan").removeHandler(handler)
-
-
-def init_without_torchrun(folder):
-    settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE")  # of an earlier test
-    for name in (*TORCHRUN, *settings):
-        os.environ.pop(name, None)
-    before = dict(os.environ)
-    size = dist_utils.init_distributed(Comm(), base_folder=folder)
-    changed = {k for k in os.environ if os.environ[k] != before.get(k)}
-    x = torch.ones(3)
-    dist.all_reduce(x)
-    mesh_sizes = {mesh.size() for mesh in (dims(world_size=1).build_mesh(),)}
-    return size, dist.get_backend(), changed, x.tolist(), mesh_sizes
-
-
-def test_without_torchrun_one_process_is_its_own_world(tmp_path):
-    (result,) = run_ranks(init_without_torchrun, 1, str(tmp_path), init_process_group=False)
-    size, backend, changed, reduced, mesh_sizes = result
-    assert (size, backend, reduced, mesh_sizes) == (1, "gloo", [1.0] * 3, {1})
-    assert changed == {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE"}
-    assert not list(tmp_path.iterdir()), "gloo leaves no traces"
 
 
 @pytest.fixture
@@ -155,24 +131,6 @@ def test_ranks_of_accelerators_are_connected_at_once(device_type, world_size, lo
     assert told == [expected]
 
 
-def events_recorded(folder):
-    """Return how many of 9 collectives torch's flight recorder has recorded."""
-    import pickle
-
-    dist_utils.init_distributed(Comm(trace_buf_size=5), base_folder=folder)
-    for _ in range(9):
-        dist.all_reduce(torch.ones(1))
-    return len(pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"])
-
-
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="shown from torch 2.12 on"
-)
-def test_torch_reads_the_size_of_the_flight_recorder_under_the_name_that_we_set(tmp_path):
-    (n_entries,) = run_ranks(events_recorded, 1, str(tmp_path), init_process_group=False)
-    assert n_entries == 5
-
-
 def init_over_existing_group(folder):
     group = dist.distributed_c10d._get_default_group()
     with messages_of_torchtitan() as messages:
@@ -189,30 +147,6 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
         for key in ("mode", "init_timeout_seconds", "train_timeout_seconds", "trace_buf_size"):
             assert f"comm.{key}" in message
         assert "ranks don't affect it" in message
-
-
-class HostsEngine:
-    """Stands in for an engine of this process."""
-
-
-def settings_over_existing_group(folder):
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun leaves it
-    os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
-    before, seen = dict(os.environ), []
-    for engine in (None, HostsEngine()):
-        if engine is not None:
-            host.move_in(engine)
-        dist_utils.init_distributed(Comm(trace_buf_size=77), base_folder=folder)
-        seen.append({name: x for name, x in os.environ.items() if before.get(name) != x})
-    host.move_out(engine)
-    return seen, dict(os.environ) == before
-
-
-def test_existing_group_changes_the_environment_only_while_an_engine_can_restore_it(tmp_path):
-    ((seen, is_restored),) = run_ranks(settings_over_existing_group, 1, str(tmp_path))
-    settings = {"TORCH_FR_BUFFER_SIZE": "77", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    assert seen == [{}, settings] and is_restored
-    assert not list(tmp_path.iterdir())
 
 
 def refusal_on(device_type, backend, enable_cpu_backend):
@@ -243,16 +177,6 @@ def test_existing_group_that_cannot_serve_the_device_is_refused(
 
     (message,) = run_ranks(refusal_on, 1, device_type, backend, cpu_too, init_process_group=False)
     assert message and re.search(wanted, message), message
-
-
-@pytest.mark.parametrize(
-    "device_type, backend, cpu_too",
-    [("cpu", "gloo", True), ("cuda", "cuda:fake,cpu:gloo", True), ("cpu", "fake", False)],
-)
-def test_existing_group_that_serves_the_device_is_not_refused(device_type, backend, cpu_too):
-    assert run_ranks(
-        refusal_on, 1, device_type, backend, cpu_too, init_process_group=False
-    ) == [None]  # fmt: skip
 
 
 def fake_world(ngpu):
@@ -405,23 +329,7 @@ def test_nonfinite_norm_raises_only_if_asked(value):
     assert str(dist_utils.clip_grad_norm_([parameter], 1.0).item()) == value
 
 
-def test_gradients_below_the_bound_stay_as_they_are():
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert dist_utils.clip_grad_norm_(parameter, 10.0) == 5.0
-    assert parameter.grad.tolist() == [3.0, 4.0]
-
-
 # ---- contexts ----
-
-
-def test_autocast_context_can_be_entered_again_and_again():
-    context = dist_utils.maybe_enable_amp(dims(world_size=1), "bfloat16", "cpu")
-    x = torch.ones(2, 2)
-    for _ in range(3):
-        with context:
-            assert (x @ x).dtype == torch.bfloat16
-        assert (x @ x).dtype == torch.float32
 
 
 def test_no_autocast_under_fsdp_or_in_float32():
@@ -438,24 +346,6 @@ def test_tensor_parallel_without_fsdp_warns_that_bf16_has_no_effect(caplog):
     assert "no effect" in caplog.text
 
 
-def test_replicas_of_split_matrices_are_cast_by_fsdp_without_a_warning(caplog):
-    layout = dims(dp_replicate=2, dp_shard=1, tp=2, world_size=4)
-    with caplog.at_level(logging.WARNING, logger="torchtitan"):
-        context = dist_utils.maybe_enable_amp(layout, "bfloat16", "cpu")
-    assert isinstance(context, contextlib.nullcontext)
-    assert "no effect" not in caplog.text
-
-
-def test_bf16_on_a_cpu_without_bf16_matmul_warns_once_and_says_what_to_set(caplog, monkeypatch):
-    monkeypatch.setattr(dist_utils, "cpu_multiplies_bf16", lambda: False)
-    with caplog.at_level(logging.WARNING, logger="torchtitan"):
-        for _ in range(2):
-            dist_utils.maybe_enable_amp(dims(dp_shard=2, world_size=2), "bfloat16", "cpu")
-            dist_utils.maybe_enable_amp(dims(dp_shard=2, world_size=2), "float32", "cpu")
-    (record,) = caplog.records
-    assert 'training.mixed_precision_param = "float32"' in record.getMessage()
-
-
 # ---- the helper that all of the above stands on ----
 
 
@@ -465,30 +355,7 @@ def fail_on_rank_1():
     dist.barrier()
 
 
-def hang_on_rank_1():
-    if dist.get_rank() == 1:
-        import time
-
-        time.sleep(600)
-    dist.barrier()
-
-
-def die_on_rank_1():
-    if dist.get_rank() == 1:
-        os._exit(3)
-
-
 def test_failing_rank_is_named_with_its_traceback():
     with pytest.raises(RankFailure, match="(?s)rank 1 failed first.*fail_on_rank_1") as caught:
         run_ranks(fail_on_rank_1, 2)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_hung_rank_is_killed_and_its_stack_shown():
-    with pytest.raises(RankTimeout, match="(?s)did not end in time.*hang_on_rank_1"):
-        run_ranks(hang_on_rank_1, 2, timeout_seconds=3)
-
-
-def test_dead_rank_is_reported_with_its_exit_code():
-    with pytest.raises(RankFailure, match="rank 1 .*exit code 3|exit code 3"):
-        run_ranks(die_on_rank_1, 2)

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.training_runs import (
     FOUR_LAYERS,
     ONE_PROCESS,
-    TENSOR_PARALLEL_LAYOUTS,
+    TENSOR_PARALLEL,
     make_trainer,
     max_relative_difference,
     run_layout,
@@ -45,7 +45,7 @@ def test_layer_that_leaks_is_named_on_the_ranks_that_see_logits(axis, verdicts, 
 def test_packed_documents_of_odd_length_pass_under_tensor_parallelism(tmp_path):
     alone, split = (
         run_layout(layout, str(tmp_path / layout.name), 3, [*PROBED, "--training.seq_len=33"])
-        for layout in (ONE_PROCESS, TENSOR_PARALLEL_LAYOUTS[0])
+        for layout in (ONE_PROCESS, TENSOR_PARALLEL)
     )
     for key in ("loss", "grad_norm"):  # fp32: the order of summation differs between layouts
         assert max_relative_difference(split[key], alone[key]) < 1e-5, key

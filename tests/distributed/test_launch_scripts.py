@@ -57,12 +57,6 @@ def saved_steps(dump_folder):
     return json.loads(lines[-1])["step"], int(folder.name.removeprefix("step-"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shell_can_read_the_script(script):
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", script], check=True)
-
-
 def test_multi_node_script_shows_its_command():
     variables = {"NNODES": "2:4", "MASTER": "node0:29500", "NGPU": "8", "DRY_RUN": "1"}
     done = subprocess.run(
@@ -75,12 +69,6 @@ def test_multi_node_script_shows_its_command():
     for part in ("--nnodes 2:4", "--nproc-per-node 8", "--rdzv-endpoint node0:29500"):
         assert part in done.stdout
     assert done.stdout.rstrip().endswith("python_docs.toml --training.steps=3")
-
-
-def test_multi_node_script_names_what_is_missing():
-    done = subprocess.run([SCRIPTS[0]], env=environment(), capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "set NNODES to the number of nodes" in done.stderr
 
 
 @pytest.mark.slow
@@ -188,17 +176,6 @@ def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
     assert (path.read_text() if path.exists() else None) == calls
 
 
-def test_interpreter_that_is_not_there_ends_the_script_with_a_message():
-    done = subprocess.run(
-        ["scripts/run_train.sh"],
-        env=environment(PYTHON="/nope"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "Python 3.11 or newer is needed, and /nope is not" in done.stderr
-
-
 # ---- several ranks on one machine: Ctrl-C, and the message of a failure ----
 
 
@@ -287,44 +264,3 @@ def test_launcher_names_a_port_that_another_program_has(monkeypatch):
         options = ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
         with pytest.raises(SystemExit, match=f"^error: .*port: {port}.* set a free --master-port"):
             launch.main([*options, "-m", "torchtitan.train"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("saves", [True, False])
-def test_ctrl_c_ends_two_training_ranks_with_a_sentence(saves, tmp_path):
-    job = [*JOB, f"--job.dump_folder={tmp_path}"]
-    if not saves:
-        job.remove("--checkpoint.enable")
-    process = start_in_terminal(["scripts/run_train.sh", *job], tmp_path, NGPU="2")
-    try:
-        wait_for_steps(tmp_path, 2, [process])
-        press_ctrl_c(process)
-        assert process.wait(TIMEOUT_SECONDS) == (0 if saves else 130)
-    finally:
-        process.kill()
-    output = (tmp_path / "output").read_text()
-    assert "Traceback" not in output
-    sentence = "its checkpoint is whole, and the same command goes on"
-    if saves:
-        logged, saved = saved_steps(tmp_path)
-        assert logged == saved < 1000
-    else:
-        sentence = "interrupted by SIGINT; what was not saved is lost"
-    assert output.rstrip().endswith(sentence)
-
-
-@pytest.mark.slow
-def test_killed_rank_is_named_in_the_last_line(tmp_path):
-    options = [f"--job.dump_folder={tmp_path}"]
-    process = start_in_terminal(["scripts/run_train.sh", *JOB, *options], tmp_path, NGPU="2")
-    try:
-        wait_for_steps(tmp_path, 2, [process])
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        workers = [int(pid) for pid in children if b"torchtitan.train" in command_of(pid)]
-        os.kill(workers[1], signal.SIGKILL)
-        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGKILL
-    finally:
-        process.kill()
-    output = (tmp_path / "output").read_text()
-    assert "Traceback" not in output
-    assert output.splitlines()[-1].startswith("error: rank 1 was ended by SIGKILL")

@@ -33,7 +33,6 @@ FLAGS = [
 ]
 FSDP_2 = Layout("FSDP 2", dp_shard=2)
 PP_2 = Layout("PP 2", pp=2)
-FSDP_TP = Layout("FSDP 2, TP 2", dp_shard=2, tp=2)
 
 
 def train(layout, folder, first, last, *flags):
@@ -71,25 +70,14 @@ def test_resumed_run_repeats_the_unbroken_one_bitwise(unbroken, tmp_path):
     assert moments <= saved.keys()
 
 
-def continued(steps, folder, unbroken):
-    """steps: (layout, last step) of each run, which continues from the run before."""
+def test_saved_by_one_rank_continues_on_two(unbroken, tmp_path):
     losses, first = [], 0
-    for layout, last in steps:
-        runs = run_ranks(train, layout.world_size, layout, folder, first, last)
+    for layout, last in ((ONE_PROCESS, 2), (FSDP_2, 3), (PP_2, 4)):
+        runs = run_ranks(train, layout.world_size, layout, str(tmp_path), first, last)
         losses += runs[0][0]
         first = last
     # fp32: the order of summation differs between layouts.
-    assert losses == pytest.approx(unbroken[0][: len(losses)], rel=1e-6)
-
-
-def test_saved_by_one_rank_continues_on_two(unbroken, tmp_path):
-    continued([(ONE_PROCESS, 2), (FSDP_2, 3), (PP_2, 4)], str(tmp_path), unbroken)
-
-
-@pytest.mark.slow
-def test_saved_by_one_rank_continues_on_two_then_four_then_one(unbroken, tmp_path):
-    steps = [(ONE_PROCESS, 1), (FSDP_2, 2), (FSDP_TP, 3), (PP_2, 4), (ONE_PROCESS, 5)]
-    continued(steps, str(tmp_path), unbroken)
+    assert losses == pytest.approx(unbroken[0][:4], rel=1e-6)
 
 
 def test_another_base_is_refused_by_its_digest(tmp_path):

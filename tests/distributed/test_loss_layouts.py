@@ -130,8 +130,8 @@ def _measure(engine) -> dict:
     def batches(mode: str, **options) -> tuple[list[dict], float | None]:
         weights = aggregation_weights(masks, mode, norm=NORM, prompt_ids=prompts, **options)
         weights, share = (weights, None) if isinstance(weights, list) else weights
-        of_sequence = dict(zip(mine, weights, strict=True))
-        return [microbatch(rows, of_sequence) for rows in dealt], share
+        from_sequence = dict(zip(mine, weights, strict=True))
+        return [microbatch(rows, from_sequence) for rows in dealt], share
 
     def backward(batches: list[dict], **options) -> float:
         loss = engine.forward_backward_step(
@@ -171,7 +171,7 @@ def _measure(engine) -> dict:
         keep(name, backward(given))
 
     outputs = engine.forward_step(given, head=head)
-    scores = {} if outputs is None else scores_of_sequences(dealt, outputs)
+    scores = {} if outputs is None else scores_from_sequences(dealt, outputs)
 
     given, share = batches("seq-mean-token-mean", normalize=False)
     backward(given, loss_fn=with_entropy, head=head)
@@ -179,7 +179,7 @@ def _measure(engine) -> dict:
     return {"losses": losses, "gradients": gradients, "scores": scores, "deferred": norm}
 
 
-def scores_of_sequences(dealt, outputs: list[TokenOutputs]) -> dict[int, torch.Tensor]:
+def scores_from_sequences(dealt, outputs: list[TokenOutputs]) -> dict[int, torch.Tensor]:
     """Log-probs and entropies [2, T] of every sequence."""
     scores = {}
     for rows, of_batch in zip(dealt, outputs, strict=True):

@@ -9,8 +9,6 @@ import torch
 
 from scripts.estimate._memory_tracker import OTHER, PARAMETERS, MemoryTracker
 from scripts.estimate.check import measured_memory
-from scripts.estimate.scale import Machine, bound_of
-from scripts.estimate.step import estimate_step
 from tests.cuda_rehearsal.device import why_not
 from torchtitan.config import ConfigManager
 from torchtitan.testing.gloo import run_ranks
@@ -52,25 +50,11 @@ for name, (world_size, overrides, *others) in jobs.items():
 pickle.dump(estimates, open(sys.argv[1], "wb"))
 """
 PLAIN = ["--activation_checkpoint.mode=none"]
-MOE = [*PLAIN, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
-_P = "--parallelism."
-PP = [*PLAIN, f"{_P}pipeline_parallel_degree=2", f"{_P}pipeline_parallel_schedule=1F1B"]
-CP = f"{_P}context_parallel_degree=2"
 LAYERS = 2
 # name -> (ranks, overrides, rank, GPUs in each node, layers)
 FORMULAS = {
     "fsdp": (8, PLAIN, 0, 8, LAYERS),
     "value head": (8, [*PLAIN, "--model.value_head"], 0, 8, LAYERS),
-    "fsdp, 3 layers": (8, PLAIN, 0, 8, 3),
-    "fsdp, 5 layers": (8, PLAIN, 0, 8, 5),
-    "accumulation, 2 nodes": (8, [*PLAIN, "--training.global_batch_size=64"], 0, 4, LAYERS),
-    "tp": (2, [*PLAIN, f"{_P}tensor_parallel_degree=2"], 0, 8, LAYERS),
-    "hsdp": (8, [*PLAIN, f"{_P}data_parallel_replicate_degree=2"], 0, 4, LAYERS),
-    "pp, first": (2, PP, 0, 8, LAYERS),
-    "pp, last": (2, PP, 1, 8, LAYERS),
-    "cp": (2, [*PLAIN, CP, f"{_P}context_parallel_rotate_method=alltoall"], 0, 8, LAYERS),
-    "cp, allgather": (2, [*PLAIN, CP], 0, 8, LAYERS),
-    "ep": (2, [*MOE, f"{_P}expert_parallel_degree=2"], 0, 8, LAYERS),
     # What needs neither its files nor its accelerators to be here.
     "256 ranks": (
         256,
@@ -163,109 +147,12 @@ def test_matrix_products_are_six_flops_per_weight_and_token(estimates, name):
 
 
 @pytest.mark.slow
-def test_ranks_of_a_node_share_what_a_ring_sends_out_of_it(estimates):
-    for traffic in estimates["accumulation, 2 nodes"].counts.traffic.values():
-        assert traffic.network == traffic.sent / 4
-
-
-@pytest.mark.slow
-def test_every_microbatch_gathers_again(estimates):
-    one, four = estimates["fsdp"], estimates["accumulation, 2 nodes"]
-    assert four.tokens == 4 * one.tokens
-    for kind in ("all-gather", "reduce-scatter"):
-        assert sent(four, "fsdp", kind) == 4 * sent(one, "fsdp", kind)
-    assert four.counts.flops == {name: 4 * flops for name, flops in one.counts.flops.items()}
-
-
-@pytest.mark.slow
-def test_two_depths_tell_what_the_whole_model_needs(estimates):
-    low, high = estimates["fsdp"], estimates["fsdp, 3 layers"]
-    assert low.towards(high, 3) == estimates["fsdp, 5 layers"]
-
-
-@pytest.mark.slow
-def test_tensor_parallelism_sends_hidden_states_four_times_each_way(estimates):
-    hidden = BATCH * SEQ_LEN * DIM * 2  # bf16
-    times = 4 * LAYERS + 2  # attention and feed-forward, forward and backward; both ends
-    assert sent(estimates["tp"], "tp", "all-gather") == times * hidden / 2
-    assert sent(estimates["tp"], "tp", "reduce-scatter") == times * hidden / 2
-
-
-@pytest.mark.slow
-def test_replicas_reduce_their_shard_of_the_gradients(estimates):
-    traffic = estimates["hsdp"].counts.traffic["dp_replicate", "all-reduce"]
-    shard = 4 * estimates["hsdp"].num_params / 4
-    # Two halves of a ring of 2; the norm's 4 bytes besides.
-    assert traffic.sent == pytest.approx(shard, abs=8)
-    assert traffic.network == traffic.sent  # one rank of each node has this shard
-
-
-@pytest.mark.slow
-def test_pipeline_stages_send_hidden_states(estimates):
-    first, last = estimates["pp, first"], estimates["pp, last"]
-    for estimate in (first, last):
-        assert sent(estimate, "pp", "send") == BATCH * SEQ_LEN * DIM * 2  # bf16
-        assert estimate.bubble == 1 / BATCH  # microbatches of one row
-    total = first.counts.flops["matrix products"] + last.counts.flops["matrix products"]
-    assert total == 2 * estimates["tp"].counts.flops["matrix products"]
-
-
-@pytest.mark.slow
-def test_experts_get_their_share_of_chosen_tokens(estimates):
-    traffic = estimates["ep"].counts.traffic["ep", "all-to-all"]
-    # Counts and tokens out, tokens back; gradients of both.
-    assert traffic.calls == 5 * LAYERS
-    top_k, dim = 2, 256
-    chosen = BATCH * SEQ_LEN * top_k * dim * 2  # bf16
-    assert traffic.sent == pytest.approx(LAYERS * 4 * chosen / 2, rel=0.01)
-
-
-@pytest.mark.slow
-def test_context_parallelism_halves_the_products_of_each_rank(estimates):
-    whole, half = estimates["fsdp"], estimates["cp"]
-    assert 2 * half.counts.flops["matrix products"] == whole.counts.flops["matrix products"]
-    assert 2 * half.counts.flops["attention"] == whole.counts.flops["attention"]
-    assert estimates["cp, allgather"].counts.flops == half.counts.flops
-    # Queries, keys, values and outputs, and the gradients of each.
-    assert half.counts.traffic["cp", "all-to-all"].calls == 8 * LAYERS
-
-
-@pytest.mark.slow
-def test_bound_adds_up_compute_and_what_it_waits_for(estimates):
-    machine = Machine(flops=1e12, nvlink=1e9, network=1e8, gpus_per_node=8)
-    estimate = estimates["tp"]
-    bound = bound_of(estimate, machine)
-    assert bound.compute == pytest.approx(estimate.counts.flops.total() / 1e12)
-    assert bound.in_line == sum(t.sent for t in estimate.counts.traffic.values()) / 1e9
-    assert bound.step == bound.compute + bound.in_line
-    assert bound.mfu == pytest.approx(estimate.model_flops / (2 * bound.step * 1e12))
-
-
-@pytest.mark.slow
 def test_ranks_files_and_accelerators_need_not_exist(estimates):
     estimate = estimates["256 ranks"]
     table = estimate.as_table()
     assert table.startswith("rank 0 of 256:\nparameters and buffers ")
     assert "peak (forward and backward) " in table
     assert "all-gather on fsdp, 7 calls, sends" in table
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--training.enable_cpu_offload", "training.enable_cpu_offload = true cannot be"),
-        ("--activation_checkpoint.mode=memory_budget", "estimate 'none' and 'full', which it lies"),
-    ],
-)
-def test_jobs_that_cannot_be_estimated_are_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        estimate_step(parse([override]))
-
-
-def test_number_of_ranks_has_to_be_given(monkeypatch):
-    monkeypatch.delenv("NGPU", raising=False)
-    with pytest.raises(ValueError, match="the environment variable NGPU is the number of ranks"):
-        estimate_step(parse([]))
 
 
 def test_tracker_counts_storages_once_until_they_are_freed():

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,18 +31,15 @@ def expected():
     return out.detach(), gate.weight.grad
 
 
-def test_every_rank_computes_the_whole_module():
+@pytest.mark.parametrize(
+    "options, input_is_sharded",
+    [
+        ({}, False),
+        ({"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}, True),
+    ],
+)
+def test_every_rank_computes_the_whole_module(options, input_is_sharded):
     out, grad = expected()
-    for got, is_dtensor, got_grad in run_ranks(run_gate, 2, {}, False):
-        assert not is_dtensor
-        torch.testing.assert_close(got, out)
-        torch.testing.assert_close(got_grad, grad)
-
-
-def test_sharded_input_is_gathered_and_output_laid_out_as_asked():
-    out, grad = expected()
-    options = {"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}
-    for got, is_dtensor, got_grad in run_ranks(run_gate, 2, options, True):
-        assert is_dtensor
-        torch.testing.assert_close(got, out)
-        torch.testing.assert_close(got_grad, grad)
+    for got, is_dtensor, got_grad in run_ranks(run_gate, 2, options, input_is_sharded):
+        assert is_dtensor == input_is_sharded
+        torch.testing.assert_close((got, got_grad), (out, grad))

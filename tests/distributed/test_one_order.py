@@ -142,8 +142,7 @@ def one_process(tmp_path_factory, n_steps):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in LAYOUTS],
+    "layout", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in LAYOUTS]
 )
 def test_every_layout_trains_and_validates_on_the_rows_of_one_process(
     layout, one_process, n_steps, tmp_path

@@ -229,7 +229,9 @@ def run_replicas():
     for seed in range(2):
         pipeline.schedule.step(**pipeline.inputs(mine, seed), return_outputs=False)
         # Neither a step that fails nor schedules of other lengths touch what is there.
-        with patch.object(pipeline.schedule, "_run_actions", side_effect=FailedOnPurpose):
+        with patch(
+            "torchtitan.distributed.pipeline_schedule._Call.run", side_effect=FailedOnPurpose
+        ):
             with pytest.raises(FailedOnPurpose):
                 pipeline.schedule.step(**pipeline.inputs(mine, 2), return_outputs=False)
         for n in range(1, 40):

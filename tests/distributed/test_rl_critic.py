@@ -39,16 +39,6 @@ def test_first_steps_are_those_of_one_process(case, one_process, tmp_path):
     assert_steps_are_those_of_one_process(runs, one_process)
 
 
-@pytest.mark.slow
-def test_first_steps_of_experts_on_two_ranks_are_those_of_one_process(tmp_path):
-    flags = [*RUN, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small"]
-    flags += ["--training.steps=2", "--rl.critic.warmup_steps=0"]
-    (one_process,) = run_ranks(run_on_this_rank, 1, tmp_path / "one", flags)
-    flags += [*LAYOUTS["FSDP"], "--parallelism.expert_parallel_degree=2"]
-    runs = run_ranks(run_on_this_rank, 2, tmp_path / "two", flags)
-    assert_steps_are_those_of_one_process(runs, one_process)
-
-
 def assert_steps_are_those_of_one_process(runs, one_process):
     for run in runs[1:]:
         assert numbers(runs[0]) == numbers(run), "every rank reports the numbers of all"

@@ -22,8 +22,7 @@ from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
 from torchtitan.checkpoint.stream import digest_of
-from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.distributed.tensor_views import local_shard
+from torchtitan.distributed.dtensor import local_shard
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
@@ -36,6 +35,7 @@ from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import WeightSync
 from torchtitan.rl.weight_transport import ReceivedWeights, send_weights
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
 DENSE_LAYOUTS = [

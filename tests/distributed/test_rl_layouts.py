@@ -52,22 +52,6 @@ def test_adapters_take_the_first_steps_of_one_process(layout, adapters_on_one_pr
     assert_first_steps_of_one_process(runs, adapters_on_one_process)
 
 
-@pytest.fixture(scope="module")
-def preset_on_one_process(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("preset")
-    (run,) = run_ranks(run_on_this_rank, 1, folder, ["--training.steps=5"], None, "copy_cpu")
-    return run
-
-
-@pytest.mark.parametrize(
-    "layout", ["FSDP", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP", "PP"))]
-)
-def test_preset_takes_the_first_steps_of_one_process(layout, preset_on_one_process, tmp_path):
-    overrides = ["--training.steps=5", *LAYOUTS[layout]]
-    runs = run_ranks(run_on_this_rank, 2, tmp_path, overrides, None, "copy_cpu")
-    assert_first_steps_of_one_process(runs, preset_on_one_process)
-
-
 def assert_first_steps_of_one_process(runs, one_process):
     assert numbers(runs[0]) == numbers(runs[1]), "every rank reports the numbers of all"
     assert runs[0]["digest"] == runs[1]["digest"]
@@ -120,19 +104,6 @@ def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_s
         assert step["grad_norm"] == pytest.approx(by_one["grad_norm"], rel=1e-4)
         for name in ("rl/reward", "rl/redraws", "rl/lag", "rl/skipped_samples"):
             assert step[name] == by_one[name], name
-
-
-@pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_run_with_several_updates_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
-    # Batches end at steps 4, 8, 12 and so on; the checkpoint due at step 6 is saved at step 8.
-    overrides = [*RESUMED, "--training.steps=16", "--checkpoint.interval=6", *SEVERAL_UPDATES]
-    overrides += [f"--rl.async_steps={async_steps}"]
-
-    def run(folder, kill=False):
-        return run_ranks(run_on_this_rank, world_size, folder, overrides, 12 if kill else None)
-
-    check_that_killed_run_goes_on(run, tmp_path, [9, 13])
 
 
 def fail_on_rank_one(dump_folder, async_steps):

@@ -1,10 +1,8 @@
 """Ranks that generate beside ranks that train: the run is the same, and ends if a rank is lost."""
 
-import json
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -15,21 +13,15 @@ import torch.distributed as dist
 from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, weights_hash
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.distributed import ParallelDims
-from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.integrations.tinker.client import LocalTrainingClient
-from torchtitan.numerics import products
 from torchtitan.rl import disaggregated
 from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.disaggregated import Link, RemoteGenerator
-from torchtitan.rl.generator import DecoderGenerator, PolicyModel
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
 from torchtitan.testing.gloo import RankFailure, run_ranks
-from torchtitan.tools.errors import RunError
 
-ONE_RANK = ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
 STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
@@ -79,26 +71,6 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
     assert last["rl/lag"] == ahead and last[f"rl/episodes_by_lag/{ahead}"] == 16
 
 
-def run_part_with_onednn(dump_folder, flags):
-    """`run_part` with oneDNN's products for all sizes; also returns whether they stay in use."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "onednn_is_faster", lambda: True)
-        patch.setattr(products, "_LEAST_MULTIPLICATIONS", 64)
-        return run_part(dump_folder, flags), products._is_used
-
-
-def test_generating_rank_multiplies_by_the_library_of_the_trainer(tmp_path):
-    numbers_of = []
-    for n_ranks in (1, 2):
-        flags = ["--training.steps=2", f"--rl.generator.ranks={n_ranks - 1}"]
-        flags.append("--rl.weight_sync.mode=broadcast")
-        folder = tmp_path / str(n_ranks)
-        parts = run_ranks(run_part_with_onednn, n_ranks, folder, flags, init_process_group=False)
-        assert not any(is_used for _, is_used in parts)
-        numbers_of.append(numbers(parts[0][0]))
-    assert numbers_of[0] == numbers_of[1]
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -118,37 +90,6 @@ def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout
     # One rank draws more rows at once than each of two ranks, and sums in another order.
     for found, expected in zip(numbers(apart[0]), numbers(both[0]), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def draw_slowly(dump_folder, flags):
-    """`run_part`, with a token taking about as long as a training step."""
-    next_version = DecoderGenerator._next_version  # called before each token
-
-    def slow_next_version(generator):
-        time.sleep(0.05)
-        return next_version(generator)
-
-    DecoderGenerator._next_version = slow_next_version  # only generating ranks draw
-    return run_part(dump_folder, flags)
-
-
-@pytest.mark.slow
-def test_weights_change_while_generating_ranks_draw(tmp_path):
-    flags = [*FSDP, "--training.steps=8", "--rl.async_steps=2", "--rl.generator.ranks=2"]
-    flags += ["--rl.generator.in_flight", "--rl.sampling.max_tokens=12", "--rl.log_samples=-1"]
-    flags += ["--checkpoint.enable", "--checkpoint.interval=3"]
-    found = run_ranks(draw_slowly, 4, tmp_path, flags, init_process_group=False)
-    assert numbers(found[0]) == numbers(found[1]) and len(found[0]["steps"]) == 8
-    lines = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
-    mixed = [line for line in lines if line["token_versions"] is not None]
-    assert mixed
-    for line in lines:
-        versions = line["token_versions"] or [line["policy_version"]]
-        assert versions == sorted(versions) and versions[0] == line["policy_version"]
-        assert line["step"] - 3 <= versions[0] and versions[-1] <= line["step"] - 1
-    for step in found[0]["steps"]:
-        oldest = [line["policy_version"] for line in lines if line["step"] == step["step"]]
-        assert step["rl/lag"] == step["step"] - 1 - min(oldest)
 
 
 SAVED = ["--training.steps=12", "--checkpoint.enable", "--checkpoint.interval=5"]
@@ -208,26 +149,6 @@ def test_run_whose_generating_rank_was_killed_goes_on_bit_for_bit(ahead, n_draws
     assert 0 < n_left <= 7, "it has not begun again"
     assert numbers(resumed) == numbers(unbroken)[-n_left:]
     assert resumed["digest"] == unbroken["digest"]
-
-
-def test_failing_reward_on_a_generating_rank_ends_the_step_on_all(tmp_path):
-    """The message names the rank and the cause."""
-    first, second, generator = run_ranks(fail_at_grading, 3, tmp_path, init_process_group=False)
-    assert first == second and "rank 2 could not draw or grade its episodes" in first
-    assert "division by zero" in first and generator == "ended"
-
-
-def fail_at_grading(dump_folder):
-    part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1"))
-    if not isinstance(part, Controller):
-        part._draws.task.grade = lambda prompt, text: 1 / 0
-        part.train()
-        part.close()
-        return "ended"
-    with pytest.raises(RunError) as caught:
-        part.train()
-    part.close()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rl.generator.in_flight", "--rl.async_steps=1"]], ids=str)
@@ -382,54 +303,9 @@ def test_weights_and_buffers_of_every_dtype_arrive():
         assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())
 
 
-def test_member_that_takes_no_weights_is_not_waited_for_without_a_limit():
-    sender, receiver = two_links(timedelta(seconds=1))
-    weights = StagedWeights(Update(0, torch.zeros(2**24)))  # more than sockets buffer
-    with pytest.raises(RuntimeError, match="(?i)timed out"):
-        sender.send_weights(weights, None)
-    assert receiver.size == 2  # it is there all the time
-
-
-def test_ranks_that_cannot_be_divided_are_told(tmp_path):
-    with pytest.raises(ConfigError, match="must leave ranks that train, got 1 with 1 rank"):
-        build_part(toy_config(tmp_path, "--rl.generator.ranks=1"))
-    config = toy_config(tmp_path, "--rl.generator.rescore", "--rl.generator.dtype=bfloat16")
-    policy = PolicyModel(config, None, None, ONE_RANK, None)
-    with pytest.raises(ConfigError, match="rl.generator.rescore would hide how far"):
-        RemoteGenerator(None, 1).take_policy(policy)
-
-
 @pytest.mark.parametrize("build", [Controller, PolicyTrainer, LocalTrainingClient])
 def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
     with pytest.raises(
         ConfigError, match="rl.generator.ranks = 1 .* start with torchtitan.rl.train"
     ):
         build(toy_config(tmp_path, "--rl.generator.ranks=1"))
-
-
-@pytest.mark.parametrize("build", [TrainingEngine, RankLayout.join])
-def test_engine_by_itself_does_not_train_on_ranks_that_are_to_generate(
-    build, tmp_path, monkeypatch
-):
-    # Two ranks that have not connected yet.
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ConfigError, match="ranks = 1 divides the job's ranks before there is an en"
-    ):
-        build(toy_config(tmp_path, "--rl.generator.ranks=1"))
-
-
-def test_degrees_that_leave_out_the_generating_ranks_are_told_on_all_ranks(tmp_path):
-    flags = ["--parallelism.data_parallel_shard_degree=2", "--rl.generator.ranks=1"]
-    texts = run_ranks(refused, 2, tmp_path, flags, init_process_group=False)
-    assert texts[0] == texts[1]
-    assert "got 1 processes that train (and 1 that generate) and a product of 2" in texts[0]
-    assert "start 3 processes" in texts[0]
-
-
-def refused(dump_folder, flags):
-    with pytest.raises(ConfigError) as caught:
-        build_part(toy_config(dump_folder, *flags))
-    return str(caught.value)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.unit.rl.neighbours import changes, train_on_full_disk
-from tests.unit.rl.together import EXPERTS, largest_difference, sample, train
+from tests.unit.rl.neighbours import changes
+from tests.unit.rl.together import largest_difference, sample, train
 from torchtitan.testing.gloo import run_ranks
 
 FSDP, TP = "--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=2"
@@ -50,23 +50,6 @@ def test_models_in_one_pass_have_the_numbers_of_one_process(layout, alone, tmp_p
         assert largest_difference(found, alone) <= 1e-6
 
 
-@pytest.fixture(scope="module")
-def experts_alone(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("alone"))
-    return train(folder, N_MODELS, N_STEPS, is_together=False, family=EXPERTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_adapters_of_experts_in_one_pass_have_the_numbers_of_one_process(
-    layout, experts_alone, tmp_path
-):
-    world_size, flags = EXPERT_LAYOUTS[layout]
-    arguments = str(tmp_path), N_MODELS, N_STEPS, flags, True, (), EXPERTS
-    for found in run_ranks(train, world_size, *arguments, timeout_seconds=240):
-        assert largest_difference(found, experts_alone) <= 1e-6
-
-
 @pytest.mark.parametrize("layout", ["FSDP", "TP", pytest.param("PP", marks=pytest.mark.slow)])
 def test_samples_of_several_models_are_those_of_one_process(layout, tmp_path):
     expected = sample(str(tmp_path / "one"), 3)
@@ -83,11 +66,3 @@ def test_no_command_changes_the_model_of_another_client(layout, tmp_path):
     world_size, flags = LAYOUTS[layout]
     found = run_ranks(changes, world_size, str(tmp_path), flags, timeout_seconds=240)
     assert found == [[]] * world_size
-
-
-def test_full_disk_of_one_rank_changes_no_number(alone, tmp_path):
-    """Four models' states are 0.6 MiB each on one rank of DDP, and 1 MiB of memory is allowed."""
-    world_size, flags = LAYOUTS["DDP"]
-    arguments = str(tmp_path), N_MODELS, N_STEPS, flags
-    for found in run_ranks(train_on_full_disk, world_size, *arguments, timeout_seconds=240):
-        assert largest_difference(found, alone) <= 1e-6

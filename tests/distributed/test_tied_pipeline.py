@@ -14,7 +14,6 @@ from tests.distributed.layout_matrix import LAYOUTS, ONE_PROCESS, run_step, whol
 from tests.distributed.test_engine_state import TIED, build
 from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import (
     FIRST,
     SECOND,
@@ -26,6 +25,7 @@ from torchtitan.rl.policy import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 PIPELINES = [layout for layout in LAYOUTS if layout.name in ("PP 2, 1F1B", "PP 2, ZBVZeroBubble")]
 FLAGS = ["--optimizer.eps=1e-3", "--training.max_norm=0.5", "--checkpoint.last_save_in_hf"]

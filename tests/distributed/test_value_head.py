@@ -1,19 +1,16 @@
 """Value heads on two ranks where `tests/reference/test_value_head_transformers.py` does not look."""
 
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.testing.tiny_jobs import (
     add_tiny_flavors,
     make_documents,
-    pack,
     run_step,
     tiny_job,
     whole_weights,
@@ -67,47 +64,3 @@ def test_two_ranks_train_as_one_process(tmp_path, name):
             torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=key)
     has_no_score = [missing for *_, missing in ranks]
     assert has_no_score == ([True, False] if name == "listed stages" else [False, False])
-
-
-def loss_of_whole_rows(folder, parallelism):
-    """(loss, norm) of a squared error of each document's mean value, which no shard of it knows."""
-
-    def loss_fn(values, labels, batch):
-        ends = [0, *(1 + i for i in (labels[0] == IGNORE_INDEX).nonzero().flatten().tolist())]
-        parts = values[0, : ends[-1], 0].split([b - a for a, b in pairwise(ends)])
-        return sum(part.mean().square() for part in parts)
-
-    with TrainingEngine(value_job(folder, "tiny", parallelism)) as engine:
-        return run_step(engine, make_documents(0), loss_fn=loss_fn, whole_rows=True)
-
-
-def test_loss_of_whole_rows_is_that_of_one_process(tmp_path):
-    expected = loss_of_whole_rows(tmp_path, {})
-    layout = {"context_parallel_degree": 2}
-    for found in run_ranks(loss_of_whole_rows, 2, str(tmp_path), layout):
-        assert found == pytest.approx(expected, rel=5e-6)
-
-
-def refusals(folder, parallelism):
-    batch, labels = pack(make_documents(0))
-    with TrainingEngine(value_job(folder, "tiny_tied", parallelism)) as engine:
-        step = dict(input_dict=batch, labels=labels, global_valid_tokens=1)
-        messages = []
-        for call in (
-            lambda: engine.forward_backward_step(**step),
-            lambda: engine.forward_backward_step(**step, head=TokenLogProbs()),
-            lambda: engine.forward_step([batch | {"labels": labels}], head=TokenLogProbs()),
-        ):
-            with pytest.raises(ValueError) as raised:
-                call()
-            messages.append(str(raised.value))
-        loss = engine.forward_backward_step(**step, loss_fn=squared_error)
-        return messages, loss.item()
-
-
-def test_every_rank_of_a_pipeline_gets_the_refusal_and_goes_on(tmp_path):
-    first, last = run_ranks(refusals, 2, str(tmp_path), {"pipeline_parallel_degree": 2})
-    assert first == last
-    messages, loss = first
-    assert "needs logits" in messages[0] and loss > 0
-    assert all("leave head out" in message for message in messages[1:])

@@ -45,10 +45,7 @@ class Layout:
 
 
 ONE_PROCESS = Layout("1 process")
-TENSOR_PARALLEL_LAYOUTS = [
-    Layout("TP 2", 2, tp=2),
-    Layout("FSDP 2, TP 2", 4, dp_shard=2, tp=2),
-]
+TENSOR_PARALLEL = Layout("TP 2", 2, tp=2)
 
 
 class DealtRows(BaseDataLoader):

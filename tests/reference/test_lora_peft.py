@@ -298,9 +298,7 @@ def test_files_hold_all_that_trains_in_both_directions(case, tmp_path):
             assert relative(ours, theirs(input_ids=batch(9)).logits) <= TOLERANCE
         theirs.save_pretrained(str(tmp_path / "theirs"))
         if case == "experts":  # peft made one matrix of twice the rank for gates and ups
-            with pytest.raises(
-                ValueError, match="rank 8 in the file and 4.*'experts.up_proj' = 8}"
-            ):
+            with pytest.raises(ValueError, match="rank 8 in the file and 4.* twice their rank"):
                 engine.load_peft(tmp_path / "theirs")
             return
         train(engine)
@@ -402,11 +400,7 @@ REFUSED_FIELDS = {
         {"init_lora_weights": "pissa"},
         "init_lora_weights = 'pissa'",
     ),
-    "the same, iterated": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_n"),
-    "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora'"),
-    "CorDA": ({"init_lora_weights": "corda"}, "init_lora_weights = 'corda'"),
     "LoftQ": ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
-    "LoRA-GA": ({"init_lora_weights": "lora_ga"}, "init_lora_weights = 'lora_ga'"),
     "field of a later release": ({"use_new_kind": True}, "use_new_kind = True"),
     "DoRA": ({"use_dora": True}, "use_dora = True"),
     "another method": ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
@@ -417,8 +411,6 @@ REFUSED_FIELDS = {
         {"alpha_pattern": ["q_proj"]},
         r"alpha_pattern = \['q_proj'\]: expected dict",
     ),
-    "rank of a layer as a text": ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern = .* got str"),
-    "name as a number": ({"target_parameters": [1]}, r"target_parameters = \[1\]: expected str"),
     "no pattern": ({"rank_pattern": {"(": 4}}, "rank_pattern = .*: missing \\), unterminated"),
 }
 
@@ -450,21 +442,10 @@ def test_first_values_that_leave_the_base_alone_are_read(trained, tmp_path):
             engine.load_peft(tmp_path / "a")
 
 
-REFUSED_TENSORS = {
-    "not a number": (
-        lambda t: t.fill_(float("nan")),
-        "values that are not finite in model.layers.0",
-    ),
-    "integers": (lambda t: t.int(), "has torch.int32 in model.layers"),
-    "complex": (lambda t: t.to(torch.complex64), "has torch.complex64 in model.layers"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TENSORS)
+@pytest.mark.parametrize("change", [lambda t: t.fill_(float("nan")), lambda t: t.int()])
 def test_tensor_with_values_of_no_adapter_is_refused_before_anything_changes(
-    case, trained, tmp_path
+    change, trained, tmp_path
 ):
-    change, message = REFUSED_TENSORS[case]
     folder, theirs = trained
     shutil.copytree(theirs, tmp_path / "a")
     file = tmp_path / "a/adapter_model.safetensors"
@@ -473,19 +454,13 @@ def test_tensor_with_values_of_no_adapter_is_refused_before_anything_changes(
     with engine_of(folder, *Q_PROJ) as engine:
         randomize(engine)
         (before,) = engine.forward_step({"input": batch(9)})
-        with pytest.raises(Exception, match=message):
+        with pytest.raises(
+            ValueError, match="not finite, or not floating-point, in model.layers.0"
+        ):
             engine.load_peft(tmp_path / "a")
         assert torch.equal(engine.forward_step({"input": batch(9)})[0], before)
-
-
-def test_pickled_adapters_are_named_with_the_way_to_convert_them(trained, tmp_path):
-    folder, theirs = trained
-    shutil.copytree(theirs, tmp_path / "a")
-    (tmp_path / "a/adapter_model.safetensors").rename(tmp_path / "a/adapter_model.bin")
-    with engine_of(folder, *Q_PROJ) as engine:
-        with pytest.raises(
-            ValueError, match="adapter_model.bin there is not read.* save_pretrained"
-        ):
+        file.rename(tmp_path / "a/adapter_model.bin")
+        with pytest.raises(ValueError, match="reading a pickle can run code.* save_pretrained"):
             engine.load_peft(tmp_path / "a")
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,9 @@ def steps_of(loaders: list[ParallelAwareDataloader]) -> Iterator[torch.Tensor]:
         yield torch.cat(rows)
 
 
-def run(
-    prepare: Callable[[Training], None], folder: Path, n_rows: int, packing: str, seed: int = 0
-) -> int:
+def run(kind: str, folder: Path, n_rows: int, packing: str, seed: int = 0) -> int:
     """Return the number of rows, all of which were equal; raises AssertionError for another row."""
+    prepare = partial(KINDS[kind], folder=folder)
     generator = random.Random(seed)
     expected = steps_of(build(prepare, packing, 1, GLOBAL_BATCH_SIZE, 0))
     states: dict[str, Any] = {}
@@ -182,17 +182,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    for kind, prepare in KINDS.items():
+    for kind in KINDS:
         for packing in PACKINGS:
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder)
-                n = run(
-                    lambda training, prepare=prepare, path=path: prepare(training, path),
-                    path,
-                    arguments.rows,
-                    packing,
-                    arguments.seed,
-                )
+                n = run(kind, Path(folder), arguments.rows, packing, arguments.seed)
             print(f"{kind:8} {packing:6}: {n:,} rows equal to the unbroken run's", flush=True)
     return 0
 

@@ -16,18 +16,6 @@ def returns_nan(_text: str, _answer: str) -> float:
     return float("nan")
 
 
-def returns_huge(_text: str, _answer: str) -> float:
-    return 1e308
-
-
-def returns_none(_text: str, _answer: str) -> None:
-    return None
-
-
-def returns_many(text: str, _answer: str) -> list[float]:
-    return [0.0] * len(text)
-
-
 def takes_one(_text: str) -> float:
     return 1.0
 

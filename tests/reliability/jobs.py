@@ -6,6 +6,7 @@ For tests that need many runs, and for those that kill them.
 
 import dataclasses
 import gc
+import json
 import multiprocessing
 import os
 import runpy
@@ -41,6 +42,20 @@ TINY_JOB = [
     "--debug.seed=3",
     "--metrics.log_freq=1",
 ]
+
+
+def logged_steps(dump_folder: Path) -> list[tuple[int, tuple[float, float]]]:
+    """Return (step, (loss, gradient norm)) of each line of a run's metrics, in their order."""
+    path, rows = dump_folder / "metrics.jsonl", []
+    for line in path.read_text().split("\n") if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that was cut by a kill, or the empty one at the end
+            continue
+        if "grad_norm" in row:
+            loss = row.get("loss_metrics/global_avg_loss", row.get("loss"))
+            rows.append((row["step"], (loss, row["grad_norm"])))
+    return rows
 
 
 @dataclasses.dataclass

@@ -19,11 +19,9 @@ Exit code 1 if a trial fails. Its folder is kept then.
 """
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import http.client
-import json
 import random
 import re
 import shutil
@@ -33,7 +31,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.reliability import jobs
@@ -50,10 +47,7 @@ SAVING = [
     "--metrics.enable_jsonl",
     "--metrics.disable_color_printing",
 ]
-TRAIN = [
-    *jobs.TINY_JOB,
-    *SAVING,
-]
+TRAIN = [*jobs.TINY_JOB, *SAVING]
 TOY = [
     "--model.name=rl_toy",
     "--training.mixed_precision_param=float32",
@@ -149,23 +143,6 @@ def start(variant: Variant, folder: Path) -> jobs.Job:
     )
 
 
-def rows(folder: Path) -> list[dict]:
-    """The logged steps, with their numbers that must not depend on whether the run was killed."""
-    path = folder / "outputs/metrics.jsonl"
-    if not path.exists():
-        return []
-    logged = []
-    for line in path.read_text().split("\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:  # a line that was cut by the kill, or the empty one at the end
-            continue
-        if "grad_norm" in row:
-            loss = row.get("loss_metrics/global_avg_loss", row.get("loss"))
-            logged.append({"step": row["step"], "numbers": (loss, row["grad_norm"])})
-    return logged
-
-
 def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
     """Numbers of each step, and how long the run took."""
     if variant.module == "torchtitan.rl.serve":
@@ -176,7 +153,7 @@ def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
         return numbers, time.monotonic() - started
     outcome = start(variant, folder).wait(SECONDS_TO_END)
     assert outcome.exit_codes == [0] * variant.ranks, outcome.output
-    numbers = {row["step"]: row["numbers"] for row in rows(folder)}
+    numbers = dict(jobs.logged_steps(folder / "outputs"))
     assert sorted(numbers) == list(range(1, STEPS + 1)), outcome.output
     return numbers, outcome.seconds
 
@@ -275,14 +252,15 @@ def try_once(
     damage = damage_a_file(folder, rng) if damages else None
     whole = newest_whole_step(folder)
     only_damaged = whole is None and any(map(is_finished, step_folders(folder)))
-    before = len(rows(folder))
+    before = len(jobs.logged_steps(folder / "outputs"))
     again = start(variant, folder).wait(SECONDS_TO_END)
     if None in first.exit_codes:
         failure = f"a rank hung after another was killed: {first.exit_codes}\n{first.output}"
     elif only_damaged:
         failure = _not_refused(again)
     else:
-        failure = _not_repeated(variant, again, rows(folder)[before:], expected, whole)
+        new_rows = jobs.logged_steps(folder / "outputs")[before:]
+        failure = _not_repeated(variant, again, new_rows, expected, whole)
     return _ended(Trial(name, seed, instant, damage, whole, failure), folder)
 
 
@@ -303,17 +281,17 @@ def _not_refused(again: jobs.Outcome) -> str | None:
 def _not_repeated(
     variant: Variant,
     again: jobs.Outcome,
-    new_rows: list[dict],
+    new_rows: list[tuple[int, tuple]],
     expected: dict[int, tuple],
     whole: int | None,
 ) -> str | None:
     if again.exit_codes != [0] * variant.ranks:
         return f"the second run ended with {again.exit_codes}\n{again.output}"
     first = (whole or 0) + 1
-    steps = [row["step"] for row in new_rows]
+    steps = [step for step, _ in new_rows]
     if steps != list(range(first, STEPS + 1)):
         return f"steps {steps} followed, not {first} to {STEPS}\n{again.output}"
-    wrong = [row["step"] for row in new_rows if row["numbers"] != expected[row["step"]]]
+    wrong = [step for step, numbers in new_rows if numbers != expected[step]]
     return f"other numbers at steps {wrong}" if wrong else None
 
 
@@ -392,37 +370,25 @@ def kill_server(
 # ---- all trials ----
 
 
-def run_trials(
-    names: list[str], n_trials: int, seed: int, folder: Path, n_workers: int
-) -> list[Trial]:
+def run_trials(names: list[str], n_trials: int, seed: int, folder: Path) -> list[Trial]:
     """The trials, dealt to the variants in turn."""
     finished = {}
     for number, name in enumerate(names):
         finished[name] = unbroken(VARIANTS[name], folder / f"unbroken-{number}")
         print(f"unbroken: {name}, {finished[name][1]:.1f} s", flush=True)
     trials = []
-    with ThreadPoolExecutor(n_workers) as pool:
-        futures = []
-        for number in range(n_trials):
-            name = names[number % len(names)]
-            place = folder / f"trial-{number}"
-            futures.append(pool.submit(try_once, name, seed + number, *finished[name], place))
-        for future in as_completed(futures):
-            trials.append(future.result())
-            if trials[-1].failure is not None:
-                print(f"FAILED: {trials[-1]}", flush=True)
-            elif len(trials) % 25 == 0:
-                print(f"{len(trials)} of {n_trials} trials", flush=True)
+    for number in range(n_trials):
+        name = names[number % len(names)]
+        trials.append(try_once(name, seed + number, *finished[name], folder / f"trial-{number}"))
+        print(f"{number + 1} of {n_trials}: {trials[-1].failure or 'passed'}", flush=True)
     return trials
 
 
 def summarize(trials: list[Trial]) -> str:
-    by_variant = collections.defaultdict(list)
-    for trial in trials:
-        by_variant[trial.variant].append(trial)
-    lines = ["| runs | trials | damaged | began anew or refused | resumed as they must |"]
+    lines = ["| runs | trials | damaged | began again or refused | resumed as they must |"]
     lines += ["|---|---|---|---|---|"]
-    for name, group in [*sorted(by_variant.items()), ("all", trials)]:
+    for name in [*sorted({trial.variant for trial in trials}), "all"]:
+        group = [trial for trial in trials if name in (trial.variant, "all")]
         damaged = sum(trial.damage is not None for trial in group)
         without = sum(trial.resumed_from is None for trial in group)
         passed = sum(trial.failure is None for trial in group)
@@ -434,15 +400,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="trials at the same time")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     options = parser.parse_args()
-    # In memory where that can be had: what SIGKILL leaves is the same there, and waits for no disk.
-    memory = Path("/dev/shm")
-    folder = Path(
-        tempfile.mkdtemp(prefix="kill_anywhere_", dir=memory if memory.is_dir() else None)
-    )
-    trials = run_trials(options.variants, options.trials, options.seed, folder, options.workers)
+    folder = Path(tempfile.mkdtemp(prefix="kill_anywhere_"))
+    trials = run_trials(options.variants, options.trials, options.seed, folder)
     print(summarize(trials))
     if any(trial.failure for trial in trials):
         print(f"what the failed trials left is in {folder}")

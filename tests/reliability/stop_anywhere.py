@@ -1,9 +1,7 @@
 """Signals and lost ranks at random instants of small runs: `python -m tests.reliability.stop_anywhere`.
 
-Five kinds of trial:
+Four kinds of trial:
 
-- early: SIGTERM, SIGINT, SIGHUP or SIGUSR1 to one rank while the ranks start; all are gone within
-  10 s of their imports, and the others say why.
 - stop: SIGTERM to one rank; all ranks save and exit with 0, and the run goes on to the losses of an
   unbroken one.
 - kill: SIGKILL to one rank; the others are gone within 30 s, and the first message is about it.
@@ -15,8 +13,6 @@ Prints a line per trial, and ends with exit code 1 if one fails.
 """
 
 import argparse
-import contextlib
-import json
 import os
 import random
 import shutil
@@ -32,9 +28,7 @@ from tests.reliability import jobs
 
 STEPS = 12
 LIMIT_SECONDS = 30
-EARLY_LIMIT_SECONDS = 10
 FREEZE_LIMIT_SECONDS = 90  # a rank may be silent for a minute
-SECONDS_OF_PYTHON_ITSELF = 0.5  # before its first line is ours
 START_SECONDS = 120
 JOB = [
     *jobs.TINY_JOB,
@@ -48,10 +42,7 @@ JOB = [
 
 def losses(dump_folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of each step; of a repeated step, the last."""
-    path = dump_folder / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    rows = [json.loads(line) for line in text.split("\n")[:-1]]
-    return {row["step"]: (row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in rows}
+    return dict(jobs.logged_steps(dump_folder))
 
 
 def whole_steps(dump_folder: Path) -> list[int]:
@@ -85,58 +76,6 @@ def wait_for(text: str, job: jobs.Job, rank: int) -> None:
     while text not in job.output(rank):
         assert job.is_running() and time.monotonic() < deadline, job.output(rank)
         time.sleep(0.01)
-
-
-def early(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
-    """With processes of their own: what `jobs` starts has torch loaded already."""
-    folder.mkdir(parents=True)
-    meeting = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    meeting |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(jobs.free_port())}
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        with open(folder / f"rank_{rank}.log", "w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "torchtitan.train", *JOB, f"--job.dump_folder={folder}"],
-                    cwd=jobs.ROOT,
-                    env=os.environ | meeting | own | {"PYTHONPATH": str(jobs.ROOT)},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-    try:
-        rank = draw.randrange(ranks)
-        number = draw.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-        after = draw.uniform(SECONDS_OF_PYTHON_ITSELF, 5)
-        time.sleep(after)
-        steps_before, sent_at = len(losses(folder)), time.monotonic()
-        processes[rank].send_signal(number)
-        # Imports take as long as the machine makes them: the limit is for what comes after.
-        logs = [folder / f"rank_{r}.log" for r in range(ranks)]
-        while not all("version" in log.read_text() for log in logs):
-            assert time.monotonic() < sent_at + START_SECONDS
-            time.sleep(0.05)
-        deadline = time.monotonic() + EARLY_LIMIT_SECONDS
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0, deadline - time.monotonic()))
-        seconds = time.monotonic() - sent_at
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    outputs = [log.read_text() for log in logs]
-    what = f"{number.name} to rank {rank} after {after:.2f} s"
-    if codes == [0] * ranks:
-        return f"{what}, in step {steps_before + 1}: saved"
-    wanted = [128 + number if r == rank else 1 for r in range(ranks)]
-    assert codes == wanted, "\n".join([f"{what}: {codes}", *outputs])
-    for other, output in enumerate(outputs):
-        said = f"rank {other} ends because rank {rank} failed: {number.name}"
-        assert other == rank or said in output, output
-    return f"{what}: all gone in {seconds:.1f} s"
 
 
 def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
@@ -246,7 +185,6 @@ def children(pid: int) -> list[int]:
 
 
 KINDS: dict[str, Callable[[Path, int, random.Random, dict], str]] = {
-    "early": early,
     "stop": stop,
     "kill": kill,
     "freeze": freeze,

@@ -1,7 +1,5 @@
 """Rows after kills and other layouts are those of the unbroken run; the script does it with 10,000."""
 
-from functools import partial
-
 import pytest
 
 from tests.reliability import elastic_data
@@ -16,7 +14,4 @@ from tests.reliability import elastic_data
     ],
 )
 def test_rows_are_those_of_the_unbroken_run(kind, packing, tmp_path):
-    prepare = partial(
-        lambda training, prepare: prepare(training, tmp_path), prepare=elastic_data.KINDS[kind]
-    )
-    assert elastic_data.run(prepare, tmp_path, 300, packing) >= 300
+    assert elastic_data.run(kind, tmp_path, 300, packing) >= 300

@@ -1,7 +1,5 @@
 """Every fault of the fault book is brought about, and is told as the book says."""
 
-import re
-
 import pytest
 
 from tests.reliability.faults import (
@@ -19,22 +17,12 @@ FAULTS = faults()
 MOST_LINES = 60  # of log and message together
 
 
-def names_marked():
-    """Names of faults; one is slow if an earlier one breaks the same rule on the same kind of run."""
-    seen = set()
-    for name, fault in FAULTS.items():
-        words = re.sub("[^a-z ]", "", BOOK[name].message.lower())
-        rule = words[:70], fault.ranks, fault.module
-        yield pytest.param(name, marks=[pytest.mark.slow] * (rule in seen))
-        seen.add(rule)
-
-
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     return finish_a_run(tmp_path_factory.mktemp("finished_run"))
 
 
-@pytest.mark.parametrize("name", [*names_marked()])
+@pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_told(name, finished_run, tmp_path):
     fault, row = FAULTS[name], BOOK[name]
     outcome = bring_about(fault, tmp_path, finished_run)

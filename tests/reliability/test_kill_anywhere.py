@@ -19,5 +19,5 @@ NAMES = [
 @pytest.mark.parametrize("n_trials", [2, pytest.param(24, marks=pytest.mark.slow)])
 def test_run_killed_anywhere_resumes_from_its_newest_whole_step(n_trials, tmp_path):
     assert set(NAMES) <= set(VARIANTS)
-    trials = run_trials(NAMES[:n_trials], n_trials, seed=1000, folder=tmp_path, n_workers=1)
+    trials = run_trials(NAMES[:n_trials], n_trials, seed=1000, folder=tmp_path)
     assert not [trial for trial in trials if trial.failure], summarize(trials)

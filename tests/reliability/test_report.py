@@ -86,14 +86,6 @@ def test_steps_done_again_are_separate_from_final_steps(tmp_path):
     assert data["redone"] == [{"x0": 6, "x1": 8, "t0": 6.0, "t1": 8.0}]
 
 
-def test_restart_without_events_is_seen_in_the_steps(tmp_path):
-    write_run_with_a_restart(tmp_path)
-    (tmp_path / "events.jsonl").unlink()
-    run = read_run(tmp_path)
-    assert list(run.curves[LOSS].starts) == [0] * 8 + [1] * 5
-    assert "Starts 2" in text_of(page_of(run))
-
-
 def test_start_that_ended_without_a_word_is_a_fault(tmp_path):
     write_run_with_a_restart(tmp_path)
     data = data_of(page_of(read_run(tmp_path)))
@@ -126,14 +118,6 @@ def test_page_shows_the_state_of_the_run(tmp_path, last_events, seconds_later, s
     assert re.search(r'class="state \w+">([^<]*)<', html).group(1) == state
 
 
-def test_same_fault_of_many_ranks_is_one_row(tmp_path):
-    faults = [event("fault", 5, rank=r, message="disk full", exit_code=1) for r in range(4)]
-    write_lines(tmp_path / "events.jsonl", [event("start", 0), *faults])
-    text = text_of(page_of(read_run(tmp_path)))
-    assert text.count("disk full") == 1
-    assert "disk full (exit code 1) (×4)" in text
-
-
 def test_half_written_and_damaged_lines_are_passed_over(tmp_path):
     good = [line(1, 1, loss=2.0), line(2, 2, loss="NaN"), line(3, 3, loss=1.0)]
     rows = [json.dumps(row) for row in good]
@@ -144,16 +128,6 @@ def test_half_written_and_damaged_lines_are_passed_over(tmp_path):
     curve = read_run(tmp_path).curves["loss"]
     assert list(curve.steps) == [1, 2, 3]
     assert math.isnan(curve.values[1])
-
-
-def test_page_grows_with_the_run(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [line(1, 1, loss=2.0)])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(line(2, 2, loss=1.5))[:20])
-        file.flush()
-        assert list(read_run(tmp_path).curves["loss"].steps) == [1]
-        file.write(json.dumps(line(2, 2, loss=1.5))[20:] + "\n")
-    assert list(read_run(tmp_path).curves["loss"].steps) == [1, 2]
 
 
 def test_tensorboard_files_give_the_curves_that_jsonl_gives(tmp_path):
@@ -176,42 +150,12 @@ def test_tensorboard_files_give_the_curves_that_jsonl_gives(tmp_path):
         assert list(curve.values) == pytest.approx(list(expected.values))  # TensorBoard stores fp32
 
 
-def test_tensorboard_file_that_ends_in_the_middle_of_a_record_is_read_that_far(tmp_path):
-    board = TensorBoardLogger(str(tmp_path / "tb"))
-    for step in range(1, 6):
-        board.log({"loss": float(step)}, step)
-    board.close()
-    (path,) = (tmp_path / "tb").iterdir()
-    path.write_bytes(path.read_bytes()[:-9])
-    assert list(read_run(tmp_path).curves["loss"].steps) == [1, 2, 3, 4]
-
-
-def test_file_of_the_first_rank_is_read(tmp_path):
-    for rank in (10, 2):
-        write_lines(tmp_path / f"metrics.rank_{rank}.jsonl", [line(1, 1, loss=float(rank))])
-        TensorBoardLogger(str(tmp_path / "tb" / f"rank_{rank}")).close()
-    assert read_run(tmp_path).source == "metrics.rank_2.jsonl"
-
-
 def test_files_outside_the_folder_are_not_read(tmp_path):
     write_run_with_a_restart(tmp_path / "other")
     (tmp_path / "run").mkdir()
     write_lines(tmp_path / "run" / "events.jsonl", [event("start", 0)])
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "other" / "metrics.jsonl")
     assert read_run(tmp_path / "run").curves == {}
-
-
-def test_samples_are_of_steps_spread_over_the_run_and_of_the_last_time(tmp_path):
-    def episodes(steps, text):
-        return [{"step": s, "prompt": "1+1=", "text": text} for s in steps for _ in range(16)]
-
-    rows = episodes(range(1, 81), "first") + episodes(range(70, 101), "second")
-    write_lines(tmp_path / "episodes.jsonl", rows)
-    samples = read_run(tmp_path).samples
-    steps = list(dict.fromkeys(sample["step"] for sample in samples))
-    assert steps[0] == 100 and steps[-1] == 1 and len(steps) == 8
-    assert len(samples) == 8 * 6
-    assert {s["text"] for s in samples if s["step"] >= 70} == {"second"}
 
 
 # ---- size ----
@@ -225,12 +169,6 @@ def test_thinned_curve_keeps_ends_extremes_and_a_value_that_is_not_finite():
     assert {0, len(values) - 1, 31_234, 55_555, 77_777} <= set(kept)
     # Every stretch of the curve still has a point near it.
     assert max(b - a for a, b in zip(kept, kept[1:], strict=False)) < 500
-
-
-def test_short_curve_is_kept_whole():
-    assert thin_out([3.0, math.nan, 1.0], 3) == [0, 1, 2]
-    for limit in range(1, 12):
-        assert len(thin_out(list(map(float, range(100))), limit)) <= limit
 
 
 def test_page_of_a_long_run_with_many_metrics_stays_under_2_mb(tmp_path):
@@ -367,16 +305,6 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
 
 
 @in_browser
-@pytest.mark.parametrize("width", [360, 1600])
-def test_browser_shows_nothing_beyond_the_window(page, tmp_path, width):
-    write_run_with_a_restart(tmp_path)
-    open_report(page, tmp_path, width=width, dark=True)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-    assert page.errors == []
-
-
-@in_browser
 def test_browser_runs_nothing_from_the_folder(page, tmp_path):
     write_hostile_run(tmp_path)
     open_report(page, tmp_path)
@@ -388,20 +316,6 @@ def test_browser_runs_nothing_from_the_folder(page, tmp_path):
     # The security policy holds even if escaping failed.
     page.evaluate("document.body.innerHTML = '<img src=x onerror=\"document.title = 1\">'")
     assert page.evaluate("document.title") != "1"
-
-
-@in_browser
-def test_browser_shows_values_that_are_not_finite_and_single_points(page, tmp_path):
-    losses = [1.0, math.nan, 2.0, math.inf, 1.5]
-    logger = JsonlLogger(str(tmp_path / "metrics.jsonl"))
-    for step, loss in enumerate(losses, 1):
-        logger.log({LOSS: loss, "lr": 0.0}, step)
-    logger.close()
-    write_lines(tmp_path / "events.jsonl", [event("start", 0)])
-    open_report(page, tmp_path)
-    assert page.evaluate("document.querySelectorAll('.wrong').length") == 2
-    assert paths(page, ".curve:not(.dashed)")[0].count("M") == 3
-    assert page.errors == []
 
 
 @in_browser

@@ -37,7 +37,7 @@ def wait_for_steps(dump_folder, n_steps):
 @pytest.mark.parametrize(
     "kind",
     ["stop", "kill"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("early", "freeze", "restart")],
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("freeze", "restart")],
 )
 def test_run_of_two_ranks_survives_an_instant_drawn_at_random(kind, tmp_path):
     assert stop_anywhere.run(kind, trials=1, ranks=2, seed=1, folder=tmp_path) == 0
@@ -61,15 +61,6 @@ def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_
     output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
     assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
     assert "its checkpoint is whole" in output and "error:" not in output
-
-
-@pytest.mark.slow
-def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path):
-    launcher = start_under_torchrun(tmp_path)
-    launcher.send_signal(signal.SIGKILL)
-    # Read to the end, which is when no rank is left that could write.
-    output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
-    assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
 
 
 def test_rl_run_saves_and_ends_when_told_to(tmp_path):

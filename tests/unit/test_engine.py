@@ -10,7 +10,7 @@ import torch
 
 from torchtitan import rank_layout
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.batch.fillers import token_counters, without_counting
+from torchtitan.batch.dummy_microbatches import token_counters, without_counting
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
@@ -179,7 +179,7 @@ def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(t
 def test_scoring_with_a_head_needs_labels(tmp_path):
     engine = make_engine(tmp_path)
     with pytest.raises(
-        ValueError, match=r"need labels \[B, T\], got None and a batch of \['input'\]"
+        ValueError, match=r"need labels of the shape of 'input' .*, got None for \(1, 8\)"
     ):
         engine.forward_step(random_batch(1, 8)[0], head=TokenLogProbs())
 
@@ -209,8 +209,8 @@ def check_both_steps_raise(engine, batch, labels, message):
     [
         ({"tokens": torch.ones(1, 4).long()}, (1, 4), r"needs 'input'.*the keys .*'tokens'"),
         ({"input": [[1, 2]]}, (1, 2), "needs 'input'.*got list"),
-        ({"input": torch.ones(4).long()}, (4,), r"rows .* got shape \(4,\); .*input\[None\]"),
-        ({"input": torch.ones(2, 4).long()}, (2, 3), r"labels must .* got \(2, 3\) for \(2, 4\)"),
+        ({"input": torch.ones(4).long()}, (4,), r"got shape \(4,\) .*input\[None\]"),
+        ({"input": torch.ones(2, 4).long()}, (2, 3), r"need labels .* got \(2, 3\) for \(2, 4\)"),
         (
             {"input": torch.ones(2, 4).long(), "positions": torch.arange(3)[None]},
             (2, 4),
@@ -224,12 +224,12 @@ def check_both_steps_raise(engine, batch, labels, message):
         (
             {"input": torch.ones(0, 4).long()},
             (0, 4),
-            r"hold a token, got shape \(0, 4\); leave the",
+            r"at least one token, got shape \(0, 4\)",
         ),
         (
             {"input": torch.ones(1, 0).long()},
             (1, 0),
-            r"hold a token, got shape \(1, 0\); leave the",
+            r"at least one token, got shape \(1, 0\)",
         ),
     ],
 )
@@ -256,7 +256,7 @@ def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
         (
             "labels",
             torch.full((1, 4), VOCAB),
-            rf"labels must be ids in \[0, {VOCAB}\) or -100, which",
+            rf"labels must be ids in \[0, {VOCAB}\) or -100",
         ),
         ("labels", torch.ones(1, 4), "labels must be whole numbers, got .*torch.float32"),
     ],
@@ -470,8 +470,9 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
     assert warnings == [
         "step 2: the first bad loss of rank 0, nan, is that of microbatch 2 of 3, row 1 (documents 1 "
         "to 6), row 2 (document 7)",
-        "step 2: the gradient norm is nan; weights and optimizer state were left as they are (ranks "
-        "with a bad loss have logged its microbatch; if there is none, a gradient overflowed)",
+        "step 2: the gradient norm is nan, 1 time(s) in a row (ranks with a bad loss have logged its "
+        "microbatch; if there is none, a gradient overflowed); weights and optimizer state were left as "
+        "they are",
     ]
 
 
@@ -686,7 +687,7 @@ def test_engine_closes_itself_at_the_end_of_its_block_and_takes_no_step_then(tmp
             call()
 
 
-@pytest.mark.parametrize("head, got", [(TokenLogProbs, "the class TokenLogProbs"), ("x", "'x'")])
+@pytest.mark.parametrize("head, got", [(TokenLogProbs, "<class .*TokenLogProbs'>"), ("x", "'x'")])
 def test_head_that_is_no_instance_is_named(head, got, tmp_path):
     batch, labels = random_batch(1, 8)
     with make_engine(tmp_path) as engine:

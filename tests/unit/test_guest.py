@@ -243,7 +243,7 @@ def test_guest_that_saves_nothing_needs_no_place_to_write_and_no_data(tmp_path, 
     with TrainingEngine(config_of(ALONE, "/proc/x", *flags, "--checkpoint.no_enable")) as engine:
         assert train_a_step(engine) > 0
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"job\.dump_folder must be writable"):
+    with pytest.raises(ConfigError, match=r"job\.dump_folder must be a writable"):
         TrainingEngine(config_of(ALONE, "/proc/x", *flags))
     with pytest.raises(ConfigError, match=r"training\.dataset_path"):
         Trainer(config_of(ALONE, tmp_path, *flags))

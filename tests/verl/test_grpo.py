@@ -14,10 +14,10 @@ pytest.importorskip("verl", reason="scripts/run_verl_tests.sh installs it")
 
 import psutil
 import torch
+from verl_on_cpu.sampler import Sampler
 
 from examples.verl.toy import make_toy
 from tests.verl import cases
-from torchtitan.integrations.verl.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MEMORY_GIB = 12

@@ -22,10 +22,8 @@ _OUTPUT = "output"  # the output projection has an adapter only if it is named
 
 
 class LoRAConverter(ModelConverter):
-    """Freezes the model, and adds adapters.
+    """Freezes the model with the router's load balance, and adds adapters in `training.dtype`.
 
-    The router's load balance is frozen with the weights. Frozen weights that every step would cast
-    to `training.mixed_precision_param` are cast once; what trains keeps `training.dtype`.
     Raises ConfigError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
     """
 
@@ -68,19 +66,10 @@ class LoRAConverter(ModelConverter):
         """Do nothing after an optimizer step."""
 
     def _targets(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """Return layer -> (module, name of its weight); experts' weights are layers of their own."""
+        """Return layer -> (module, name of its weight)."""
         linears = dict(_linears(model))
         wanted = self.options.names(self.options.target_modules)
         names = [name for name in wanted if name != ALL_LINEAR]
-        everything = [name for name, _ in model.named_modules() if name]
-        for name in names:
-            if any(fits(name, linear) for linear in linears):
-                continue
-            if fitting := [module for module in everything if fits(name, module)]:
-                raise ConfigError(
-                    f"lora.target_modules holds layers that can have an adapter, got {name!r}, which "
-                    f"is {fitting[0]}; lora.also_train = ['{name}'] trains it whole"
-                )
         _refuse_misfits("lora.target_modules", names, linears)
         chosen = {
             name: where
@@ -92,19 +81,13 @@ class LoRAConverter(ModelConverter):
                 f"lora.target_modules = {wanted} names the output projection, whose weight is also the "
                 "embedding's in this model, and files of merged weights hold it once; leave it out"
             )
+        quantizing = [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
         for name, (module, _) in chosen.items():
-            if isinstance(module, StackedExperts) and type(module) is not GroupedExperts:
+            kinds = [*quantizing, type(module).__name__]
+            if isinstance(module, StackedExperts) and kinds != [GroupedExperts.__name__]:
                 raise ConfigError(
-                    f"lora.target_modules = {wanted} names {name}, and experts of class "
-                    f"{type(module).__name__} cannot have adapters; name other layers, such as "
-                    "['self_attn']"
-                )
-            if isinstance(module, StackedExperts) and (
-                quantizing := [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
-            ):
-                raise ConfigError(
-                    f"lora.target_modules = {wanted} names {name}, and experts in 8 bits cannot have "
-                    f"adapters; name other layers, or remove {quantizing[0]} from model.converters"
+                    f"lora.target_modules = {wanted} names {name}, and experts of {kinds[0]} cannot "
+                    "have adapters; name other layers, such as ['self_attn']"
                 )
         return chosen
 
@@ -132,7 +115,7 @@ class LoRAConverter(ModelConverter):
                 module.bias.requires_grad_(True)
 
     def _cast_frozen(self, model: nn.Module) -> None:
-        """Give frozen weights the dtype that FSDP or autocast would cast them to in every step."""
+        """Cast frozen weights once, to the dtype that FSDP or autocast would cast them to."""
         if self._frozen_dtype is None:
             return
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -150,7 +133,7 @@ class LoRAConverter(ModelConverter):
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield (layer, (module, name of its weight)) of all layers that can have an adapter."""
+    """Yield the layers that can have an adapter; each stack of experts' weights is a layer."""
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts):
             for weight_name, parameter in module.named_parameters(recurse=False):
@@ -168,5 +151,6 @@ def _refuse_misfits(key: str, patterns: Collection[str], layers: Collection[str]
             ends = sorted({layer.rpartition(".")[2] for layer in layers})
             raise ConfigError(
                 f"{key} holds parts of layers' names ({', '.join(ends)}, and PEFT's names for them), "
-                f"got {pattern!r}{guess(pattern, ends)}; correct it"
+                f"got {pattern!r}{guess(pattern, ends)}; correct it, or train other modules whole with "
+                "lora.also_train"
             )

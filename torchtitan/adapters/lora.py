@@ -8,9 +8,8 @@ from its weight W [N, K], which keeps its name and its place in files, and from 
 of the same module: lora_a, A [r, K], and lora_b, B [N, r]. Experts have one adapter each: beside
 w1 [E, N, K] they have w1_lora_a [E, r, K] and w1_lora_b [E, N, r].
 
-Under tensor parallelism A is whole and B split where the weight is split along its outputs, and A
-is split and B whole where the weight is split along its inputs (`models/tp_plan.py`). A rank's
-result is then a share of the result, as for the weight.
+Under tensor parallelism B is split where the weight is split along its outputs, and A where it is
+split along its inputs (`models/tp_plan.py`).
 """
 
 import contextlib
@@ -31,10 +30,11 @@ from torchtitan.distributed.dtensor import (
     with_local,
 )
 from torchtitan.distributed.fsdp import reshard_model
-from torchtitan.distributed.seeded_init import name_without_wrappers, seeded_init
+from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import Linear, linear
 from torchtitan.numerics.low_rank import LowRank
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class Adapted(NamedTuple):
@@ -47,7 +47,7 @@ class Adapted(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of one module: name of its weight -> scale; and their dropout."""
+    """Of one module: name of its weight -> scale; and their dropout."""
 
     scales: dict[str, float]
     dropout: float
@@ -59,11 +59,7 @@ class Adapters(NamedTuple):
 def add_adapter(
     module: nn.Module, weight_name: str, rank: int, scale: float, dropout: float
 ) -> None:
-    """Add the adapter of one of the module's weights, in the dtype of the weight.
-
-    module: an nn.Linear of any class, or `GroupedExperts`. Its parameters are registered but not
-    filled; see `init_adapters`.
-    """
+    """Add an adapter, not yet filled, to an nn.Linear of any class or to `GroupedExperts`."""
     weight = module.get_parameter(weight_name)
     *experts, n_outputs, n_inputs = weight.shape
     for which, shape in (("a", (rank, n_inputs)), ("b", (n_outputs, rank))):
@@ -94,7 +90,7 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
 
 
 def _low_rank(module: nn.Module, x: Tensor) -> LowRank | None:
-    """Return what the adapters add to the module's output for x [..., K]; None while they are off."""
+    """What the adapters add to the module's output for x [..., K]; None while they are off."""
     if not module.lora_is_on:
         return None
     scales, dropout = module.lora
@@ -135,7 +131,7 @@ class AdaptedExperts(GroupedExperts):
     def _feed_forward(
         self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
     ) -> Tensor:
-        """See `run_for_loop`. pairs: A and B of each adapted weight, or nothing."""
+        """pairs: A and B of each adapted weight, or nothing."""
         scales, dropout = self.lora
         pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
 
@@ -183,8 +179,7 @@ def redraw_adapters(
     """Fill the adapters as new ones of a rank of at most their own; the layout changes no bit.
 
     layers: names, as in `lora.target_modules`; the adapters of other layers stay without effect.
-    Rows of A from `rank` on are zero. They and their columns of B stay zero, because each has the
-    other one as a factor of its gradient.
+    Rows of A from `rank` on are zero. They and their columns of B stay zero in training.
     """
     for part in parts:
         reshard_model(part)
@@ -205,10 +200,7 @@ def redraw_adapters(
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parts compute without their adapters, so nothing in them trains.
-
-    Several such contexts may be open, and end in any order.
-    """
+    """Inside, the parts compute without their adapters. Contexts may overlap and end in any order."""
     modules = [m for part in parts for m in part.modules() if hasattr(m, "lora")]
 
     def count(change: int) -> None:
@@ -232,7 +224,7 @@ def merged(
 ) -> dict[str, Any]:
     """Return a state dict without adapters, in which W + scale * B A takes the place of W.
 
-    entries: the parts' state dict, plain tensors or DTensors. Collective: A and B are gathered.
+    entries: the parts' state dict. Collective: A and B are gathered.
     dtype: of the merged weights; None keeps each weight's dtype. The sum is rounded once.
     """
     result = dict(entries)

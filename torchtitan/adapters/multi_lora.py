@@ -1,9 +1,8 @@
 """Multi-LoRA: one pass over the base for the rows of several models, each with adapters of its own.
 
-A layer's frozen product is computed once for all rows; the low-rank products are computed for each
-model's rows with its own A and B, which are stacked. Experts' tokens are sorted by expert and then by
-model (`AdaptedExperts.groups`). All stacks of a pass are views of one buffer, so that each group of
-ranks sums its part of the buffer, of weights or of gradients, in one all-reduce.
+The low-rank products are computed for each model's rows with its own A and B, which are stacked.
+Experts' tokens are sorted by expert and then by model (`AdaptedExperts.groups`). All stacks of a pass
+are views of one buffer, so that each group of ranks sums its part in one all-reduce.
 
 m models, E experts, r rank, K inputs and N outputs of a layer.
 """
@@ -29,10 +28,10 @@ from torchtitan.distributed.dtensor import (
     local_tensor,
     with_local,
 )
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 # ---- one layer ----
 
@@ -67,28 +66,22 @@ def reasons_for_turns(
 ) -> list[str]:
     """Return why models with adapters cannot share a pass; [] if they can."""
     adapted = adapter_names(adapted_weights(parts))
-    trained = (
-        name_without_wrappers(name)
+    reasons = [
+        f"{name}, which lora.also_train trains whole, is in every row"
         for part in parts
         for name, parameter in part.named_parameters()
-        if parameter.requires_grad
-    )
-    whole = next((name for name in trained if name not in adapted), None)
-    parallelism = job_config.parallelism
-    reasons = {
-        f"{whole}, which lora.also_train trains whole, is in every row": whole is not None,
-        "shared passes were not tried where a pipeline splits backward": parallel_dims.pp_enabled
-        and splits_backward(parallelism),
-    }
-    return [reason for reason, applies in reasons.items() if applies]
+        if parameter.requires_grad and name_without_wrappers(name) not in adapted
+    ][:1]
+    if parallel_dims.pp_enabled and splits_backward(job_config.parallelism):
+        reasons.append("shared passes were not tried where a pipeline splits backward")
+    return reasons
 
 
 class _Matrix(NamedTuple):
     """An A or B, and this rank's part of it.
 
-    shape: of the part that this rank computes with: whole, or tensor or expert parallelism's part.
-    own: where this rank's shard is in it. shards: the groups that have the other shards.
-    sums: the groups over which its gradient is summed.
+    shape: of what this rank computes with, whole or a part by TP or EP. own: the place of its shard.
+    shards: the groups that have the other shards. sums: the groups that sum its gradient.
     """
 
     name: str
@@ -127,8 +120,8 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
 class MultiLoRA:
     """Computes passes in which each row has the adapters of its model.
 
-    parts: the model, with its parameters sharded. group: the ranks that have other rows or tokens,
-    over which gradients are summed; None without. has_ddp: the parts scale gradients for DDP.
+    parts: the sharded model. group: the ranks that have other rows or tokens, over which gradients
+    are summed. has_ddp: the parts scale gradients for DDP.
     """
 
     def __init__(
@@ -159,8 +152,8 @@ class MultiLoRA:
     ) -> Iterator[list[dict[str, Tensor]]]:
         """Compute with these models' adapters inside, in microbatches after `set_rows`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name, also in host memory. trains:
-        yields a list that gets each model's gradients at the end, in the layout of the parameters.
+        weights: of each model, this rank's part of its A and B, by name. Yields a list, which, if it
+        `trains`, gets each model's gradients at the end, in the layout of the parameters.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # a pipeline stage without adapters
@@ -191,10 +184,7 @@ class MultiLoRA:
             gradients += self._gradients(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Call before a microbatch's forward, and before its backward; the context does nothing.
-
-        models: of the microbatch's rows.
-        """
+        """Call before a microbatch's forward, and backward, with the models of its rows."""
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else "cpu"
@@ -209,7 +199,6 @@ class MultiLoRA:
         return [n_models * math.prod(matrix.shape) for matrix in self._matrices]
 
     def _stacks(self, buffer: Tensor, n_models: int) -> dict[str, Tensor]:
-        """Return the stack [m, ...] of each matrix, by name, as views of the buffer."""
         pieces = zip(self._matrices, buffer.split(self._sizes(n_models)), strict=True)
         return {matrix.name: piece.view(n_models, *matrix.shape) for matrix, piece in pieces}
 
@@ -229,7 +218,6 @@ class MultiLoRA:
             begin = end
 
     def _gathered(self, weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Return a buffer with the models' adapters, those of other ranks' shards included."""
         like, n_models = local_tensor(self._matrices[0].parameter), len(weights)
         buffer = like.new_zeros(sum(self._sizes(n_models)))
         stacks = self._stacks(buffer, n_models)
@@ -241,7 +229,6 @@ class MultiLoRA:
         return buffer
 
     def _gradients(self, sums: Tensor, n_models: int) -> list[dict[str, Tensor]]:
-        """Sum the gradients over ranks, and return this rank's part of each model's, by name."""
         self._all_reduce(sums, n_models, lambda matrix: matrix.sums)
         if self._group is not None and self._has_ddp:
             sums /= self._group.size()  # its hook has multiplied them, because DDP averages

@@ -31,7 +31,6 @@ _SPELLINGS = {
 
 
 def spelled(name: str) -> str:
-    """Return a layer's name with our components in place of Hugging Face's."""
     return ".".join(_SPELLINGS.get(part, part) for part in name.removeprefix("model.").split("."))
 
 

@@ -88,7 +88,7 @@ class _Layer(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A matrix in a file. cut: where it is in the stored tensor, which may hold those of all experts."""
+    """A matrix in a file. cut: its place in the stored tensor, which may hold those of all experts."""
 
     key: str
     shape: tuple[int, ...]
@@ -114,10 +114,9 @@ def save_peft(
     """
     adapter = copy.copy(adapter)  # it keeps state from its last translation
     adapted = list(adapted_weights(parts))
-    names_of = dict(zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, _Layer] = {}
-    for one, hf_layers in names_of.items():
+    for one, hf_layers in zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True):
         a, b = (whole_tensor(entries[name]) for name in (one.a, one.b))
         a, b = a[..., : options.rank, :], b[..., : options.rank]
         # Only the rows of B are rows of the weight, which an adapter may reorder.
@@ -141,11 +140,11 @@ def save_peft(
     sent = {name for earlier in all_ranks(sorted(tensors))[:rank] for name in earlier}
     own = {name: t.contiguous().cpu() for name, t in tensors.items() if name not in sent}
     everything = {name: tensor for part in all_ranks(own) for name, tensor in part.items()}
-    all_layers = {name: layer for part in all_ranks(layers) for name, layer in part.items()}
     matrices = [name for name, t in entries.items() if t.ndim > 1 and name not in in_adapters]
     hf_matrices = [hf for name in matrices for hf in _hf_layers(name, entries[name], adapter)]
-    known = {name for part in all_ranks(hf_matrices) for name in part}
-    names = {name for part in all_ranks(sorted(trained_whole)) for name in part}
+    of_ranks = all_ranks((layers, hf_matrices, list(trained_whole)))
+    all_layers = {name: layer for part, _, _ in of_ranks for name, layer in part.items()}
+    known, names = ({name for part in of_ranks for name in part[i]} for i in (1, 2))
     is_tied = getattr(getattr(adapter, "model_args", None), "enable_weight_tying", False)
     config = _config(all_layers, known, names, options, is_tied)
 
@@ -164,18 +163,12 @@ def save_peft(
 def _key(hf_name: str, layers: Collection[str]) -> str:
     """Return the key of a parameter that trains whole. layers: those with an adapter."""
     layer, _, kind = hf_name.rpartition(".")
-    return (
-        f"{_PREFIX}{layer}.base_layer.bias"
-        if kind == "bias" and layer in layers
-        else _PREFIX + hf_name
-    )
+    is_inside = kind == "bias" and layer in layers
+    return _PREFIX + (f"{layer}.base_layer.bias" if is_inside else hf_name)
 
 
 def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) -> list[str]:
-    """Return the HF layers that one of our weights is: one, or one for each expert.
-
-    Returns [] if HF's model has it in another form, or not at all.
-    """
+    """The HF layers that a weight is: one, or one for each expert; [] if HF has it in another form."""
     try:
         in_hf = adapter.to_hf({weight_name: torch.empty(weight.shape, device="meta")})
     except ValueError:  # a part of a tensor
@@ -186,7 +179,7 @@ def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) 
 def _hf_layers_of(
     adapted: list[Adapted], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
 ) -> list[list[str]]:
-    """Return each weight's HF layers. Collective; ValueError, on all ranks, for a weight without."""
+    """Each weight's HF layers. Collective; raises ValueError, on all ranks, for a weight without."""
     found = [_hf_layers(one.weight, entries[one.weight], adapter) for one in adapted]
     missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
     if missing := [name for part in all_ranks(missing) for name in part]:
@@ -207,9 +200,8 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
-    the parameters that train whole.
-
+    layers: HF layers with an adapter. known, trained_whole: HF names of all matrices, and of the
+    parameters that train whole.
     `peft` for transformers 5 joins experts' gates and ups, with twice `r` and twice `lora_alpha`
     unless the patterns name the joined parameter, so scales are alpha / r. Of a model with experts,
     it takes all names like theirs for experts', so other layers go to target_parameters.
@@ -251,23 +243,10 @@ def _config(
         return found
 
     rank_pattern, alpha_pattern = patterns(ranks, rank), patterns(alphas, alpha)
-    unreadable = []
-    for experts in sorted({expert[1] for expert in map(_EXPERT.fullmatch, layers) if expert}):
-        gate, up = (layers.get(f"{experts}.0.{part}") for part in _EXPERTS["gate_up_proj"])
-        if gate is None and up is None:
-            continue
-        if gate is None or up is None or gate.scale != up.scale:
-            unreadable.append(experts)
-        elif {gate, up} != {_Layer(rank, alpha / rank)}:
-            joined = gate.rank + up.rank
-            rank_pattern[f"{experts}.gate_up_proj"] = joined
-            alpha_pattern[f"{experts}.gate_up_proj"] = round(gate.scale * joined, 9)
-    if unreadable:
-        logger.warning(
-            f"peft for transformers 5 cannot read the adapters of {_shorten(unreadable)}, because it "
-            "joins gate_proj and up_proj, which need adapters of one scale; peft for transformers 4 "
-            "reads them"
-        )
+    for name, layer in _joined_gates(layers).items():
+        if layer != _Layer(2 * rank, alpha / rank):
+            rank_pattern[name] = layer.rank
+            alpha_pattern[name] = round(layer.scale * layer.rank, 9)
     biases = {name for name in trained_whole if name.endswith(".bias")}
     biases -= {f"{name.removesuffix('.weight')}.bias" for name in trained_whole}
     whole = sorted({name.rpartition(".")[0] for name in set(trained_whole) - biases})
@@ -296,6 +275,24 @@ def _config(
     }
 
 
+def _joined_gates(layers: Mapping[str, _Layer]) -> dict[str, _Layer]:
+    """Return the layers that `peft` for transformers 5 makes of gates and ups; warns where it cannot."""
+    joined, unreadable = {}, []
+    for experts in sorted({expert[1] for expert in map(_EXPERT.fullmatch, layers) if expert}):
+        gate, up = (layers.get(f"{experts}.0.{part}") for part in _EXPERTS["gate_up_proj"])
+        if gate and up and gate.scale == up.scale:
+            joined[f"{experts}.gate_up_proj"] = _Layer(gate.rank + up.rank, gate.scale)
+        elif gate or up:
+            unreadable.append(experts)
+    if unreadable:
+        logger.warning(
+            f"peft for transformers 5 cannot read the adapters of {_shorten(unreadable)}, because it "
+            "joins gate_proj and up_proj, which need adapters of one scale; peft for transformers 4 "
+            "reads them"
+        )
+    return joined
+
+
 # ---- reading ----
 
 
@@ -314,24 +311,23 @@ def load_peft(
     scales or sizes differ from the model's, and if ranks have different files. Then nothing changes.
     """
     adapter = copy.copy(adapter)
-    config = from_rank_zero(lambda: read_config(folder))
     path = os.path.join(folder, WEIGHTS_FILE)
-    stored = from_rank_zero(lambda: _shapes_in(path))
-    digests = on_all_ranks(lambda: _digest(folder))
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise ValueError(
-            f"The files in {folder} differ between rank 0 and ranks {others}; give all ranks the same"
-        )
+    config, stored = _read_headers(folder)
     adapted = list(adapted_weights(parts))
-    hf_layers = _hf_layers_of(adapted, entries, adapter)
+    hf_layers = dict(zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True))
     in_adapters = adapter_names(adapted)
     whole = {name: entries[name] for name in trained if name not in in_adapters}
-    metas = {name: torch.empty(t.shape, device="meta") for name, t in whole.items()}
-    in_hf = adapter.to_hf(metas)
-    layers = {name for names in hf_layers for name in names}
-    keys = {name: _key(name, layers) for name in in_hf}
-
+    in_hf = adapter.to_hf({n: torch.empty(t.shape, device="meta") for n, t in whole.items()})
+    own = {
+        name: _Layer(entries[one.a].shape[-2], one.scale)
+        for one, names in hf_layers.items()
+        for name in names
+    }
+    keys = {name: _key(name, own) for name in in_hf}
     wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
+    for one, names in hf_layers.items():
+        for name, (kind, entry) in product(names, (("A", one.a), ("B", one.b))):
+            wanted[f"{_PREFIX}{name}.lora_{kind}.weight"] = tuple(entries[entry].shape[-2:])
     # Tensors that peft also stores: a tied tensor under its other name, and the frozen weight of an
     # output projection with an adapter -> the tensor, or its key.
     copies: dict[str, Any] = {
@@ -339,96 +335,109 @@ def load_peft(
         for name, other in adapter.hf_aliases().items()
         if name in in_hf
     }
-    for one, names in zip(adapted, hf_layers, strict=True):
-        if (key := f"{_PREFIX}{names[0]}.base_layer.weight") in stored and names == ["lm_head"]:
-            copies[key] = whole_tensor(entries[one.weight]).cpu()
-    for one, names in zip(adapted, hf_layers, strict=True):
-        for name in names:
-            wanted[f"{_PREFIX}{name}.lora_A.weight"] = tuple(entries[one.a].shape[-2:])
-            wanted[f"{_PREFIX}{name}.lora_B.weight"] = tuple(entries[one.b].shape[-2:])
-    all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
+    output = f"{_PREFIX}lm_head.base_layer.weight"
+    for one, names in hf_layers.items():
+        if names == ["lm_head"] and output in stored:
+            copies[output] = whole_tensor(entries[one.weight]).cpu()
     for key in set().union(*all_ranks(sorted(copies))):
         stored.pop(key, None)
-    of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
-    fused = {matrix.key for matrix in of_experts.values()}
-    matrices = {key: _Stored(key, shape) for key, shape in stored.items() if key not in fused}
-    matrices |= of_experts
-    shapes = {key: matrix.shape for key, matrix in matrices.items()}
-    for problem in _differences(shapes, all_wanted):
-        raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
-    own = {
-        name: _Layer(entries[one.a].shape[-2], one.scale)
-        for one, names in zip(adapted, hf_layers, strict=True)
-        for name in names
-    }
-    for part in on_all_ranks(lambda: list(_other_scales(own, config, of_experts, folder))):
-        for problem in part:
-            raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
+    matrices = _matching(stored, wanted, own, config, folder)
 
-    values: list[tuple[Tensor, Tensor]] = []  # our parameter, its values
-
-    def read() -> None:
+    def read() -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of our parameter and its values."""
+        values = []
         with safe_open(regular_file(path), framework="pt") as file:
-            stored_tensor = functools.lru_cache(1)(  # of all experts, once
-                lambda key: _checked(file.get_tensor(key), key, path)
-            )
+            _check_copies(copies, file, path)
+            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
 
             def tensor_of(key: str) -> Tensor:
-                return stored_tensor(matrices[key].key)[matrices[key].cut]
-
-            in_file = set(file.keys())
-            for key, origin in copies.items():
-                if key in in_file and not _is_copy(
-                    file.get_tensor(key),
-                    file.get_tensor(origin) if isinstance(origin, str) else origin,
-                ):
+                tensor = stored_tensor(matrices[key].key)[matrices[key].cut]
+                if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
                     raise ValueError(
-                        f"{path} has a {key.removeprefix(_PREFIX)} that differs from the weight that "
-                        "the model shares or keeps; untie the base, or merge with peft"
+                        f"{path} has numbers that are not finite, or not floating-point, in "
+                        f"{key.removeprefix(_PREFIX)}; train or save it again"
                     )
-            for one, names in zip(adapted, hf_layers, strict=True):
-                a_parts, b_parts = (
+                return tensor
+
+            for one, names in hf_layers.items():
+                a, b = (
                     [tensor_of(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
                     for kind in "AB"
                 )
-                stacks = entries[one.a].ndim == 3
-                values.append((entries[one.a], torch.stack(a_parts) if stacks else a_parts[0]))
-                if not stacks:
-                    (b,) = adapter.from_hf({f"{names[0]}.weight": b_parts[0]}).values()
-                values.append((entries[one.b], torch.stack(b_parts) if stacks else b))
-            hf_tensors = {name: stored_tensor(key) for name, key in keys.items()}
-            for name, tensor in adapter.from_hf(hf_tensors).items():
-                if name in whole:
-                    values.append((whole[name], tensor))
+                if entries[one.a].ndim == 3:
+                    values += [(entries[one.a], torch.stack(a)), (entries[one.b], torch.stack(b))]
+                else:
+                    (rows,) = adapter.from_hf({f"{names[0]}.weight": b[0]}).values()
+                    values += [(entries[one.a], a[0]), (entries[one.b], rows)]
+            ours = adapter.from_hf({name: tensor_of(key) for name, key in keys.items()})
+        return values + [(whole[name], ours[name]) for name in whole if name in ours]
 
-    on_all_ranks(read)
+    values: list[tuple[Tensor, Tensor]] = []
+    on_all_ranks(lambda: values.extend(read()))
     for parameter, tensor in values:
         _fill(parameter, tensor)
     logger.info(f"Read the adapters of {len(hf_layers)} weights from {folder}")
 
 
-def _digest(folder: str) -> str:
-    with open_file(os.path.join(folder, WEIGHTS_FILE), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    with open_file(os.path.join(folder, CONFIG_FILE), "rb") as file:
-        digest.update(file.read())
-    return digest.hexdigest()
+def _read_headers(folder: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return the config, and key -> shape. Raises ValueError if ranks have different files."""
+    path = os.path.join(folder, WEIGHTS_FILE)
+    headers = from_rank_zero(lambda: (read_config(folder), _shapes_in(path)))
 
+    def digest() -> str:
+        with open_file(path, "rb") as file:
+            result = hashlib.file_digest(file, "sha256")
+        with open_file(os.path.join(folder, CONFIG_FILE), "rb") as file:
+            result.update(file.read())
+        return result.hexdigest()
 
-def _checked(tensor: Tensor, key: str, path: str) -> Tensor:
-    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-        what = "values that are not finite" if tensor.is_floating_point() else f"{tensor.dtype}"
+    digests = on_all_ranks(digest)
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(
-            f"{path} has {what} in {key.removeprefix(_PREFIX)}; train or save it again"
+            f"The files in {folder} differ between rank 0 and ranks {others}; give all ranks the same"
         )
-    return tensor
+    return headers
 
 
-def _is_copy(tensor: Tensor, other: Tensor) -> bool:
-    """True if the tensors are equal, or one is the other in a shorter dtype."""
-    return tensor.shape == other.shape and (
-        torch.equal(tensor, other.to(tensor.dtype)) or torch.equal(tensor.to(other.dtype), other)
+def _matching(
+    stored: dict[str, tuple[int, ...]],
+    wanted: dict[str, tuple[int, ...]],
+    layers: Mapping[str, _Layer],
+    config: Mapping[str, Any],
+    folder: str,
+) -> dict[str, _Stored]:
+    """Return key of the model -> matrix in the file. Collective; ValueError if file and model differ.
+
+    wanted, layers: of this rank.
+    """
+    all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
+    of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
+    fused = {matrix.key for matrix in of_experts.values()}
+    matrices = {key: _Stored(key, shape) for key, shape in stored.items() if key not in fused}
+    matrices |= of_experts
+    shapes = {key: matrix.shape for key, matrix in matrices.items()}
+    problem = next(iter(_differences(shapes, all_wanted)), None)
+    scales = on_all_ranks(
+        lambda: next(iter(_other_scales(layers, config, of_experts, folder)), None)
     )
+    if problem := next(filter(None, [problem, *scales]), None):
+        raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
+    return matrices
+
+
+def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
+    """Raise ValueError for a stored copy that differs, in more than a shorter dtype. See `load_peft`."""
+    for key in copies.keys() & {*file.keys()}:
+        tensor, other = file.get_tensor(key), copies[key]
+        other = file.get_tensor(other) if isinstance(other, str) else other
+        if tensor.shape != other.shape or not (
+            torch.equal(tensor, other.to(tensor.dtype))
+            or torch.equal(tensor.to(other.dtype), other)
+        ):
+            raise ValueError(
+                f"{path} has a {key.removeprefix(_PREFIX)} that differs from the weight that the "
+                "model shares or keeps; untie the base, or merge with peft"
+            )
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -458,27 +467,20 @@ def read_config(folder: str) -> dict[str, Any]:
         try:
             config[field] = convert(value, _TYPES[field])
             numbers = value.values() if isinstance(value, dict) else [value]
-            if not all(map(_is_readable, numbers)):
+            if any(isinstance(x, int | float) and not 0 <= x < math.inf for x in numbers):
                 raise TypeError("expected finite numbers that are not negative")
         except TypeError as error:
             raise ValueError(f"{path} has {field} = {value!r}: {error}; correct it") from None
     return config
 
 
-def _is_readable(value: Any) -> bool:
-    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
-
-
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     if not os.path.exists(path):
-        pickled = path.replace(".safetensors", ".bin")
-        remedy = "give the folder that save_pretrained or save_peft wrote"
-        if os.path.exists(pickled):
-            remedy = (
-                f"{os.path.basename(pickled)} there is not read, because reading a pickle can run code; "
-                "open the folder with peft and call save_pretrained"
-            )
-        raise ValueError(f"There is no file {path}; {remedy}")
+        raise ValueError(
+            f"There is no file {path}; give the folder that save_pretrained or save_peft wrote. A .bin "
+            "there is not read, because reading a pickle can run code: open the folder with peft and "
+            "call save_pretrained"
+        )
     try:
         with safe_open(regular_file(path), framework="pt") as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -491,10 +493,9 @@ def _fused_experts(
 ) -> dict[str, _Stored]:
     """Return key -> matrix of the experts' adapters that a file of `peft` for transformers 5 has.
 
-    stored: key -> shape in the file. wanted: keys of the model. parameters: target_parameters.
     Gates and ups [E, 2 H, D] of E experts have A [E r, D], one of each expert, and B [2 H, r E]; downs
-    [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a module once for each of these parameters,
-    so the first one's keys have base_layer in them.
+    [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a module once for each of `parameters`
+    (target_parameters), so the first one's keys have base_layer in them.
     """
     wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
     places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
@@ -517,7 +518,6 @@ def _fused_experts(
 def _differences(
     saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> Iterable[str]:
-    """Yield what is missing in the file, not in the model, and of another rank or size."""
     short = {name.removeprefix(_PREFIX): name for name in saved}
     if more := sorted(name for name, key in short.items() if key not in wanted):
         yield f"the model has no {_shorten(more)}; set lora.target_modules and lora.also_train to fit"
@@ -529,14 +529,11 @@ def _differences(
         name, rank_dim = key.removeprefix(_PREFIX), 1 if ".lora_B." in key else 0
         is_adapter = ".lora_" in key and len(saved[key]) == 2
         if is_adapter and saved[key][1 - rank_dim] == shape[1 - rank_dim]:
-            rank, remedy = saved[key][rank_dim], "set lora.rank or lora.rank_pattern to the file's"
-            if re.search(r"\.experts\.\d+\.(gate|up)_proj\.", name):
-                remedy += (
-                    "; peft for transformers 5 joins the gate and up of an expert, with twice their rank "
-                    f"and alpha: lora.rank_pattern = {{'experts.gate_proj' = {rank}, 'experts.up_proj' "
-                    f"= {rank}}}, and twice their alpha in lora.alpha_pattern"
-                )
-            yield f"{name} has rank {rank} in the file and {shape[rank_dim]} in the model; {remedy}"
+            yield (
+                f"{name} has rank {saved[key][rank_dim]} in the file and {shape[rank_dim]} in the model; "
+                "set lora.rank or lora.rank_pattern to the file's (peft for transformers 5 joins the "
+                "gate and up of an expert, with twice their rank and alpha)"
+            )
         yield (
             f"{name} is {list(saved[key])} in the file and {list(shape)} in the model: the adapters "
             "are of another base model; take that base"
@@ -549,10 +546,7 @@ def _other_scales(
     of_experts: Collection[str],
     folder: str,
 ) -> Iterable[str]:
-    """Yield a sentence for each layer whose rank or scale in the config is not the model's.
-
-    of_experts: keys of matrices that `peft` for transformers 5 stores together.
-    """
+    """Yield a sentence for each layer whose rank or scale in the config is not the model's."""
     fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
     names = [
         re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
@@ -594,7 +588,6 @@ def _other_scales(
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter, plain or a DTensor."""
     if is_dtensor(parameter):
         shape, offsets = local_shape_and_offsets(
             parameter.shape, parameter.device_mesh, parameter.placements

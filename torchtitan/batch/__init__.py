@@ -1,1 +1,1 @@
-"""Batches of packed documents: boundaries, policy, context-parallel shards, fillers."""
+"""Batches of packed documents: boundaries, policy, context-parallel shards, dummies."""

@@ -1,7 +1,4 @@
-"""A batch as one value, which is made once where it enters a step and from then on only read.
-
-B rows, T tokens per row.
-"""
+"""A batch as one value, which is made once where it enters a step. B rows, T tokens per row."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +23,7 @@ class Batch(TypedDict, total=False):
     """The batch that callers give, and that their loss and output functions get.
 
     Entries also go to the model's `get_attention_masks`, and to its forward if that has a parameter of
-    the name. For a type checker a caller adds its own entries in a subclass:
-
-        class MyBatch(Batch):
-            returns: Tensor
+    the name. For a type checker a caller adds its own entries in a subclass.
     """
 
     input: Required[Tensor]  # [B, T] token ids
@@ -45,7 +39,7 @@ class Batch(TypedDict, total=False):
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
-"""What a caller passes to a step: a batch or a list. `step.runner.Microbatch` is one that was prepared."""
+"""What a caller passes to a step: a batch or a list."""
 
 # Key of a batch -> its value at padding tokens that are appended to a row; 0 for other keys.
 _PADDING_OF = {
@@ -62,18 +56,16 @@ _LENGTHS = ("seq_lens", "cu_seqlens")
 class TokenBatch:
     """Rows of tokens, with their labels and the caller's other entries.
 
-    tokens: [B, T]. labels: [B, T], or None.
     document_ids: [B, T] int32, padding -1; None if documents are not kept apart, or if the batch
         has masks instead. See `DocumentPolicy.token_batch`.
-    entries: the caller's other entries, positions and boundaries of documents among them.
-    sample_ids: [B, 2], the first and the last sample of the data set in each row, if known.
     """
 
-    tokens: Tensor
-    labels: Tensor | None = None
+    tokens: Tensor  # [B, T]
+    labels: Tensor | None = None  # [B, T]
     document_ids: Tensor | None = None
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sample_ids: Tensor | None = None
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # positions among them
+    sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
+    has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
@@ -84,21 +76,14 @@ class TokenBatch:
         a padding mask of another shape.
         """
         tokens = batch.get("input")
-        if not isinstance(tokens, Tensor):
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or not tokens.numel():
+            got = type(tokens).__name__
+            if isinstance(tokens, Tensor):
+                got = f"shape {tuple(tokens.shape)}"
             raise ValueError(
-                "a microbatch needs 'input', a tensor of token ids [B, T], got "
-                f"{type(tokens).__name__} there and the keys {sorted(batch)}; put the tokens "
-                "under 'input'"
-            )
-        if tokens.dim() < 2:
-            raise ValueError(
-                f"a microbatch's 'input' must be rows of token ids [B, T], got shape "
-                f"{tuple(tokens.shape)}; give a single row as input[None]"
-            )
-        if not tokens.numel():
-            raise ValueError(
-                f"a microbatch's 'input' must hold a token, got shape {tuple(tokens.shape)}; leave "
-                "the microbatch out of the list, which may be empty"
+                "a microbatch needs 'input', a tensor of token ids [B, T] with at least one token, got "
+                f"{got} there and the keys {sorted(batch)}; give a single row as input[None], and leave "
+                "a microbatch without tokens out of the list"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
         for key in (*_PADDING_OF, *BOUNDARY_KEYS):
@@ -131,24 +116,21 @@ class TokenBatch:
 
     def check_labels(self) -> None:
         """Raise ValueError if the labels are not [B, T]."""
-        if self.labels is not None and self.labels.shape[:2] != self.tokens.shape[:2]:
+        shape = None if self.labels is None else tuple(self.labels.shape)
+        if shape is None or shape[:2] != self.tokens.shape[:2]:
             raise ValueError(
-                "labels must have the shape of 'input' [B, T], got "
-                f"{tuple(self.labels.shape)} for {tuple(self.tokens.shape)}; give each token its "
-                f"target, {IGNORE_INDEX} where it has none"
+                "the default loss and a head need labels of the shape of 'input' [B, T], got "
+                f"{shape} for {tuple(self.tokens.shape)}; give each token its target, {IGNORE_INDEX} "
+                "where it has none, as labels= or as the batch's 'labels', or a loss_fn that needs none"
             )
 
     def with_token_labels(self, vocab_size: int | None) -> Self:
-        """Return the batch with its labels as int64 token ids.
-
-        Raises ValueError for other labels: here, because an error on the last stage of a pipeline would
-        leave the other ranks waiting.
-        """
+        """Return the batch with its labels as int64 token ids; raises ValueError for other labels."""
         self.check_labels()
-        if self.labels is None:
-            return self
+        assert self.labels is not None
         labels = whole_numbers("labels", self.labels)
-        check_ids("labels", labels, vocab_size)
+        if not self.has_checked_ids:
+            check_ids("labels", labels, vocab_size)
         return dataclasses.replace(self, labels=labels.to(torch.int64))
 
     def to(self, device: torch.device) -> Self:
@@ -175,8 +157,8 @@ class TokenBatch:
     def split(self, n_rows: int) -> list[Self]:
         """Return microbatches of `n_rows` rows; the last one may have fewer.
 
-        Tensors [B, ...] and lists of length B are split; everything else is shared, as are tensors of
-        one row or without a dim. Raises ValueError for entries that cannot be split by rows.
+        Tensors [B, ...] and lists of length B are split, everything else is shared. Raises ValueError for
+        entries that cannot be split by rows.
         """
         num_rows = len(self.tokens)
         if n_rows >= num_rows:
@@ -218,18 +200,14 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for ids outside the model's vocabulary; labels may hold IGNORE_INDEX.
 
     Otherwise such a token would get an embedding of zeros under tensor parallelism, and fail on one
-    rank only under a pipeline. Ids on an accelerator are not read, because that waits for the device;
-    its kernels check them.
+    rank only under a pipeline. Ids that only an accelerator has are checked by its kernels.
     """
     ids = on_host(ids)
     if vocab_size is None or ids.device.type != "cpu" or not ids.numel():
         return
     also = ""
     if name == "labels":
-        ids, also = (
-            ids.masked_fill(ids == IGNORE_INDEX, 0),
-            f" or {IGNORE_INDEX}, which no loss counts",
-        )
+        ids, also = ids.masked_fill(ids == IGNORE_INDEX, 0), f" or {IGNORE_INDEX}"
     smallest, largest = (x.item() for x in ids.aminmax())
     if not 0 <= smallest <= largest < vocab_size:
         raise ValueError(

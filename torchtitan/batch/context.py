@@ -1,8 +1,5 @@
 """Context parallelism of a batch: pad rows, keep a rank's tokens and mask, join the ranks' outputs.
 
-Start with `ContextSharding`, whose `pad` and `shard` prepare a batch, and `join_outputs`. `shard`
-calls `cp_shard`.
-
 B rows, T tokens per row, cp ranks.
 """
 
@@ -57,9 +54,7 @@ class ContextSharding:
     def pad(self, batch: TokenBatch) -> TokenBatch:
         """Pad rows at their end until the ranks can share them equally.
 
-        No token attends to the padding, and no loss includes it.
-        Raises ValueError if the batch has a kernel's attention masks, which cannot be padded; a
-        padding mask [B, T] can.
+        Raises ValueError if the batch has a kernel's attention masks; a padding mask [B, T] can be padded.
         """
         seq_len = batch.tokens.shape[1]
         multiple = sequence_multiple(self.load_balancer, self.mesh.size())
@@ -80,7 +75,7 @@ class ContextSharding:
         longer = batch.with_tokens(lengthen)
         cu_seqlens = batch.entries.get("cu_seqlens")
         if cu_seqlens is not None and cu_seqlens.dim() == 1 and batch.document_ids is not None:
-            # These lengths count through rows laid end to end, and the rows are longer now.
+            # These lengths count through all rows, which are longer now.
             entries = {key: x for key, x in longer.entries.items() if key != "cu_seqlens"}
             entries["document_ids"] = longer.document_ids
             longer = replace(longer, entries=entries)
@@ -89,27 +84,24 @@ class ContextSharding:
     def shard(
         self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
     ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
-        """Return the four arguments for this rank's tokens.
-
-        Masks and positions are moved to the last one, `extra_kwargs`.
-        """
-        extra_inputs = dict(extra_inputs)
-        for key in ("positions", "attention_masks"):
-            if key in extra_inputs:
-                extra_kwargs = {**extra_kwargs, key: extra_inputs.pop(key)}
-        own, masks = cp_shard(
+        """Return the arguments for this rank's tokens; masks and positions are moved to `extra_kwargs`."""
+        names = extra_inputs.keys() & {"positions", "attention_masks"}
+        own, own_labels, kwargs = prepare_context_parallel_input(
+            inputs,
+            labels,
+            {**extra_kwargs, **{name: extra_inputs[name] for name in names}},
             self.mesh,
-            (inputs,) if labels is None else (inputs, labels),
-            extra_kwargs.get("attention_masks"),
+            inputs.device,
             self.load_balancer,
-            rotate_method=self.rotate_method,
+            self.rotate_method,
         )
-        positions = positions_of_rank(masks, extra_kwargs.get("positions"), own[0].shape[1])
+        masks = kwargs["attention_masks"]
+        kwargs["positions"] = positions_of_rank(masks, kwargs.get("positions"), own.shape[1])
         shards = shards_of(masks)
         assert shards is not None, "masks from cp_shard know their shards"
-        own_entries = shard_batch(TokenBatch(inputs, entries=extra_inputs), shards).entries
-        extra_kwargs = {**extra_kwargs, "attention_masks": masks, "positions": positions}
-        return own[0], None if labels is None else own[1], dict(own_entries), extra_kwargs
+        others = {name: x for name, x in extra_inputs.items() if name not in names}
+        entries = shard_batch(TokenBatch(inputs, entries=others), shards).entries
+        return own, own_labels, dict(entries), kwargs
 
 
 def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:
@@ -120,9 +112,8 @@ def shard_batch(batch: TokenBatch, shards: TokenShards) -> TokenBatch:
 def join_outputs(outputs: Any, shards: TokenShards, n_tokens: int, seq_len: int) -> Any:
     """Return outputs for whole rows: tensors [B, T/cp, ...] become [B, T, ...].
 
-    Other values stay as they are. n_tokens: T/cp. seq_len: the rows' length without padding, which
-    is cut off. Collective over the ranks that share the rows; their outputs must have the same
-    structure. Each rank gets the gradient of its own tokens.
+    n_tokens: T/cp. seq_len: the rows' length without padding, which is cut off. Collective over the ranks
+    that share the rows. Each rank gets the gradient of its own tokens.
     """
 
     def join(x: Tensor) -> Tensor:
@@ -148,10 +139,9 @@ def cp_shard(
     load_balancer_type: "headtail"; "ptrr", which balances the mask's work; None, consecutive parts.
     rotate_method: None is "allgather" if all masks have known document boundaries, else "alltoall".
 
-    No communication. Raises ValueError if the load balancer cannot cut T into equal chunks, for a
-    padding mask [B, T], and for "allgather" with a mask whose document boundaries are unknown.
-    Waits for the device if "allgather" or "ptrr" needs boundaries that only the device has, which
-    happens if a mask was not made from a batch on the host (see `tools.host_copy`).
+    Raises ValueError if the load balancer cannot cut T into equal chunks, for a padding mask [B, T], and
+    for "allgather" with a mask whose document boundaries are unknown. Waits for the device if "allgather"
+    or "ptrr" needs boundaries that only the device has (see `tools.host_copy`).
     """
     n_rows, seq_len = inputs[0].shape[0], inputs[0].shape[input_seq_dim]
     is_dict = isinstance(attention_masks, dict)
@@ -218,12 +208,10 @@ def prepare_context_parallel_input(
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Return this rank's tokens, labels, and keyword arguments of the model's forward.
 
-    For clients of the interface. inputs: tokens [B, T]. labels: [B, T] or None, shifted already,
-    because a rank does not have the token after its part. extra_kwargs: changed in place and
-    returned; `attention_masks` and `positions` [1 or B, T] of whole rows are replaced by this
-    rank's. Missing positions stay missing, because the model takes them from the mask
-    (`positions_of_rank`). device: accepted for compatibility. rotate_method: as in `cp_shard`,
-    whose errors are raised.
+    For clients of torchtitan 0.2.x. inputs: tokens [B, T]. labels: [B, T] or None, shifted already.
+    extra_kwargs: changed in place and returned; `attention_masks` and `positions` [1 or B, T] of whole
+    rows are replaced by this rank's. device: accepted for compatibility.
+    rotate_method: as in `cp_shard`, whose errors are raised.
     """
     parts, masks = cp_shard(
         cp_mesh,

@@ -1,9 +1,7 @@
 """Boundaries of documents: every kind of separator becomes one tensor of document ids.
 
-B rows, T tokens per row. Ids are [B, T] int32, counted from 0 in each row; padding is -1.
-A document is a contiguous run of one id: if an id occurs again after another id, it is a new
-document. Everything downstream (masks, kernels, loss boundaries, positions) reads the ids and does not
-know which separator they came from.
+B rows, T tokens per row. Ids are [B, T] int32, counted from 0 in each row; padding is -1. A document
+is a contiguous run of one id: if an id occurs again after another id, it is a new document.
 
 Shapes depend only on B and T, so the host reads no value from the device, except for two warnings:
 sources that disagree, and positions that restart in rows of one document.
@@ -29,8 +27,8 @@ BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
 """Entries of a batch that only tell documents apart; the first one that is present is used."""
 
 SAMPLE_IDS = "sample_ids"
-"""Key of the first and the last sample in a row, [2], which a dataset may add. The dataloader makes it an
-attribute of the batch's input, so that models never get it."""
+"""Key of the first and the last sample in a row, [2], which a dataset may add; the dataloader makes it an
+attribute of the batch's input."""
 
 
 def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
@@ -52,7 +50,6 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
     is_padding = positions < 0
     is_start = torch.ones_like(positions, dtype=torch.bool)
     is_start[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) | is_padding[:, :-1]
-    # Padding begins no document, so that ids have no gaps.
     ids = (is_start & ~is_padding).cumsum(dim=1, dtype=torch.int32) - 1
     return ids.masked_fill(is_padding, PADDING)
 
@@ -62,22 +59,18 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
         gets no id. Returns [B, seq_len] int32.
-    Raises ValueError for documents that end beyond `seq_len` and for ends that go down. On an
+    Raises ValueError for documents that end beyond `seq_len` and for ends that go down; on an
     accelerator, where a check would wait for the device, documents are cut off at `seq_len`.
     """
     if cu_seqlens.device.type == "cpu":
-        if (cu_seqlens[:, -1] > seq_len).any():
-            raise ValueError(
-                f"the lengths of documents ('seq_lens', 'cu_seqlens') must add up to {seq_len} tokens "
-                f"at most, got {int(cu_seqlens[:, -1].max())}; cut them off where the tokens end"
-            )
         lengths = torch.nn.functional.pad(cu_seqlens, (1, 0)).diff(dim=1)
-        if (lengths[:, 0] != 0).any() or (lengths < 0).any():
+        too_long = (cu_seqlens[:, -1] > seq_len).any()
+        if too_long or (lengths[:, 0] != 0).any() or (lengths < 0).any():
             raise ValueError(
-                "the lengths of documents ('seq_lens') must not be negative, and 'cu_seqlens' must go "
-                f"up from 0, got a step of {int(lengths.min())} and a beginning at "
-                f"{int(cu_seqlens[:, 0].max())}; fill rows with fewer documents up with lengths of 0, "
-                "or with their last entry"
+                "the lengths of documents ('seq_lens') must not be negative, and 'cu_seqlens' must go up "
+                f"from 0 to {seq_len} tokens at most, got {int(cu_seqlens[:, 0].max())} to "
+                f"{int(cu_seqlens[:, -1].max())} with a step of {int(lengths.min())}; cut them off where "
+                "the tokens end, and fill up with lengths of 0 or the last entry"
             )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
@@ -92,23 +85,19 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 def document_ids_from_lengths(lengths: Tensor, seq_len: int) -> Tensor:
     """Number documents of the given lengths, laid end to end; the rest of a row is padding.
 
-    lengths: [B, n] int, with zeros at the end of rows that have fewer documents. A 1-D tensor is
-        one row. Returns [B, seq_len] int32: lengths [[2, 3]], seq_len 6 -> [[0 0 1 1 1 -1]].
+    lengths: [B, n] int, zeros after a row's last document; 1-D for one row. Returns [B, seq_len] int32:
+    lengths [[2, 3]], seq_len 6 -> [[0 0 1 1 1 -1]].
     """
-    if lengths.dim() == 1:
-        lengths = lengths[None]
-    return document_ids_from_cu_seqlens(
-        torch.nn.functional.pad(lengths.cumsum(dim=1), (1, 0)), seq_len
-    )
+    ends = torch.atleast_2d(lengths).cumsum(dim=1)
+    return document_ids_from_cu_seqlens(torch.nn.functional.pad(ends, (1, 0)), seq_len)
 
 
 def document_ids_from_padding_mask(mask: Tensor) -> Tensor:
     """Return ids of one document per row, and padding where `mask` is zero.
 
     mask: [B, T], zeros at a row's beginning, its end or both. Returns [B, T] int32:
-    [[1 1 1 0 0]] -> [[0 0 0 -1 -1]].
-    Raises ValueError for zeros between tokens. On an accelerator the check runs on the device, so that
-    nothing waits for it, and stops the process.
+    [[1 1 1 0 0]] -> [[0 0 0 -1 -1]]. Raises ValueError for zeros between tokens; on an accelerator the
+    check runs on the device and stops the process.
     """
     is_token = mask != 0
     runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(dim=1) + is_token[:, 0]
@@ -140,8 +129,7 @@ def document_starts(document_ids: Tensor) -> Tensor:
 def positions_from_document_ids(document_ids: Tensor) -> Tensor:
     """Return each token's position in its document, from 0; padding gets -1.
 
-    document_ids: [B, T] int. Returns [B, T] int64: [0 0 0 1 -1 2 2] -> [0 1 2 0 -1 0 1]. If a row
-    begins inside a document, the positions of that document begin at 0 there.
+    document_ids: [B, T] int. Returns [B, T] int64: [0 0 0 1 -1 2 2] -> [0 1 2 0 -1 0 1].
     """
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
     positions = columns - document_starts(document_ids)
@@ -184,11 +172,11 @@ def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
-    """The batch's seq_lens are [B, n], or [n] for a batch of one row."""
-    n_rows, seq_len = batch["input"].shape
-    is_only_row = batch["seq_lens"].dim() == 1 and n_rows == 1
-    lengths = batch["seq_lens"] if is_only_row else _per_row(batch, "seq_lens")
-    return document_ids_from_lengths(lengths, seq_len)
+    (n_rows, seq_len), lengths = batch["input"].shape, batch["seq_lens"]
+    is_only_row = lengths.dim() == 1 and n_rows == 1
+    return document_ids_from_lengths(
+        lengths if is_only_row else _per_row(batch, "seq_lens"), seq_len
+    )
 
 
 def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
@@ -210,11 +198,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with its tokens and boundaries in host memory, if the host has a copy of each.
-
-    Nothing is copied here; `tools.host_copy` remembers copies. If one is missing, the batch is returned
-    as it is, because sources on two devices cannot be read together.
-    """
+    """Return the batch with the host's copies of its tokens and boundaries, if the host has all of them."""
     copies = {
         key: on_host(batch[key])
         for key in ("input", "positions", *BOUNDARY_KEYS)
@@ -227,16 +211,14 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:
     """Return the document ids [B, T] int32 of a batch, from one source of boundaries.
 
-    Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`), because they
-    are exact. Without any, attn_mask_type "position_block_causal" uses the positions, and the other
-    types the end-of-text token.
+    Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`). Without any,
+    attn_mask_type "position_block_causal" uses the positions, and the other types the end-of-text token.
 
     Warns once per engine if the batch has a second source, and once if the two disagree, with the
-    first place where they do. Positions and end-of-text tokens are compared, too, and warned about only
-    if they disagree. A comparison waits for an accelerator: there only the first such batch is compared;
-    on the CPU every batch is, until a disagreement was found.
-    Raises ValueError if the batch lacks the source, if the end-of-text token is needed and unknown, if
-    a source does not fit the shape of the input, or for an unknown attn_mask_type.
+    first place where they do; positions and end-of-text tokens have other uses, so these are warned
+    about only if they disagree. A comparison waits for an accelerator: there only the first such batch is
+    compared. Raises ValueError if the batch lacks the source, if the end-of-text token is needed and
+    unknown, and if a source does not fit the shape of the input.
     """
     source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
     if source is None and reads_positions(attn_mask_type):
@@ -272,18 +254,13 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Return document ids [B, T] by end-of-text tokens; padding, and rows without such a token, keep
-    `document_ids`."""
+    """Return ids [B, T] by end-of-text tokens; padding and rows without one keep `document_ids`."""
     ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return whether to compare the two sources `pair` in this batch, and remember the pair.
-
-    x: a tensor of the batch, for its device. On the CPU every batch is compared until two disagree;
-    on an accelerator only the first batch is.
-    """
+    """Return whether to compare the two sources `pair` in this batch, which has `x`; remember the pair."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)
@@ -314,7 +291,6 @@ def _warn_of_second_source(
             f", and they disagree: in row {row} token {index} {own_reading} by {name!r} and "
             f"{other_reading} by {other!r}"
         )
-    # Positions and end-of-text tokens have other uses, so only a disagreement is worth a warning.
     if disagree or (is_new and other in BOUNDARY_KEYS):
         logger.warning(message)
 
@@ -322,8 +298,7 @@ def _warn_of_second_source(
 def warn_of_restarts(positions: Tensor) -> None:
     """Warn once per engine of positions [B, T] that restart although each row is one document.
 
-    Gaps and negative positions, which are padding, are not restarts. On an accelerator only the
-    first batch is checked, because the check waits for the device.
+    Gaps and negative positions, which are padding, are not restarts.
     """
     pair = ("causal", "positions")
     positions = on_host(positions)

@@ -1,4 +1,7 @@
-"""The attention mask of packed rows: one value for all kernels, with a kernel's own form in `lowered`.
+"""The attention mask of packed rows: one value for all kernels.
+
+`DocumentMask.lower` adds a kernel's own form. A flex BlockMask calls the DocumentMask that it was made of
+as its `mask_mod`, by which `from_mask` finds it again.
 
 B rows, T tokens per row, cp context-parallel ranks.
 """
@@ -29,43 +32,32 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-# Hashed by identity, because tensors are not compared. A BlockMask refers to its DocumentMask as its
-# mask_mod, which `of` finds again; a VarlenMetadata refers to nothing.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # hashed by identity, because tensors are not compared
 class DocumentMask:
     """A query sees itself and the keys before it in its own document.
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None if unknown: for a VarlenMetadata or a client's BlockMask, of which only
-        `lowered` is known, and for plain causal rows without a kernel's mask.
-    window: a query sees itself and the window - 1 tokens before it.
-    rows_are_documents: each row is one document: `starts` are zeros.
-    lengths: the documents' cumulative lengths, once a kernel needs them: the varlen kernel, and the
-        CPU's kernel for flex, which computes document by document.
+        of its own. None for a client's mask, of which only `lowered` is known, and for plain causal rows.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
         (sdpa).
-    part: set if this rank holds only some tokens of the rows.
     """
 
     starts: Tensor | None = None
-    window: int | None = None
-    rows_are_documents: bool = False
-    lengths: VarlenMetadata | None = None
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    rows_are_documents: bool = False  # `starts` are zeros
+    lengths: VarlenMetadata | None = None  # for varlen, and for the CPU's kernel for flex
     lowered: Any = None
-    part: ContextPart | None = None
+    part: ContextPart | None = None  # if this rank holds only some tokens of the rows
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
-        """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal.
-
-        Starts and window are known again if the BlockMask was made by this class.
-        """
+        """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal."""
         if isinstance(mask, cls):
             return mask
         if isinstance(mask, VarlenMetadata):
             return cls(lengths=mask, lowered=mask)
-        mask_mod = getattr(mask, "mask_mod", None)
-        return replace(mask_mod if isinstance(mask_mod, cls) else cls(), lowered=mask)
+        made_of = getattr(mask, "mask_mod", None)
+        return replace(made_of if isinstance(made_of, cls) else cls(), lowered=mask)
 
     @classmethod
     def from_documents(
@@ -110,10 +102,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's own form in `lowered`, made once for all layers.
-
-        For varlen this waits for the device once, if the host has no copy of `starts`.
-        """
+        """Return the mask with the kernel's own form in `lowered`; for varlen see `with_lengths`."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":
@@ -143,8 +132,7 @@ class DocumentMask:
     def block_mask(self, block_size: int = 128) -> Any:
         """Return the BlockMask of this mask, with one row for all rows if `rows_are_documents`.
 
-        It is computed from the boundaries, without evaluating any pair of tokens and without waiting
-        for the device.
+        It is computed from the boundaries, without evaluating pairs of tokens or waiting for the device.
         """
         assert self.starts is not None
         starts = self.starts[:1] if self.rows_are_documents else self.starts
@@ -157,9 +145,9 @@ class DocumentMask:
         first_query = block * block_size
         last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
 
-        # Starts never decrease along a row: of a block's queries the first has the earliest start and
-        # the last has the latest. So key blocks [first_key, first_full) are seen in part,
-        # [first_full, block) by every query in full, and the query block itself in part (causal).
+        # Starts never decrease along a row, so a block's first query has the earliest start, its last the
+        # latest: key blocks [first_key, first_full) and the query block itself are seen in part, and
+        # [first_full, block) in full.
         first_key = starts[:, first_query] // block_size
         first_full = (starts[:, last_query] + block_size - 1) // block_size
         first_full = torch.minimum(first_full, block)
@@ -167,11 +155,11 @@ class DocumentMask:
             first_full[:, -1] = n_blocks - 1
         n_before_own = first_full - first_key
 
-        slot = block  # [n_blocks]: place in a query block's list of key blocks
+        # The lists of key blocks that each query block sees, [rows, n_blocks, n_blocks].
         partial_list = torch.where(
-            slot < n_before_own.unsqueeze(-1), first_key.unsqueeze(-1) + slot, block.unsqueeze(-1)
+            block < n_before_own[..., None], first_key[..., None] + block, block[:, None]
         )
-        full_list = (first_full.unsqueeze(-1) + slot).clamp(max=n_blocks - 1)
+        full_list = (first_full[..., None] + block).clamp(max=n_blocks - 1)
 
         def for_all_heads(x: Tensor) -> Tensor:
             return x.unsqueeze(1).to(torch.int32).contiguous()
@@ -192,10 +180,8 @@ class DocumentMask:
         return replace(self, part=part)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
-        """Return where documents begin, in one of three forms, or None if that is unknown.
-
-        int32 [B, T]: the column where each token's document begins. [1, T] of zeros: each row is one
-        document. 1-D: cumulative lengths through all rows laid end to end.
+        """Return where documents begin: starts [B, T], or [1, T] of zeros if each row is one document, or
+        1-D cumulative lengths through all rows laid end to end; None if it is unknown.
         """
         if self.rows_are_documents or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
@@ -221,7 +207,7 @@ def map_masks(change: Callable[[Any], Any], masks: Any) -> Any:
 
 
 def shards_of(attention_masks: Any) -> TokenShards | None:
-    """Return how the rows of a mask (or a dict of masks) are split over ranks; None if they are not."""
+    """Return how the rows of a mask or a dict of masks are split over ranks; None if they are not."""
     if isinstance(attention_masks, dict) and attention_masks:
         attention_masks = next(iter(attention_masks.values()))
     is_spread = isinstance(attention_masks, DocumentMask) and attention_masks.part is not None

@@ -1,10 +1,4 @@
-"""A job's choices about the documents in the rows of its batches.
-
-Trainer, validator and engine share these choices. Where a document ends, the loss ignores the next token,
-and RoPE positions restart. Attention costs the square of each document's length.
-
-B rows, T tokens per row.
-"""
+"""A job's choices about the documents in the rows of its batches. B rows, T tokens per row."""
 
 import dataclasses
 from typing import Any
@@ -29,22 +23,17 @@ from torchtitan.tools.logging import already_said, saying_once_per
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-    """Reads where documents begin, masks labels and counts the pairs that attention works on.
+    """Reads where documents begin, masks labels and counts the pairs that attention works on."""
 
-    attn_type: for "sdpa" no mask is made from document boundaries.
-    attn_mask_type: "causal" keeps no documents apart.
-    eos_id: the end-of-text token, None if unknown. vocab_size: None for a model without a vocabulary.
-    tokenizer: for clients' models that make their own masks.
-    said: warnings about batches that are not to be repeated.
-    """
-
-    attn_type: str
-    attn_mask_type: str
-    eos_id: int | None
+    attn_type: str  # for "sdpa" no mask is made from document boundaries
+    attn_mask_type: str  # "causal" keeps no documents apart
+    eos_id: int | None  # the end-of-text token
     restart_positions: bool
     mask_boundary_loss: bool
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # None for a model without a vocabulary
+    # For clients' models that make their own masks.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
+    # Warnings that are not repeated.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
@@ -67,15 +56,14 @@ class DocumentPolicy:
 
     @property
     def separates_documents(self) -> bool:
-        """True if attention stays within documents."""
         return separates_documents(self.attn_mask_type)
 
     def token_batch(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
         """Return a dict as a `TokenBatch`, with the ids of the documents that attention keeps apart.
 
         A batch with attention masks of its own gets no ids. `labels` replace those of a `TokenBatch`.
-        Raises ValueError for `input` that is not [B, T] or has ids outside the model's vocabulary, and
-        for a batch that lacks the source of its documents' boundaries.
+        Raises ValueError as `TokenBatch.from_dict`, for ids outside the model's vocabulary, and for a
+        batch that lacks the source of its documents' boundaries.
         """
         if not isinstance(batch, TokenBatch):
             batch = TokenBatch.from_dict(batch, labels)
@@ -91,9 +79,7 @@ class DocumentPolicy:
     def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
 
-        Under attn_mask_type "causal", where only the loss may need them, they are read as under
-        "block_causal".
-        Raises ValueError as `token_batch` does.
+        Under "causal", where only the loss may need them, they are read as under "block_causal".
         """
         if not isinstance(batch, TokenBatch):
             batch = self.token_batch(batch)
@@ -111,8 +97,7 @@ class DocumentPolicy:
 
         Labels of padding are ignored, too. A row's last label is ignored only if the row's last token
         is padding or closes its document with the end-of-text id, because the next row is unknown.
-        Labels are returned as they are if `training.mask_boundary_loss` is off, and for a batch
-        with attention masks of its own. Raises ValueError for labels of another shape.
+        Without `training.mask_boundary_loss`, and with masks of the batch's own, labels stay.
         """
         batch = self.token_batch(batch, labels)
         batch.check_labels()
@@ -132,10 +117,9 @@ class DocumentPolicy:
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
     def attended_pairs(self, batch: TokenBatch) -> int:
-        """Return the square of each document's length, added up, for FLOP counts.
+        """Return the square of each document's length, added up, for FLOP counts; "causal": of each row's.
 
-        Under attn_mask_type "causal" it is the square of each row's length. All pairs of a document
-        count: later tokens, and tokens outside of a layer's window or chunk, too.
+        All pairs of a document count: later tokens and those outside of a layer's window, too.
         """
         if batch.document_ids is None or not self.separates_documents:
             return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2

@@ -1,13 +1,9 @@
 """A check during training that the documents of a batch don't see each other.
 
-The batch goes through the model twice, the second time with one token exchanged for another. Tokens
-influence each other only through attention, so the logits of other rows, other documents and
-earlier tokens must stay the same to the last bit, on every device and in every dtype. (Except if
-one scale serves a whole tensor, as in dynamic float8: then a token's rounding depends on the rest.)
-
-With a mixture of experts the check may fail for a correct model: the number of tokens that an expert
-gets decides which kernel multiplies them, and so how each result is rounded; and a token whose best
-experts tie within rounding may change its expert. Try another step, which exchanges another token.
+The batch goes through the model twice, the second time with one token exchanged for another. Logits of
+other rows, other documents and earlier tokens must stay the same to the last bit (except under dynamic
+float8, whose scale serves a whole tensor). With a mixture of experts the check may fail for a correct
+model, because the number of an expert's tokens decides how each result is rounded.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -36,8 +32,6 @@ class IsolationProbe:
     forward: batch -> logits [B, T, V], without gradients, or None on a pipeline rank without the
         last stage. All ranks call it together.
     models: the model, or this rank's parts of it; their blocks are in `layers`.
-    policy: how documents are kept apart; under a plain causal mask each row is one document. Its
-        end-of-text token is never exchanged, because it may be a boundary.
     seed: with the step, it decides which token is exchanged.
     pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
     """
@@ -53,18 +47,14 @@ class IsolationProbe:
     def __post_init__(self) -> None:
         if not self.policy.separates_documents:
             logger.info(
-                "attention is plain causal (attn_type %r, attn_mask_type %r), so documents of a row see "
-                "each other: the isolation probe checks only that other rows and later tokens are not "
-                "seen",
-                self.policy.attn_type,
-                self.policy.attn_mask_type,
+                "attention is plain causal, so documents of a row see each other: the isolation probe "
+                "checks only that other rows and later tokens are not seen"
             )
 
     def check(self, step: int, batch: Batch | TokenBatch) -> None:
-        """Run two forwards of `batch`. All ranks have to call this, each with its own batch.
+        """Run two forwards of `batch`, each rank of its own; random states stay as they are.
 
-        Random states stay as they are. Raises RuntimeError on every rank if a rank finds a leak;
-        that rank's message names layer, row, documents and tokens.
+        Raises RuntimeError on every rank if a rank finds a leak; that rank's message says where.
         """
         batch = self.policy.token_batch(batch)
         if "attention_masks" in batch.entries:
@@ -97,8 +87,7 @@ class IsolationProbe:
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank found a leak, and its message "
-                "says where"
+                f"documents are not isolated at step {step}: another rank found a leak, and says where"
             )
         raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
 
@@ -111,8 +100,7 @@ class IsolationProbe:
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
-        # A later document may see the token through a bad mask, so prefer a token with a later document
-        # in its row; else a token with earlier tokens in its row.
+        # Prefer a token with a later document in its row, which may see it; else one with earlier tokens.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         for wanted in (usable & has_document_behind, usable & has_token_before, usable):
@@ -204,10 +192,7 @@ class IsolationProbe:
         layers = [layer for model in self.models for layer in model.layers.children()]
         by_rounding = ""
         if any(getattr(layer, "moe_enabled", False) for layer in layers):
-            by_rounding = (
-                "With experts, rounding may be the only cause, because a token's kernel depends on how "
-                "many tokens its expert gets: try other values of debug.seed first. "
-            )
+            by_rounding = "With experts, rounding may be the only cause: try other values of debug.seed first. "
         return (
             f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
             f"the logits of {int(moved.sum())} tokens that must not see it changed, first "

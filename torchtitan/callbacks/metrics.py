@@ -36,8 +36,7 @@ class DeviceMemoryMonitor:
     """Reads the device's peak memory since the last reset.
 
     device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is this process's resident
-    memory now, "reserved" its peak (which the system can't reset), and the capacity is the
-    machine's RAM.
+    memory now, "reserved" its peak, which is never reset, and the capacity is the machine's RAM.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -66,10 +65,7 @@ class DeviceMemoryMonitor:
             reserved = stats.get("reserved_bytes.all.peak", -1)
             num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
-            logger.warning(
-                f"The allocator had to free its cache and try again {num_retries} times: memory is "
-                "scarce"
-            )
+            logger.warning("Memory is scarce: the allocator had to try again %d times", num_retries)
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
         capacity = self.device_capacity or math.inf  # unknown: report 0 %
@@ -94,10 +90,10 @@ class BaseLogger:
     """Takes metrics and drops them."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Record `metrics`, all measured at `step`."""
+        pass
 
     def close(self) -> None:
-        """Write out buffered metrics."""
+        pass
 
 
 class TensorBoardLogger(BaseLogger):
@@ -154,9 +150,8 @@ class WandBLogger(BaseLogger):
 class JsonlLogger(BaseLogger):
     """Appends one JSON object per call to a file: `step`, `wall_time` (Unix seconds), metrics.
 
-    NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", which float() reads.
-    `log` writes its line out before it returns. A resumed run appends, and may repeat a step, whose
-    later line is then the valid one.
+    NaN and infinities become strings that float() reads. A resumed run appends, and may repeat a step,
+    whose later line is then the valid one.
     """
 
     def __init__(self, path: str, tag: str | None = None) -> None:
@@ -224,9 +219,8 @@ def ensure_pp_loss_visible(
 class MetricsProcessor:
     """Turns a step's numbers into metrics for the console and the loggers.
 
-    The trainer adds to `ntokens_since_last_log` (labels seen on this rank) and
-    `data_loading_times` (seconds per microbatch), sets `num_flops_per_token`, `num_steps`,
-    `optimizers`, `lr_schedulers` and `model_parts`, and calls `start(step)` when the loop begins.
+    The trainer adds to `ntokens_since_last_log` (labels of this rank) and `data_loading_times` (seconds
+    per microbatch), sets the attributes that begin as None, and calls `start(step)`.
     """
 
     def __init__(
@@ -250,7 +244,7 @@ class MetricsProcessor:
         self.start(step=0)
 
     def start(self, step: int) -> None:
-        """Start measuring now, after `step` steps, so that building and loading are not measured."""
+        """Start measuring now, after `step` steps."""
         self.step_last_log = step
         self.data_loading_times: list[float] = []
         self._restart()
@@ -267,10 +261,7 @@ class MetricsProcessor:
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log the metrics since the last call, and start measuring again.
-
-        Throughput is per device: this rank's tokens, divided by the ranks that share them.
-        """
+        """Log the metrics since the last call, per device, and start measuring again."""
         assert self.num_flops_per_token > 0, "num_flops_per_token must be set before logging"
         seconds, tokens_per_second = self._throughput()
         seconds_per_step = seconds / max(1, step - self.step_last_log)
@@ -364,7 +355,6 @@ def build_metrics_processor(
     model_args: BaseModelArgs | None = None,
     tag: str | None = None,
 ) -> MetricsProcessor:
-    """Return the config's metrics processor. model_args: unused; a train spec's builder may need it."""
     return MetricsProcessor(job_config, parallel_dims, tag)
 
 
@@ -379,7 +369,7 @@ def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int
 def _build_metric_logger(
     job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
 ) -> BaseLogger:
-    """Return this rank's loggers as one; a rank without loggers gets one that drops everything."""
+    """Return this rank's loggers as one."""
     config, rank = job_config.metrics, utils._rank()
     on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
     any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl

@@ -34,7 +34,6 @@ def maybe_enable_profiling(
 
     Each cycle of `profile_freq` steps ends in one Chrome trace per rank:
     <base>/<save_traces_folder>/iteration_<step>/<leaf>/rank<r>_trace.json
-    Raises ValueError if warm-up and active steps don't fit into a cycle.
     """
     if not profiling_config.enable_profiling:
         yield None
@@ -75,10 +74,9 @@ def maybe_enable_memory_snapshot(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator["MemorySnapshot | None", None, None]:
-    """Yield a `MemorySnapshot`, whose `step()` is called once per training step, or None.
+    """Yield a `MemorySnapshot`, whose `step()` is called once per training step; None if it is off.
 
-    None if snapshots are off and, with a warning, on a device whose allocator keeps no history (the
-    CPU). If the block runs out of memory, a last snapshot is written.
+    If the block runs out of memory, a last snapshot is written.
     """
     if not profiling_config.enable_memory_snapshot:
         yield None
@@ -111,12 +109,9 @@ def maybe_enable_memory_snapshot(
 
 @dataclass
 class MemorySnapshot:
-    """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz.
+    """Writes the allocator's history every `freq` steps, for pytorch.org/memory_viz."""
 
-    memory: a device's memory module, such as torch.cuda.memory.
-    """
-
-    memory: Any
+    memory: Any  # a device's memory module, such as torch.cuda.memory
     folder: str
     leaf_folder: str
     freq: int

@@ -14,8 +14,7 @@ from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 class SourceLosses:
     """A loss function of a step that also adds up the loss of each source since the last log.
 
-    The loss is the summed cross entropy of `TokenLogProbs`; the step has to take `head`. The
-    batch needs "sources" [B, T], the number of each token's source.
+    The step has to take `head`; the batch needs "sources" [B, T], the number of each token's source.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.context import ContextSharding
-from torchtitan.batch.fillers import num_fillers
+from torchtitan.batch.dummy_microbatches import num_dummies
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.callbacks.metrics import MetricsProcessor
 from torchtitan.compat import is_overridden
@@ -45,9 +45,7 @@ class BaseValidator:
 class Validator(BaseValidator):
     """Reports the mean loss per token over the validation batches of all ranks.
 
-    It is a mean over all tokens, not over batch means, so the division into batches and ranks does
-    not matter. Every validation reads the same batches.
-    Raises ValueError without a metrics processor to report to.
+    The division into batches and ranks does not matter, and every validation reads the same batches.
     """
 
     validation_dataloader: BaseDataLoader
@@ -97,9 +95,7 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        Extra inputs are the batch's other entries; extra keywords hold the attention masks, for a
-        model that takes masks. Under context parallelism all hold this rank's tokens, [B, T/cp].
-        A subclass may override it, and then gets the batch as a dict.
+        Under context parallelism all hold this rank's tokens, [B, T/cp]. An override gets a dict.
         """
         policy = self._policy(model_parts)
         sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
@@ -112,10 +108,7 @@ class Validator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Log the mean loss over `validation.steps` global batches, or over all data if -1.
-
-        Ranks may have unequal numbers of batches. Afterwards modules have their old training flags.
-        """
+        """Log the mean loss over `validation.steps` global batches, or over all data if -1."""
 
         def client_inputs(batch: TokenBatch) -> ModelInputs | None:
             if not is_overridden(self, "post_dataloading_process", Validator):
@@ -156,10 +149,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield the same number of batches on every rank, because a forward has collectives.
-
-        A rank that runs out of data early repeats its last batch without labels.
-        """
+        """Yield as many batches on every rank; one without data repeats its last one without labels."""
         # The same text each time, so that losses are comparable, even with those of a resumed run.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
@@ -167,7 +157,7 @@ class Validator(BaseValidator):
             self.validation_dataloader.load_state_dict(self._start_of_data)
         batches = iter(self.validation_dataloader)
         config = self.job_config.validation_data
-        # The filler of a rank whose share of the data has no batch.
+        # The dummy of a rank whose share of the data has no batch.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
         max_batches, global_batch_size = config.steps, self.job_config.training.global_batch_size
@@ -196,10 +186,7 @@ class Validator(BaseValidator):
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's summed loss and number of valid labels, two scalars.
-
-        All ranks of a pipeline return the same.
-        """
+        """Return this rank's summed loss and number of valid labels; in a pipeline, all ranks' same."""
         policy = self._policy(runner.model_parts)
         batches = [policy.training_batch(input_dict, labels)]
         if self.pp_schedule is not None:
@@ -210,8 +197,7 @@ class Validator(BaseValidator):
         losses = runner.run(
             microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
         )
-        # Count this rank's part of the labels, so that the sum over the ranks that share a sequence
-        # has each label once.
+        # This rank's part of the labels, so that the sum over ranks that share rows has each once.
         num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
         loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
         if self.pp_schedule is not None:
@@ -220,10 +206,9 @@ class Validator(BaseValidator):
 
     def _all_ranks_finished(self, is_finished: bool) -> Callable[[], bool]:
         """Start to ask all ranks whether they are out of data; the returned function returns it."""
-        # Only the ranks of this mesh read different data.
         mesh = self.parallel_dims.get_optional_mesh("batch")
         group = None if mesh is None else mesh.get_group()
-        n_more = num_fillers(int(not is_finished), group, torch.device(get_device_type()))
+        n_more = num_dummies(int(not is_finished), group, torch.device(get_device_type()))
         return lambda: is_finished and not n_more()
 
 

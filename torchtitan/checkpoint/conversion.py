@@ -1,7 +1,6 @@
 """Weights on the CPU without an engine, for the scripts that convert and generate."""
 
 import os
-import shutil
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +10,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import (
-    GIB,
-    UNFINISHED_MARKER,
-    WEIGHT_FILES,
-    Contents,
-    contents_of,
-    find_damage,
-)
-from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
+from torchtitan.checkpoint.folder import Contents, contents_of, find_damage, remove_failed_save
 from torchtitan.checkpoint.states import (
     check_same_model,
     keys_outside_model,
@@ -31,29 +22,20 @@ from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
-from torchtitan.tools.host import total_ram_bytes
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
 
-    Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
+    Raises ValueError if the sizes are impossible.
     """
     try:
         with torch.device("meta"):
-            model = model_cls(model_args)
-    except RuntimeError as error:  # sizes that do not fit together, or whose product overflows
+            weights = model_cls(model_args).state_dict(keep_vars=True)
+        distinct = {id(weight): weight.detach() for weight in weights.values()}
+        zeros = {key: torch.zeros_like(w, device="cpu") for key, w in distinct.items()}
+    except RuntimeError as error:  # sizes that do not fit together, or into memory
         raise ValueError(f"A model of these sizes cannot be built: {error}") from error
-    weights = model.state_dict(keep_vars=True)
-    distinct = {id(weight): weight for weight in weights.values()}
-    n_bytes = sum(weight.nbytes for weight in distinct.values())
-    memory = total_ram_bytes()
-    if memory and n_bytes > memory:
-        raise ValueError(
-            f"The weights of this model take {n_bytes / GIB:.1f} GiB in fp32, and this machine has "
-            f"{memory / GIB:.1f} GiB of memory"
-        )
-    zeros = {key: torch.zeros_like(w.detach(), device="cpu") for key, w in distinct.items()}
     return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
 
 
@@ -66,9 +48,8 @@ def prepare_conversion(
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
     """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
 
-    hf_config: path of a config.json or its folder. It replaces name and flavor. An export copies
-        config.json and the tokenizer from its folder.
-    spec: used in place of the registered spec of `model_name`.
+    hf_config: path of a config.json or its folder, in place of name and flavor; an export copies
+        config.json and the tokenizer from there. spec: in place of the registered one.
     Raises ValueError if the model or flavor is unknown, or if the model has no adapter.
     """
     model_args = None
@@ -107,11 +88,10 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
 @contextmanager
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
-    """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
+    """Yield `folder`, to write a checkpoint to. If the block fails, what it has written is removed.
 
-    overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
+    overwrite: allow `folder` to hold files. Its weights are replaced, its other files stay.
     sources: folders that are read; `folder` can neither lie in one of them nor contain one.
-    If the block fails, `folder` stays as it was. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
@@ -120,41 +100,14 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
-    entries = []
-    if target.exists():
-        if not target.is_dir():
-            raise ValueError(f"{target} is a file; give a folder to write to")
-        entries = list(target.iterdir())
-    if entries and not overwrite:
+    if not overwrite and target.is_dir() and (names := sorted(os.listdir(target))):
         raise ValueError(
-            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
-            "another folder, or --overwrite to replace the weights in it"
+            f"{target} holds files already ({shorten(names)}); give another folder, or --overwrite "
+            "to replace the weights in it"
         )
-    if folders := [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]:
-        raise ValueError(
-            f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
-            "overwritten; give another folder"
-        )
-    if target.is_mount():
-        raise ValueError(
-            f"{folder} is a mounted volume, which cannot be replaced; give a folder in it"
-        )
-    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
-    before = target.with_name(f"{target.name}.before-{os.getpid()}")
-    beside.mkdir(parents=True)
     try:
-        for file in entries:
-            if file.is_dir():
-                shutil.copytree(file, Path(beside, file.name), symlinks=True)
-            elif not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
-                shutil.copy2(file, beside, follow_symlinks=False)
-        yield str(beside)
-        if target.exists():
-            target.rename(before)
-        beside.rename(target)
+        yield str(target)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        if before.exists() and not target.exists():
-            before.rename(target)
+        if target.is_dir():
+            remove_failed_save(str(target))
         raise
-    shutil.rmtree(before, ignore_errors=True)

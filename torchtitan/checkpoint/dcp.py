@@ -1,26 +1,22 @@
-"""torch's distributed checkpoint (DCP), with three changes.
+"""torch's distributed checkpoint (DCP), whose failures `one_error` turns into one sentence.
 
 `load` executes nothing from the files. torch's own `load` reads `.metadata` and every entry that is
-not a tensor with pickle, which calls any function that the file names. `SavePlans` remembers which
-rank writes what. `one_error` turns a failure into one sentence.
+not a tensor with pickle, which calls any function that the file names.
 """
 
 import dataclasses
 import functools
 import io
-import itertools
 import math
 import operator
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -34,15 +30,14 @@ from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
-__all__ = ["SafeReader", "SavePlans", "async_save", "load", "one_error", "save"]
+__all__ = ["SafeReader", "async_save", "load", "one_error", "save"]
 
 
 @contextmanager
 def one_error(what: str, advice: Callable[[], str] = str) -> Iterator[None]:
-    """Raise file-system errors and DCP's CheckpointException as a RunError of one sentence.
+    """Raise OSErrors and DCP's CheckpointException as a RunError: `what`, the reason, `advice()`.
 
-    CheckpointException is a BaseException that quotes every rank's stack. The sentence begins with
-    `what` and ends with `advice()`.
+    CheckpointException is a BaseException that quotes every rank's stack.
     """
     try:
         yield
@@ -79,10 +74,7 @@ def load(
 
 
 def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None:
-    """Raise ValueError unless model and file agree for each tensor: real, complex or integer.
-
-    Copying a value of one kind into a tensor of another would change its meaning.
-    """
+    """Raise ValueError unless model and file agree for each tensor: real, complex or integer."""
     assert metadata is not None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
@@ -94,16 +86,9 @@ def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None
 
 
 _LAYOUTS, _StorageInfo = torch_parts.MemoryFormats, torch_parts.StorageInfo
-_METADATA_CLASSES = (
-    torch_metadata.BytesStorageMetadata,
-    torch_metadata.ChunkStorageMetadata,
-    torch_metadata.Metadata,
-    torch_metadata.MetadataIndex,
-    torch_metadata.StorageMeta,
-    torch_metadata.TensorStorageMetadata,
-    _LAYOUTS,
-    _StorageInfo,
-)
+_Bytes, _Chunk = torch_metadata.BytesStorageMetadata, torch_metadata.ChunkStorageMetadata
+_Index, _StorageMeta = torch_metadata.MetadataIndex, torch_metadata.StorageMeta
+_METADATA_CLASSES = (Metadata, TensorStorageMetadata, _Bytes, _Chunk, _Index, _StorageMeta)
 
 
 class _TensorProperties(torch_metadata.TensorProperties):
@@ -116,7 +101,7 @@ class _TensorProperties(torch_metadata.TensorProperties):
 
 # The classes and functions that the pickle `.metadata` may name.
 METADATA_NAMES: Names = (
-    {(cls.__module__, cls.__name__): cls for cls in _METADATA_CLASSES}
+    {(c.__module__, c.__name__): c for c in (*_METADATA_CLASSES, _LAYOUTS, _StorageInfo)}
     | {(torch_metadata.__name__, "TensorProperties"): _TensorProperties}
     | {
         # The path of the folder that was written. It is not used.
@@ -134,18 +119,6 @@ METADATA_NAMES: Names = (
 )
 
 
-# Limits for entries that are not tensors. A number takes 1 kB, a data position some MB.
-_MAX_BYTES_OF_NUMBER, _MAX_BYTES = 2**16, 2**30
-
-
-class _EntryView(torch_parts.FileView):
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        if whence == os.SEEK_END:
-            # torch's version subtracts the offset, but zipfile passes a negative offset.
-            offset, whence = self.len + offset, os.SEEK_SET
-        return super().seek(offset, whence)
-
-
 class SafeReader(torch_dcp.FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
 
@@ -158,51 +131,28 @@ class SafeReader(torch_dcp.FileSystemReader):
         try:
             with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
                 metadata = read_pickle(file, METADATA_NAMES, path)
-            _check_metadata(metadata)
+            check_chunks(metadata, path)
+            for index, info in metadata.storage_data.items():
+                if info.offset < 0 or info.length < 0 or info.transform_descriptors:
+                    raise TypeError(
+                        f"{index.fqn} is compressed, or has a negative offset or length"
+                    )
         except OSError as error:
             raise ValueError(str(error)) from error
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{path} does not describe a DCP checkpoint: {error}") from error
-        check_chunks(metadata, path)
-        metadata.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = _StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one entry. torch calls this method of its reader for each entry
-        (`torch_parts.read_entry`).
-
-        Raises ValueError for an entry that would take more memory than it has bytes: a zip archive
-        can be compressed, and a pickle can make a bytearray of any length.
-        """
-        entry = _EntryView(file, sinfo.offset, sinfo.length)
-        if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
-            with zipfile.ZipFile(entry) as archive:
-                parts = archive.infolist()
-                if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
-                    raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
-                pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
-                if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
-                    raise ValueError(refusal("bytearray"))
-        entry.seek(0)
-        return entry
-
     def read_data(self, plan: torch_dcp.LoadPlan, planner: torch_dcp.LoadPlanner) -> Future[None]:
+        """Read file by file, to name the file in an error."""
         items_of_file: dict[str, list[torch_dcp.ReadItem]] = {}
         for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            items_of_file.setdefault(info.relative_path, []).append(item)
+            name = self.storage_data[item.storage_index].relative_path
+            items_of_file.setdefault(name, []).append(item)
         for name, items in items_of_file.items():
             path = path_inside(str(self.path), name)
-            try:
-                size = os.path.getsize(path)
-            except OSError as error:
-                raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-            infos = [self.storage_data[item.storage_index] for item in items]
-            if (end := max(info.offset + info.length for info in infos)) > size:
-                raise ValueError(
-                    f"{path} is cut off: it has {size} bytes, but {DCP_METADATA} lists {end}"
-                )
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except Exception as error:  # torch raises many kinds of errors for a damaged entry
@@ -220,19 +170,16 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: torch_dcp.ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         before = self.state_dict[name]
-        limit = _MAX_BYTES_OF_NUMBER if isinstance(before, int | float) else _MAX_BYTES
-        if (n_bytes := value.getbuffer().nbytes) > limit:
-            raise ValueError(f"the entry {name} has {n_bytes} bytes, but the limit is {limit}")
         try:
             content = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_reason_of(error)}") from error
-        # An int may replace a float and a tuple a list, and the other way round.
+        # An int may replace a float and a tuple a list, and the other way round. A tensor, such as a
+        # learning rate, may have been saved as a number.
         kinds = [
             float if isinstance(v, int) else list if isinstance(v, tuple) else type(v)
             for v in (before, content)
         ]
-        # A tensor, such as a learning rate, may have been saved as a number.
         accepts_any = before is None or content is None or isinstance(before, torch.Tensor)
         if not accepts_any and kinds[0] is not kinds[1]:
             raise ValueError(
@@ -252,39 +199,6 @@ def _reason_of(error: Exception) -> str:
     return re.split(r"\n|\. This is an internal", text)[0] or "it is damaged"
 
 
-def _check_metadata(metadata: Any) -> None:
-    """Raise TypeError or AttributeError if a field has the wrong type or a forbidden value."""
-
-    def check(value: Any, *types: type) -> None:
-        if not isinstance(value, types):
-            wanted = " or ".join(cls.__name__ for cls in types)
-            raise TypeError(f"a {wanted} was expected, got a {type(value).__name__}")
-
-    check(metadata, Metadata)
-    check(metadata.state_dict_metadata, dict)
-    for name, entry in metadata.state_dict_metadata.items():
-        check(name, str)
-        check(entry, TensorStorageMetadata, torch_metadata.BytesStorageMetadata)
-        if isinstance(entry, TensorStorageMetadata):
-            check(entry.size, torch.Size)
-            check(entry.chunks, list)
-            for chunk in entry.chunks:
-                check(chunk, torch_metadata.ChunkStorageMetadata)
-                check(chunk.offsets, torch.Size)
-                check(chunk.sizes, torch.Size)
-    check(metadata.storage_data, dict)
-    for index, info in metadata.storage_data.items():
-        check(index, torch_metadata.MetadataIndex)
-        check(info, _StorageInfo)
-        check(info.relative_path, str)
-        for number in (info.offset, info.length):
-            check(number, int)
-            if number < 0:
-                raise TypeError(f"{index.fqn} has a negative offset or length")
-        if info.transform_descriptors:
-            raise TypeError(f"{index.fqn} is compressed, which is not supported")
-
-
 def check_chunks(metadata: Metadata, path: str) -> None:
     """Raise ValueError unless the chunks of each tensor cover every number of it exactly once.
 
@@ -301,7 +215,7 @@ def check_chunks(metadata: Metadata, path: str) -> None:
                 )
             starts = [chunk.offsets for chunk in entry.chunks]
         for start in starts:
-            if torch_metadata.MetadataIndex(name, start) not in metadata.storage_data:
+            if _Index(name, start) not in metadata.storage_data:
                 raise ValueError(
                     f"{path} is damaged: it has no file position for a chunk of {name}; load another "
                     "checkpoint"
@@ -335,48 +249,3 @@ def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
         box = zip(cell_of, offsets, sizes, strict=True)
         counts[tuple(slice(cell[start], cell[start + n]) for cell, start, n in box)] += 1
     return bool((counts == 1).all())
-
-
-# Saving
-
-_numbers = itertools.count()
-
-
-class SavePlans:
-    """Lets DCP reuse a manager's save plan: which rank writes what.
-
-    For each save every rank lists its tensors, rank 0 merges the lists of all ranks, and each rank
-    gets back what it has to write. This work grows with model size times ranks, and its result is
-    the same every time. DCP can cache it: a rank with an unchanged list sends only that message.
-    """
-
-    def __init__(self) -> None:
-        self._key = ""
-        self.forget()
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the next `save`; empty for a single rank, which needs no plan."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return {}
-        return {"planner": _RememberingPlanner(self._key)}
-
-    def forget(self) -> None:
-        for cache in torch_parts.members("plan_caches"):  # class-wide dicts
-            cache.pop(self._key, None)
-        # DCP's default key is the same for all managers of this process.
-        self._key = f"torchtitan {next(_numbers)}"
-
-
-class _RememberingPlanner(torch_dcp.DefaultSavePlanner):
-    def __init__(self, key: str) -> None:
-        super().__init__(enable_plan_caching=True)
-        setattr(self, torch_parts.attribute("plan_key"), key)
-        self._key = key
-
-    def create_local_plan(self) -> torch_dcp.SavePlan:
-        plan = super().create_local_plan()
-        # DCP compares names and shapes, but not dtypes, which .metadata also records.
-        if not plan.usable and self.plan != torch_parts.save_plan(self)[self._key]:
-            plan = self.plan
-            setattr(self, torch_parts.attribute("pending_plan"), plan)
-        return plan

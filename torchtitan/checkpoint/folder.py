@@ -1,18 +1,14 @@
 """A step folder on disk: when it is whole, and the hashes of its files.
 
-A folder is written in this order, so a process that is killed at any point leaves a folder that is
-recognised as unfinished:
+A process that is killed at any point leaves a folder that is recognised as unfinished, because
 
 1. rank 0 creates the marker `.incomplete`, then, if a caller named the folder, `.keep`,
 2. every rank writes its files, hashing what it writes,
-3. when every rank has finished, rank 0 writes `.metadata`, then `.sha256sums` (which
-   `sha256sum -c` reads),
+3. when every rank has finished, rank 0 writes `.metadata`, then `.sha256sums` (for `sha256sum -c`),
 4. rank 0 removes `.incomplete`; `.keep` stays.
 
-Removal also creates the marker first and deletes it last.
-
-Folders without marker and hashes, which older tools write, are whole if they hold `.metadata` or
-safetensors files; they cannot be verified.
+Removal also creates the marker first and deletes it last. Folders of other tools, without marker and
+hashes, are whole if they hold `.metadata` or safetensors files; they cannot be verified.
 """
 
 import hashlib
@@ -22,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -59,8 +55,6 @@ GIB = 1024**3
 
 
 class Contents(Enum):
-    """The contents of a step folder."""
-
     UNFINISHED = "unfinished"
     DCP = "dcp"
     HF = "hf"
@@ -69,7 +63,7 @@ class Contents(Enum):
 
 
 class StepFolder(NamedTuple):
-    """is_base: the base model of adapters; see `mark_base`."""
+    """is_base: the base of adapters; see `mark_base`."""
 
     step: int
     path: str
@@ -82,7 +76,6 @@ class StepFolder(NamedTuple):
 
 
 def contents_of(folder: str) -> Contents:
-    """The contents of `folder`. A folder with the marker is unfinished, whatever else it holds."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
@@ -98,10 +91,9 @@ def contents_of(folder: str) -> Contents:
 
 
 def path_inside(folder: str, name: str) -> str:
-    """The path of the file `name` of `folder`, with links followed.
+    """The path of the file `name` of `folder`, with links followed; ValueError if it lies elsewhere.
 
-    Raises ValueError if it lies elsewhere, by its name or by a link. The links of Hugging Face's
-    cache, from snapshots/<revision> to the blobs of the same repository, are allowed.
+    Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
     """
     root, path = Path(folder).resolve(), Path(folder, name).resolve()
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
@@ -114,21 +106,17 @@ def path_inside(folder: str, name: str) -> str:
 
 def list_steps(folder: str) -> list[StepFolder]:
     """The `step-<N>` folders in `folder`, by rising N. Other names are ignored."""
-    if not os.path.isdir(folder):
-        return []
     found = []
-    for entry in os.scandir(folder):
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
-            try:
+            with suppress(FileNotFoundError):  # another rank has just removed it
                 # A process may be killed between making a folder and marking it.
                 is_empty = not os.listdir(entry.path)
                 contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
                 kept = os.path.join(entry.path, KEPT_MARKER)
                 is_base = os.path.isfile(kept) and os.path.getsize(kept) > 0
-            except FileNotFoundError:  # another rank has just removed it
-                continue
-            found.append(StepFolder(int(match.group(1)), entry.path, contents, is_base))
+                found.append(StepFolder(int(match.group(1)), entry.path, contents, is_base))
     return sorted(found, key=lambda folder: folder.step)
 
 
@@ -137,25 +125,25 @@ def newest_finished_step(folder: str) -> int:
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
-# Marking, finishing and removing
+# ---- marking, finishing and removing ----
 
 
-def mark_unfinished(folder: str) -> None:
+def _write_synced(path: str, text: str) -> None:
+    with open_file(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def mark_unfinished(folder: str, *more: str) -> None:
+    """more: other markers, such as `KEPT_MARKER`, because of which retention never removes it."""
     os.makedirs(folder, exist_ok=True)
-    _write_synced(os.path.join(folder, UNFINISHED_MARKER), "")
-
-
-def mark_kept(folder: str) -> None:
-    """Mark `folder` so that retention never removes it, in later processes too."""
-    mark_unfinished(folder)
-    _write_synced(os.path.join(folder, KEPT_MARKER), "")
+    for marker in (UNFINISHED_MARKER, *more):
+        _write_synced(os.path.join(folder, marker), "")
 
 
 def mark_base(folder: str) -> None:
-    """Mark a step folder, if `folder` is one, as the base model of adapters, which need it later on.
-
-    Retention of no run removes it then.
-    """
+    """Mark `folder`, if it is a step, as the base of adapters: retention of no run removes it then."""
     if not re.fullmatch(r"step-\d+", os.path.basename(os.path.realpath(folder))):
         return
     try:
@@ -168,20 +156,16 @@ def mark_base(folder: str) -> None:
 
 
 def start_writing(folder: str) -> None:
-    """Create `folder`, mark it unfinished, and remove an older checkpoint from it.
+    """Create `folder`, mark it unfinished, and remove an older checkpoint, but no other files.
 
-    Otherwise an older `.metadata` beside new files would be loaded. Other files stay. Links are
-    removed, but not their targets.
+    Otherwise an older `.metadata` beside new files would be loaded.
     """
     mark_unfinished(folder)
     _remove_weights(folder)
 
 
 def remove_failed_save(folder: str) -> None:
-    """Remove the files of a failed save from `folder`, unless a whole checkpoint is there.
-
-    If the folder holds other files, they stay, and so does the marker.
-    """
+    """Remove the files of a failed save; a whole checkpoint, and other files with the marker, stay."""
     if contents_of(folder) == Contents.UNFINISHED:
         _remove_weights(folder)
         if set(os.listdir(folder)) <= {UNFINISHED_MARKER, KEPT_MARKER}:
@@ -200,8 +184,7 @@ def _remove_weights(folder: str) -> None:
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
     """Write the hashes (file name -> SHA-256), then remove the marker: now `folder` is whole.
 
-    The hashes are synced to disk before the marker goes. So after a crash of the machine a folder
-    without marker has hashes, which reveal files that lost data.
+    The hashes are synced to disk first: after a crash of the machine they reveal lost data.
     """
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
@@ -210,7 +193,6 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a step folder. A process that is killed meanwhile leaves it marked as unfinished."""
     mark_unfinished(folder)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
@@ -221,14 +203,7 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
-def _write_synced(path: str, text: str) -> None:
-    with open_file(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-# Hashes
+# ---- hashes ----
 
 
 def hash_file(path: str) -> str:
@@ -237,7 +212,7 @@ def hash_file(path: str) -> str:
 
 
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """File name -> SHA-256 of the named files of `folder`; the ranks share the work. Collective."""
+    """File name -> SHA-256 of the named files of `folder`. Collective."""
     parts = on_all_ranks(
         lambda: {name: hash_file(os.path.join(folder, name)) for name in own_share(names)}
     )
@@ -245,11 +220,9 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
-    """The first damage in the files of `folder`; None if they are whole.
+    """The first damage in the files of `folder`; None if they are whole or have no recorded hashes.
 
-    Collective: each rank hashes its share. A folder without recorded hashes passes, unless parts of
-    a checkpoint lack their `.metadata`.
-    hashes: the recorded ones; None reads them.
+    Collective: each rank hashes its share. hashes: the recorded ones; None reads them.
     """
     try:
         expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
@@ -257,11 +230,8 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
         return str(error)
     problem = None
     for name in own_share(list(expected)):
-        path = os.path.join(folder, name)
         try:
-            if not os.path.isfile(path):
-                problem = f"{name} is missing"
-            elif hash_file(path) != expected[name]:
+            if hash_file(os.path.join(folder, name)) != expected[name]:
                 problem = f"{name} does not have the content that was written (SHA-256 differs)"
         except OSError as error:
             problem = f"{name} cannot be read ({error.strerror})"
@@ -279,8 +249,7 @@ def own_share(names: list[str]) -> list[str]:
 def recorded_hashes(folder: str) -> dict[str, str]:
     """File name -> SHA-256; empty without a hash file.
 
-    Raises ValueError if the hash file is damaged, or parts of a checkpoint have neither it nor
-    `.metadata`.
+    Raises ValueError if that is damaged, or parts of a checkpoint have neither it nor `.metadata`.
     """
     path, entries = os.path.join(folder, HASHES_FILE), []
     if os.path.exists(path):
@@ -294,11 +263,11 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     return {entry.group(2): entry.group(1) for entry in entries}
 
 
-# Writing
+# ---- writing ----
 
 
 class HashedFile:
-    """A file that is hashed while it is written, from its beginning to its end."""
+    """A file that is hashed while it is written: hashing later could not show what was meant."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -316,11 +285,9 @@ class HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """hashes: file name -> SHA-256 of each file that was written."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.hashes: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}  # file name -> SHA-256
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -343,11 +310,7 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also marks, hashes and unmarks the folder.
 
-    All of this happens within DCP's own steps and collectives, so it works the same in the caller's
-    thread, in a background thread and in a background process. Files are hashed while they are
-    written, because reading them again would take as long on a network file system and could not
-    show what was meant to be written.
-
+    This happens within DCP's own steps, in the caller's thread or a background thread or process.
     record: settings of the run, written to `run.json`.
     copy_states: copies the states for an asynchronous save in this process.
     """
@@ -367,7 +330,7 @@ class HashingWriter(FileSystemWriter):
         return (self._copy_states or super().stage)(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The other ranks write only after they get a plan from the coordinator, which marks first.
+        # The other ranks write after they get a plan from the coordinator.
         self._started = time.monotonic()
         if is_coordinator:
             start_writing(str(self.path))
@@ -382,7 +345,6 @@ class HashingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Called on the coordinator once every rank has written."""
         super().finish(metadata, [of_rank for of_rank, _ in results])
         hashes = {name: digest for _, of_rank in results for name, digest in of_rank.items()}
         if self.record:

@@ -1,16 +1,16 @@
 """Weights in Hugging Face files: safetensors, with an index that names the file of each tensor.
 
-A model is read and written part by part, so that translating layouts needs memory for the copies
-of only one part.
+A model is read and written part by part: translating layouts needs memory for copies of one part.
 """
 
 import json
 import os
 import shutil
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,19 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
-    HF_SINGLE_FILE,
     HashedFile,
     finish_writing,
     hash_over_ranks,
-    path_inside,
     start_writing,
 )
-from torchtitan.checkpoint.hf_assets import differences_from_config, write_model_files
+from torchtitan.checkpoint.hf_assets import (
+    SCALE,
+    UntrainedParts,
+    are_quantized,
+    check_files,
+    differences_from_config,
+    write_model_files,
+)
 from torchtitan.checkpoint.states import (
     Shapes,
     cast_weights,
@@ -39,22 +44,14 @@ from torchtitan.checkpoint.states import (
 )
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.protocols.state_dict_adapter import (
-    BaseStateDictAdapter,
-    read_weight_map,
-    to_template,
-)
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, to_template
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
 
-if TYPE_CHECKING:
-    from torchtitan.checkpoint.hf_untrained import UntrainedParts
-
 _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
-_SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
 
@@ -73,9 +70,8 @@ def load_from_hf(
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
     state_dict: the model's own entries. Returns the entries that were read.
-    chosen_args: fields of the model's args that the user chose against the files' config.json; None
-        if all are.
-    untrained_weights: the setting of this name; it says what exports do with parts not read here.
+    chosen_args: fields that the user chose against the files' config.json; None if all are.
+    untrained_weights: the setting of this name.
     Raises ValueError if files, their config.json and the model do not match.
     """
     (names, missing_files), difference = from_rank_zero(
@@ -102,33 +98,19 @@ def load_from_hf(
     parts += [{}] * (max(n_parts for n_parts, _ in of_ranks) - len(parts))
 
     ignored = {name for name in saved if adapter.ignores_hf_key(name)} - wanted.keys()
-    copies = {
-        name: copy
-        for name, copy in adapter.hf_aliases().items()
-        if name in saved and copy in ignored
-    }
-    if copies:
-        from_rank_zero(lambda: _check_copies(copies, metadata, path))
-    _tell_ignored(ignored, adapter, path, untrained_weights)
+    _check_ignored(ignored, adapter, metadata, path, untrained_weights)
     relevant = {name: shape for name, shape in saved.items() if name not in ignored}
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
-        if no_scale := sorted(n for n in fp8 if f"{n}{_SCALE}" not in saved):
+        if no_scale := sorted(n for n in fp8 if f"{n}{SCALE}" not in saved):
             raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
         relevant = {
             name: shape
             for name, shape in relevant.items()
-            if name in wanted or name.removesuffix(_SCALE) not in wanted
+            if name in wanted or name.removesuffix(SCALE) not in wanted
         }
-    try:
-        check_same_model(wanted, relevant, path, model_description, _remedy(relevant, difference))
-    except ValueError as error:
-        if not missing_files:
-            raise
-        raise ValueError(
-            f"{path} is incomplete: {HF_INDEX} names files that are missing: "
-            f"{shorten(missing_files)}; fetch them. {error}"
-        ) from error
+    remedy = _remedy(relevant, missing_files, difference)
+    check_same_model(wanted, relevant, path, model_description, remedy)
     _check_config(difference or {}, chosen_args, path)
     loaded = {}
     for part in parts:
@@ -149,7 +131,6 @@ def load_from_hf(
 def _open_reader(
     adapter: BaseStateDictAdapter, path: str, names: list[str], from_quantized: bool
 ) -> Any:
-    """Return a DCP reader of the files `names`. Raises ValueError if their headers are damaged."""
     reader = adapter.get_hf_storage_reader(path, from_quantized)
     if file_system := getattr(reader, "fs", None):
         file_system.ls = lambda folder: [os.path.join(folder, name) for name in names]
@@ -166,14 +147,21 @@ def _open_reader(
     return reader
 
 
-def _tell_ignored(
-    ignored: set[str], adapter: BaseStateDictAdapter, path: str, untrained_weights: str
-) -> None:
-    untrained = {name for name in ignored if adapter.holds_untrained_part(name)}
-    if untrained:
-        _follow_choice(untrained_weights, untrained, path)
-    if ignored - untrained:
-        logger.info(f"Without a use in the model, so not read: {_counted(ignored - untrained)}")
+def _remedy(
+    saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
+) -> str:
+    """What to do if weights don't fit; "" for the usual. difference: the model's from config.json."""
+    if missing_files:
+        return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
+    if are_quantized(saved):
+        return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
+    if difference == {}:
+        return (
+            "The config.json beside them describes the model of the config, too: fetch all files "
+            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
+            "lm_head.weight is missing)"
+        )
+    return ""
 
 
 def _check_config(
@@ -183,7 +171,7 @@ def _check_config(
     if found := [
         f"{name} = {theirs}, not {ours}"
         for name, (ours, theirs) in difference.items()
-        if chosen_args is None or name not in chosen_args
+        if name not in (chosen_args or ())
     ]:
         sentence = f"{path} has weights of a model with {', '.join(found)} (its config.json)"
         if chosen_args is not None:
@@ -194,9 +182,25 @@ def _check_config(
         logger.warning(f"{sentence}: the run's values are used")
 
 
-def _follow_choice(untrained_weights: str, names: Collection[str], path: str) -> None:
-    """Say what becomes of parts of a model that are not trained. ValueError if they are refused."""
-    parts = f"{path} has parts that are not trained, so not read: {_counted(names)}"
+def _check_ignored(
+    names: Collection[str],
+    adapter: BaseStateDictAdapter,
+    metadata: Any,
+    path: str,
+    untrained_weights: str,
+) -> None:
+    """Say what becomes of tensors that are not read. ValueError for those that must not be dropped."""
+    aliases = adapter.hf_aliases().items()
+    entries = metadata.state_dict_metadata
+    copies = {name: copy for name, copy in aliases if name in entries and copy in names}
+    if copies:
+        from_rank_zero(lambda: _check_copies(copies, metadata, path))
+    untrained = {name for name in names if adapter.holds_untrained_part(name)}
+    if useless := sorted({*names} - untrained):
+        logger.info(f"Without a use in the model, so not read: {_counted(useless)}")
+    if not untrained:
+        return
+    parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
     if untrained_weights == "refuse":
         raise ValueError(
             f"{parts}; checkpoint.untrained_weights = 'refuse' refuses them: set it to 'copy' or "
@@ -204,38 +208,18 @@ def _follow_choice(untrained_weights: str, names: Collection[str], path: str) ->
         )
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
-    elif are_quantized(names):
+    elif are_quantized(untrained):
         raise ValueError(
             f"{parts}; they are quantized, and an export is not, so checkpoint.untrained_weights = "
             "'copy' cannot copy them: set it to 'drop', or give a model without quantization"
         )
 
 
-def are_quantized(names: Iterable[str]) -> bool:
-    return any(name.endswith((_SCALE, "_scales")) for name in names)
-
-
 def _counted(names: Iterable[str]) -> str:
-    """Return the names; those that differ only in numbers as one, with their count."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted(names):
-        groups.setdefault(to_template(name)[0], []).append(name)
-    return shorten(
-        [f"{kind} ({len(g)} times)" if len(g) > 1 else g[0] for kind, g in groups.items()]
-    )
-
-
-def _remedy(saved: Collection[str], difference: dict[str, Any] | None) -> str:
-    """Return what to do if weights don't fit, "" for the usual. difference: the model's from config.json."""
-    if are_quantized(saved):
-        return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
-    if difference == {}:
-        return (
-            "The config.json beside them describes the model of the config, too: fetch all files "
-            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
-            "lm_head.weight is missing)"
-        )
-    return ""
+    """The names; those that differ only in numbers are one, with their count."""
+    counts = Counter(to_template(name)[0] for name in sorted(names))
+    one = {to_template(name)[0]: name for name in names}
+    return shorten([f"{t} ({n} times)" if n > 1 else one[t] for t, n in counts.items()])
 
 
 def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
@@ -259,61 +243,10 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
                 )
 
 
-def check_files(folder: str) -> tuple[list[str], list[str]]:
-    """The names of the files that hold the model, and of files in its index that are missing.
-
-    The index decides which files these are; without one, model.safetensors, or else all files.
-    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
-    are read: safetensors limits their size, and checks that tensors don't overlap and end inside
-    the file.
-    """
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if not names:
-        raise ValueError(
-            f"There are no safetensors files in {folder}, from which Hugging Face weights should be "
-            "read; correct the path, or set checkpoint.initial_load_in_hf = false"
-        )
-    listed = {HF_SINGLE_FILE} if HF_SINGLE_FILE in names else set(names)
-    if os.path.lexists(os.path.join(folder, HF_INDEX)):
-        in_index = set(read_weight_map(path_inside(folder, HF_INDEX)).values())
-        if HF_SINGLE_FILE in names and HF_SINGLE_FILE not in in_index:
-            raise ValueError(
-                f"{folder} holds two models, in {HF_SINGLE_FILE} and in the files of {HF_INDEX}; "
-                "remove one of them"
-            )
-        listed = in_index
-    if others := sorted(set(names) - listed):
-        logger.info(f"Not files of the model in {folder}, so not read: {shorten(others)}")
-    names = [name for name in names if name in listed]
-    file_of: dict[str, str] = {}
-    for name in names:
-        path = path_inside(folder, name)
-        try:
-            with safe_open(regular_file(path), framework="pt") as file:
-                names_inside = file.keys()
-                kinds = {key: file.get_slice(key).get_dtype() for key in names_inside}
-                is_sharded = torch_parts.SHARDED_FILE_KEY in (file.metadata() or {})
-        except Exception as error:  # safetensors raises many kinds of errors
-            raise ValueError(
-                f"{path} is not a safetensors file, or it is cut off ({error}); fetch it again"
-            ) from error
-        if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
-            raise ValueError(f"{path} has dtypes that cannot be read: {shorten(unknown)}")
-        for key in kinds if not is_sharded else ():
-            if key in file_of:
-                raise ValueError(
-                    f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
-                    "files, or all files that are not the model's"
-                )
-            file_of[key] = name
-    return names, sorted(listed - set(names))
-
-
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entries in parts of bounded size.
+    """The entries in parts of bounded size, with entries of one module together.
 
-    Entries of one module stay together, because adapters join some of them. Ranks that share
-    tensors cut at the same places, because adapters gather some of them.
+    Ranks that share tensors cut at the same places, because adapters gather some of them.
     """
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
@@ -342,16 +275,14 @@ def save_to_hf(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     chat_template: str | None = None,
-    untrained: "UntrainedParts | None" = None,
+    untrained: UntrainedParts | None = None,
 ) -> None:
     """Write the model to safetensors files with an index. Collective.
 
     dtype: the dtype to cast floating-point tensors to; None keeps their own dtypes.
-    Tensors are divided into files as in the index of `hf_assets_path`, if there is one, otherwise
-    into files of at most 5 GB. Ranks first write their own parts to `<folder>/sharded`, which is
-    removed. config.json, generation_config.json and the tokenizer are written too, so that
-    `transformers` opens the folder; see `hf_assets.write_model_files`, also for the next two.
     untrained: parts of the model that was loaded, to be copied.
+    Tensors are divided into files as in the index of `hf_assets_path`, or into files of at most
+    5 GB. The files that `transformers` needs are written too; see `hf_assets.write_model_files`.
     """
     adapter = adapter.for_export(untrained is not None)
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
@@ -372,14 +303,20 @@ def save_to_hf(
             "there would remove them first; export to another folder"
         )
     from_rank_zero(lambda: start_writing(folder))
+
+    def parts() -> Iterator[dict[str, Any]]:
+        """Yield HF name -> tensor of this rank."""
+        for part in _parts_of(state_dict):
+            tensors = adapter.to_hf(part)
+            yield tensors if dtype is None else cast_weights(tensors, dtype)
+        if untrained is not None:
+            yield from untrained.tensors()
+
     if dist.is_initialized():
-        names = _write_over_ranks(_to_hf(state_dict, adapter, dtype), adapter, folder)
+        names = _write_over_ranks(parts(), adapter, folder)
         hashes = hash_over_ranks(folder, names)
     else:
-        hashes = _write_alone(state_dict, adapter, folder, dtype)
-
-    if untrained is not None:
-        hashes |= untrained.copy_to(folder)
+        hashes = _write_alone(parts, adapter, folder)
 
     def write_the_rest() -> None:
         if (model_args := getattr(adapter, "model_args", None)) is not None:
@@ -392,13 +329,6 @@ def save_to_hf(
 
     from_rank_zero(write_the_rest)
     logger.info(f"Wrote {len(hashes)} Hugging Face files to {folder}")
-
-
-def _to_hf(
-    part: dict[str, Any], adapter: BaseStateDictAdapter, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    tensors = adapter.to_hf(part)
-    return tensors if dtype is None else cast_weights(tensors, dtype)
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
@@ -426,11 +356,11 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 
 
 def _write_over_ranks(
-    tensors: dict[str, Any], adapter: BaseStateDictAdapter, folder: str
+    parts: Iterable[dict[str, Any]], adapter: BaseStateDictAdapter, folder: str
 ) -> list[str]:
     """Write this rank's parts of the tensors, then join some of the files; return all names."""
     # An adapter may return transposed views, but the format stores contiguous tensors only.
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     sharded = os.path.join(folder, "sharded")
@@ -469,20 +399,16 @@ def _file_name(number: int, n_files: int) -> str:
 
 
 def _write_alone(
-    state_dict: dict[str, Any],
-    adapter: BaseStateDictAdapter,
-    folder: str,
-    dtype: torch.dtype | None,
+    parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, str]:
     """Write every tensor straight to its file; return file name -> SHA-256.
 
-    All tensors are translated twice, because a file's header lists the sizes of its tensors: once
-    for the sizes, and once to be written.
+    All tensors are translated twice, because a file's header lists the sizes of its tensors.
     """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
-    for part in _parts_of(state_dict):
-        for name, tensor in _to_hf(part, adapter, dtype).items():
+    for part in parts():
+        for name, tensor in part.items():
             entries[name] = name_of[tensor.dtype], list(tensor.shape), tensor.nbytes
     sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
@@ -495,8 +421,8 @@ def _write_alone(
             file = HashedFile(stack.enter_context(open_file(os.path.join(folder, file_name), "wb")))
             file.write(_safetensors_header({name: entries[name] for name in names}))
             files[file_name] = file, iter(names)
-        for part in _parts_of(state_dict):
-            for name, tensor in _to_hf(part, adapter, dtype).items():
+        for part in parts():
+            for name, tensor in part.items():
                 file, names = files[weight_map[name]]
                 assert name == next(names), f"{name} comes in another order than in the header"
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -510,10 +436,9 @@ def _write_alone(
 
 
 def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """The beginning of a safetensors file; the tensors follow in the order of `entries`.
+    """The beginning of a safetensors file: 8 bytes with the length of the JSON header, and this.
 
-    entries: name -> dtype, shape, bytes. The format: 8 bytes with the length of the JSON header,
-    the header, then the tensors one after another.
+    entries: name -> dtype, shape, bytes, in the order of the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -1,19 +1,30 @@
-"""The config and tokenizer files that `transformers` needs to open a folder of weights."""
+"""The files of a Hugging Face folder: those with weights, and those that `transformers` needs beside.
+
+`checkpoint.untrained_weights` says what becomes of parts of a model that no family here trains, such
+as towers for images.
+"""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import _TYPES
 
+from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
+from torchtitan.checkpoint.states import shorten
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
-from torchtitan.tools.files import find_shipped, open_file, read_json_object
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.tools import torch_parts
+from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
 from torchtitan.tools.logging import logger
+
+SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
@@ -22,11 +33,101 @@ _TOKENIZER_FILES = (
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the default one
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Fields of a model's config.json that are not true of what a run exports: its weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
+
+# ---- weights ----
+
+
+def check_files(folder: str) -> tuple[list[str], list[str]]:
+    """The names of the files that hold the model, and of files in its index that are missing.
+
+    The index decides which files these are; without one, model.safetensors, or else all files.
+    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
+    are read, which safetensors checks.
+    """
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if not names:
+        raise ValueError(
+            f"There are no safetensors files in {folder}, from which Hugging Face weights should be "
+            "read; correct the path, or set checkpoint.initial_load_in_hf = false"
+        )
+    listed = {HF_SINGLE_FILE} if HF_SINGLE_FILE in names else set(names)
+    if os.path.lexists(os.path.join(folder, HF_INDEX)):
+        listed = set(read_weight_map(path_inside(folder, HF_INDEX)).values())
+        if HF_SINGLE_FILE in names and HF_SINGLE_FILE not in listed:
+            raise ValueError(
+                f"{folder} holds two models, in {HF_SINGLE_FILE} and in the files of {HF_INDEX}; "
+                "remove one of them"
+            )
+    if others := sorted(set(names) - listed):
+        logger.info(f"Not files of the model in {folder}, so not read: {shorten(others)}")
+    names = [name for name in names if name in listed]
+    file_of: dict[str, str] = {}
+    for name in names:
+        path = path_inside(folder, name)
+        try:
+            with safe_open(regular_file(path), framework="pt") as file:
+                kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+                is_sharded = torch_parts.SHARDED_FILE_KEY in (file.metadata() or {})
+        except Exception as error:  # safetensors raises many kinds of errors
+            raise ValueError(
+                f"{path} is not a safetensors file, or it is cut off ({error}); fetch it again"
+            ) from error
+        if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
+            raise ValueError(f"{path} has dtypes that cannot be read: {shorten(unknown)}")
+        for key in kinds if not is_sharded else ():
+            if key in file_of:
+                raise ValueError(
+                    f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
+                    "files, or all files that are not the model's"
+                )
+            file_of[key] = name
+    return names, sorted(listed - set(names))
+
+
+def are_quantized(names: Iterable[str]) -> bool:
+    return any(name.endswith((SCALE, "_scales")) for name in names)
+
+
+class UntrainedParts(NamedTuple):
+    """folder: of the model that has them. names: file there -> names of untrained tensors in it."""
+
+    folder: str
+    names: dict[str, list[str]]
+
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield this rank's share, file by file, bit for bit."""
+        for source in own_share(list(self.names)):
+            with safe_open(regular_file(path_inside(self.folder, source)), "pt") as file:
+                yield {name: file.get_tensor(name) for name in self.names[source]}
+
+
+def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:
+    """Return the parts of the model in `folder` that an export copies; None if there are none.
+
+    Warns if they cannot be copied, because an export must not fail at the end of a run.
+    """
+    names = {}
+    try:
+        for file_name in check_files(folder)[0]:
+            with safe_open(regular_file(path_inside(folder, file_name)), framework="pt") as file:
+                names[file_name] = list(file.keys())
+        adapter = adapter.spelled_like([name for in_file in names.values() for name in in_file])
+        for file_name, in_file in names.items():
+            names[file_name] = [name for name in in_file if adapter.holds_untrained_part(name)]
+            if are_quantized(names[file_name]):
+                raise ValueError(f"those in {folder} are quantized, and the export is not")
+    except (OSError, ValueError) as error:
+        logger.warning(f"The export has no copy of parts that are not trained: {error}")
+        return None
+    names = {file_name: in_file for file_name, in_file in names.items() if in_file}
+    return UntrainedParts(folder, names) if names else None
+
+
+# ---- config and tokenizer ----
 
 
 def write_model_files(
@@ -40,15 +141,11 @@ def write_model_files(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
-    An existing tokenizer is kept, and so is an existing config.json that describes `model_args`.
-    hf_assets_path: folder of the tokenizer and, for a model that came from Hugging Face, its
-        config.json, which is copied if it describes `model_args`, with what the run changed.
-        Otherwise config.json is made from `model_args`.
-    tokenizer: the run's `HuggingFaceTokenizer`; None reads the tokenizer in hf_assets_path. Its
-        end-of-text token is among those that end a generated text.
-    chat_template: the run's; None keeps those in hf_assets_path.
-    untrained_from: folder of the model whose untrained parts are beside the weights; its config.json
-        is taken first. None: config.json describes what is trained.
+    An existing tokenizer is kept. config.json is that of `folder`, `untrained_from` or
+    `hf_assets_path`, whichever describes `model_args` first, with what the run changed; or else it
+    is made from `model_args`.
+    tokenizer, chat_template: the run's; None takes those in `hf_assets_path`.
+    untrained_from: folder of the model whose untrained parts are beside the weights.
     dtype: of the weights; `transformers` loads them in the dtype that config.json names.
     If a file cannot be written, a warning is logged, because the weights matter more.
     """
@@ -60,6 +157,9 @@ def write_model_files(
         logger.warning(f"{folder} gets no tokenizer that transformers can open: {error}")
     try:
         bases = [Path(untrained_from), assets] if untrained_from else [assets]
+        for file in (bases[0] / name for name in _PROCESSOR_FILES if untrained_from):
+            if file.is_file():
+                _write(Path(folder, file.name), file.read_bytes())
         config = _config(model_args, [Path(folder), *bases], untrained_from is not None)
         for part in (config, config.get("text_config")):
             if part is not None:
@@ -98,7 +198,7 @@ def differences_from_config(
 
 
 def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> dict[str, Any]:
-    """Return a config.json of these args, which has the further fields of the first that fits."""
+    """Return a config.json of these args, with the further fields of the first that fits."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue
@@ -131,12 +231,11 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
 
 def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
     """Return token_ids for a file; the end-of-text id is added to those that the file has."""
-    result: dict[str, Any] = dict(token_ids)
-    if "eos_token_id" in result and (ends := content.get("eos_token_id")) is not None:
-        listed = ends if isinstance(ends, list) else [ends]
-        is_listed = result["eos_token_id"] in listed
-        result["eos_token_id"] = ends if is_listed else [result["eos_token_id"], *listed]
-    return result
+    end, ends = token_ids.get("eos_token_id"), content.get("eos_token_id")
+    if end is None or ends is None:
+        return dict(token_ids)
+    listed = ends if isinstance(ends, list) else [ends]
+    return token_ids | {"eos_token_id": ends if end in listed else [end, *listed]}
 
 
 def _write_tokenizer(

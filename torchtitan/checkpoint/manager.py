@@ -1,8 +1,4 @@
-"""Saving and loading a run: model, optimizer, schedulers, data position and step.
-
-All of it is written and read by torch's distributed checkpoint (DCP), so that a run may continue
-on another number of ranks.
-"""
+"""Saving and loading a run: model, optimizer, schedulers, data position and step."""
 
 import dataclasses
 import os
@@ -16,10 +12,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import mark_kept
+from torchtitan.checkpoint.folder import KEPT_MARKER, mark_unfinished
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
-from torchtitan.checkpoint.hf_untrained import untrained_parts
+from torchtitan.checkpoint.hf_assets import untrained_parts
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.run_record import compare_with_saved
 from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
@@ -36,14 +33,13 @@ from torchtitan.checkpoint.states import (
     with_model_on_top,
     without_excluded,
 )
-from torchtitan.checkpoint.weights import AdapterFiles, ModelWrapper
+from torchtitan.checkpoint.weights import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
-from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -61,19 +57,15 @@ _WEIGHTS_ONLY_HINT = (
 class CheckpointManager:
     """Saves and loads the states of a run, following the `[checkpoint]` section.
 
-    `states` is updated in place with the model, optimizer, schedulers and dataloader. Its values
-    need not be `Stateful`. Every setting is an attribute, which may be set at run time, as may
-    `sd_adapter`.
-    model_description: the name of the model in error messages.
-    run_record: the settings that a resume compares (see `run_record.py`).
-    tokenizer, chat_template: written beside exported weights.
-    chosen_args: see `hf.load_from_hf`.
-    lora: the settings of the model's adapters; None if it has none. Checkpoints then hold what
-        trains, and the name and digest of the base.
+    `states` is updated in place with the model, optimizer, schedulers and dataloader. Every setting
+    is an attribute, which may be set at run time, as may `sd_adapter`.
+    model_description: the name of the model in error messages. run_record: see `run_record.py`.
+    tokenizer, chat_template: written beside exported weights. chosen_args: see `hf.load_from_hf`.
+    lora: the settings of the model's adapters. Checkpoints then hold what trains, and the name and
+        digest of the base.
 
     Without a dataloader every `save` is due, because the caller drives the run.
-    With `enable = false` only the initial checkpoint is read, and folders that the caller names by
-    `path` are read and written.
+    With `enable = false` only the initial checkpoint and folders named by `path` are used.
     """
 
     # Names that attributes of the saver and the retention have in 0.2.x.
@@ -96,7 +88,7 @@ class CheckpointManager:
         checkpoint_config: Checkpoint,
         sd_adapter: BaseStateDictAdapter | None,
         base_folder: str = "",
-        ft_manager: FTManager | None = None,
+        ft_manager: Any = None,
         lora: LoRA | None = None,
     ) -> None:
         config = checkpoint_config
@@ -115,9 +107,8 @@ class CheckpointManager:
         self.ft_manager = None
         self.enable_ft_dataloader_checkpoints = False
         self.states = states
-        self.states[MODEL] = ModelWrapper(model_parts, has_adapters=lora is not None)
-        self.adapters = AdapterFiles(self.states[MODEL], lora)
-        self.has_adapters = lora is not None
+        self.states[MODEL] = self.adapters = ModelWrapper(model_parts, lora)
+        self.lora, self.has_adapters = lora, lora is not None
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
@@ -169,19 +160,25 @@ class CheckpointManager:
 
         The last step, every `interval`-th step, and with `enable_first_step_checkpoint` step 1 are
         due; without a dataloader, every step is.
-        force: save even if the step is not due.
-        path: save, due or not, to this folder instead of `<folder>/step-<curr_step>`. This run and
-            later ones never remove the folder.
+        force: save even if the step is not due. path: save, due or not, to this folder instead of
+            `<folder>/step-<curr_step>`; no run removes it.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
         RuntimeError) if this save or an earlier asynchronous one fails; older checkpoints are then
         untouched.
         """
         if path is not None or force:
-            self._refuse_forbidden_save(has_folder=self.enable or path is not None)
+            if self.load_only:
+                raise ValueError(
+                    "checkpoint.load_only = true forbids saving; set it to false, or set "
+                    "checkpointer.load_only = False during this save"
+                )
+            if path is None and not self.enable:
+                raise ValueError(
+                    "checkpoint.enable = false leaves no folder to save in; give the step folder as "
+                    "path, or set checkpoint.enable = true"
+                )
         elif not self._should_save(curr_step, last_step):
-            if self.enable and not self.load_only and self.async_mode == AsyncMode.ASYNC:
-                self._saver.prepare_copies(lambda: live_states(self.states))
             return
         self._saver.wait(self.folder)
         start = time.monotonic()
@@ -194,7 +191,9 @@ class CheckpointManager:
             self._retention.leave_alone(folder)
             what = f"The checkpoint {folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
-                from_rank_zero(lambda: mark_kept(folder))  # first, in case the save is killed
+                from_rank_zero(
+                    lambda: mark_unfinished(folder, KEPT_MARKER)
+                )  # first, in case the save is killed
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -221,10 +220,9 @@ class CheckpointManager:
 
     @torch.no_grad()
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
-        """Write the weights to safetensors files in the folder `path`; see `hf.save_to_hf`.
+        """Write the weights, with adapters merged, to safetensors files; see `hf.save_to_hf`.
 
-        Adapters are merged into their weights. Retention never removes the folder, because it is not
-        a step. Raises RunError on failure.
+        Raises RunError on failure.
         """
         self._saver.wait(self.folder)
         self.require_adapter()
@@ -243,19 +241,29 @@ class CheckpointManager:
         tokenizer, template = self.tokenizer, self.chat_template
         save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
 
+    @torch.no_grad()
     def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
-        """See `AdapterFiles.save`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters.save(path, self.require_adapter(), base_model, rank)
+        """Write the adapters to the folder `path` in PEFT's format. Collective.
 
+        base_model: the name or folder of the base; None is the one that was loaded.
+        rank: beyond which all adapters are zero (`redraw_adapters`) and not written; None writes all.
+        Raises ValueError for a model without adapters or HF's names.
+        """
+        model, adapter = self.adapters, self.require_adapter()
+        dropout = model.require_lora("save_peft").dropout
+        has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
+        options = PeftOptions(base_model or model.base_name, dropout, has_value_head, rank)
+        save_peft(path, model.model, model.whole(), model.trained, adapter, options)
+
+    @torch.no_grad()
     def load_peft(self, path: str) -> None:
-        """See `AdapterFiles.load`. Raises ValueError for a model without adapters or HF's names."""
-        self.adapters.load(path, self.require_adapter())
+        """Read the adapters from a folder in PEFT's format. Collective; raises as `save_peft` does."""
+        model = self.adapters
+        model.require_lora("load_peft")
+        load_peft(path, model.model, model.whole(), model.trained, self.require_adapter())
 
     def maybe_wait_for_staging(self) -> None:
-        """Wait until pinned copies are complete. Call it before the optimizer changes the weights.
-
-        This costs little: the copies run beside the forward and backward that are queued already.
-        """
+        """Wait until pinned copies are complete. Call it before the optimizer changes the weights."""
         self._saver.wait_for_staging()
 
     @torch.no_grad()
@@ -288,19 +296,6 @@ class CheckpointManager:
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
 
-    def _refuse_forbidden_save(self, has_folder: bool) -> None:
-        """Raise ValueError if the config forbids a save that the caller demands."""
-        if self.load_only:
-            raise ValueError(
-                "checkpoint.load_only = true forbids saving; set it to false, or set "
-                "checkpointer.load_only = False during this save"
-            )
-        if not has_folder:
-            raise ValueError(
-                "checkpoint.enable = false leaves no folder to save in; give the step folder as path, "
-                "or set checkpoint.enable = true"
-            )
-
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():
             self._retention.purge(self.folder, self.keep_latest_k, self._saver.folder)
@@ -311,10 +306,9 @@ class CheckpointManager:
     def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:
         """Load a checkpoint; return False if there is none. Collective.
 
-        step: the step to load from this run's own folder. -1 loads the newest whole step, or the
-            configured initial checkpoint if there is none, or if `checkpoint.enable` is not set.
-        path: the step folder to load, DCP or Hugging Face files. This run's folder and the initial
-            checkpoint are then ignored.
+        step: of this run's folder; -1 is the newest whole one, or the configured initial checkpoint
+            if there is none, or if `checkpoint.enable` is not set.
+        path: the step folder to load instead, DCP or Hugging Face files.
         model_only: leave optimizer, schedule, step and data position as they are.
 
         Raises FileNotFoundError or ValueError if the named checkpoint is missing, is damaged, or
@@ -328,7 +322,7 @@ class CheckpointManager:
         if facts is None:
             if self.enable:
                 logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
-            self.adapters.load_first(self.require_adapter)
+            self._load_first_adapters()
             return False
         is_initial = path is None and facts.step < 0
         if facts.is_hf and not model_only and not is_initial:
@@ -342,7 +336,7 @@ class CheckpointManager:
         if not (self.has_adapters and facts.has_adapters):
             self._read(facts, wanted, self.states[MODEL].base())
             self.adapters.set_base(facts.path)
-            self.adapters.load_first(self.require_adapter)
+            self._load_first_adapters()
             return True
         if path is None and (base := self._initial_checkpoint()) is not None:
             self._read(base, {MODEL: self.states[MODEL]}, self.states[MODEL].base())
@@ -350,8 +344,11 @@ class CheckpointManager:
         self._read(facts, wanted, self.states[MODEL].state_dict(), of_adapters=True)
         return True
 
+    def _load_first_adapters(self) -> None:
+        if self.lora is not None and self.lora.adapter_path:
+            self.load_peft(self.lora.adapter_path)
+
     def _choose(self, step: int, path: str | None) -> Facts | None:
-        """Return the facts of the checkpoint to load; None if there is none. Collective."""
         if path is not None:
             self._retention.leave_alone(path)
             return at_path(os.fspath(path), "load(path=...)", self.verify_on_load)
@@ -369,7 +366,6 @@ class CheckpointManager:
         return facts
 
     def _initial_checkpoint(self) -> Facts | None:
-        """Return the facts of the checkpoint that a run without steps starts from. Collective."""
         in_hf, path = self.initial_load_in_hf, self.initial_load_path
         key = "checkpoint.initial_load_path"
         if not path and in_hf:
@@ -423,10 +419,14 @@ class CheckpointManager:
             if any(map(tied_copies.holds_second, self.states[MODEL].model)):
                 # Files hold the tied parameter once, under the name of the embedding.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
-            adapter, model = self.require_adapter(), self.model_description
-            choices = self.chosen_args, self.untrained_weights
             state_dict = load_from_hf(
-                state_dict, adapter, checkpoint_id, from_quantized, model, *choices
+                state_dict,
+                self.require_adapter(),
+                checkpoint_id,
+                from_quantized,
+                self.model_description,
+                self.chosen_args,
+                self.untrained_weights,
             )
         else:
             with dcp.one_error(f"The checkpoint {checkpoint_id} could not be read"):
@@ -449,8 +449,6 @@ class CheckpointManager:
     def _create_checkpoint_id(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step}")
 
-    # States
-
     def require_adapter(self) -> BaseStateDictAdapter:
         """The model's adapter. Raises ValueError if it has none."""
         if self.sd_adapter is None:
@@ -460,9 +458,7 @@ class CheckpointManager:
             )
         return self.sd_adapter
 
-    # The folder
-
     def claim_folder(self) -> None:
         """See `Retention.claim`; does nothing if this manager never saves on its own."""
         if self.enable and not self.load_only:
-            self._retention.claim(self.folder, self.keep_latest_k, self.states[MODEL].model)
+            self._retention.claim(self.folder)

@@ -1,13 +1,13 @@
 """The settings of the run that wrote a checkpoint, compared with the run that continues from it.
 
 The record is a flat table of strings and numbers, `run.json` in the step folder. Checkpoints of
-older versions and other tools have no record and are not compared.
+other tools have no record and are not compared.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan.checkpoint.folder import RUN_RECORD
@@ -22,10 +22,8 @@ from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import facts_of
 from torchtitan.tools.errors import ConfigError
-from torchtitan.tools.files import find_shipped, open_file
+from torchtitan.tools.files import find_shipped, read_json_object
 from torchtitan.tools.logging import logger
-
-_MOST_CHARACTERS = 100_000
 
 _OWN = "this run's is used"
 _SAVED = "the saved one is used"
@@ -85,7 +83,6 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that matter to a run that continues from this run's checkpoints.
 
-    Ranks compare their records before they train. A continued run doesn't use the recorded `seed`.
     sources: of the training data. Raises ConfigError for a wrong name in checkpoint.allow_changed.
     """
     record: dict[str, Any] = {"seed": seed}
@@ -118,10 +115,7 @@ def record_of(
 
 
 def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
-    """Return the settings that matter to a run of RL.
-
-    rl: the section `[rl]`. task: that is trained on, which may not be the section's.
-    """
+    """Return the settings that matter to a run of RL. rl: the section `[rl]`. task: the one in use."""
     record = {
         key: _plain(value)
         for key, value, *_ in settings_of(rl, "rl.")
@@ -174,6 +168,18 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
     return _digests(contents)
 
 
+def read_record(folder: str) -> dict[str, Any]:
+    """The record in a step folder; empty if there is none."""
+    path = os.path.join(folder, RUN_RECORD)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        logger.warning(f"This run's settings are not compared with the saved ones: {error}")
+        return {}
+
+
 def compare_with_saved(
     saved: dict[str, Any],
     own: dict[str, Any],
@@ -183,94 +189,41 @@ def compare_with_saved(
 ) -> None:
     """Warn of each setting that differs from the run that wrote `path`.
 
-    saved, own: the record in `path`, and this run's. loaded: the components whose state comes from the
-    checkpoint. allowed: the settings whose difference changes what the model computes or reads, and
-    is only warned of.
+    saved, own: the record in `path`, and this run's. loaded: the components whose state comes from
+    the checkpoint. allowed: settings whose difference changes the model or the data, and is only
+    warned of.
     Raises ValueError for other such differences, and if the saved optimizer is of another kind, or
-    groups parameters differently.
-    """
-    if "optimizer" in loaded:
-        check_same_optimizer(saved, own, path)
-    check_same_meaning(saved, own, path, loaded, allowed)
-    for difference in differences(saved, own, loaded):
-        logger.warning(f"Continuing from {path}, but {difference}")
-
-
-def read_record(folder: str) -> dict[str, Any]:
-    """The record in a step folder; empty if there is none."""
-    path = os.path.join(folder, RUN_RECORD)
-    if not os.path.isfile(path):
-        return {}
-    try:
-        with open_file(path, encoding="utf-8") as file:
-            record = json.loads(file.read(_MOST_CHARACTERS))
-    except (OSError, ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        logger.warning(
-            f"{path} cannot be read, so this run's settings are not compared with the saved ones"
-        )
-        return {}
-    return record
-
-
-def check_same_optimizer(saved: dict[str, Any], own: dict[str, Any], path: str) -> None:
-    """Raise ValueError for another kind of optimizer, or other groups.
-
-    The state of another kind has another meaning, and each group loads the settings of its number.
+    groups parameters differently: each group loads the settings of its number.
     """
     for key, excluded in (
         (_OPTIMIZER, "['optimizer']"),
         (_PATTERNS, "['optimizer', 'lr_scheduler']"),
     ):
         values = saved.get(key), own.get(key)
-        if None not in values and values[0] != values[1]:
+        if "optimizer" in loaded and None not in values and values[0] != values[1]:
             raise ValueError(
                 f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or "
                 f"start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
                 f"{excluded}"
             )
-
-
-def check_same_meaning(
-    saved: dict[str, Any],
-    own: dict[str, Any],
-    path: str,
-    loaded: Collection[str],
-    allowed: Collection[str],
-) -> None:
-    """Raise ValueError if another function or other data would be trained; see `compare_with_saved`."""
-    refused = []
-    for key in saved.keys() & own.keys():
+    refused: dict[str, str] = {}
+    for key in (key for key in own if key in saved):
         name = key.removeprefix(_CONTENT)
-        is_data = name in _DATA
-        if saved[key] == own[key] or not (
-            is_data or name in _FUNCTION or name.startswith((_MODEL_ARGS, *_RL))
-        ):
+        is_data, is_rl = name in _DATA, name.startswith(_RL)
+        is_told = key in (*_TOLD, _GLOBAL_BATCH_SIZE) or key.startswith("rl.")
+        is_function = name in _FUNCTION or name.startswith(_MODEL_ARGS)
+        if saved[key] == own[key] or not (is_data or is_rl or is_told or is_function):
             continue
         difference = f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now"
-        if name in allowed or (is_data and "dataloader" not in loaded):
-            logger.warning(f"Continuing from {path}, but {difference}: {_OWN}")
+        is_fixed = is_function or is_rl or (is_data and "dataloader" in loaded)
+        if is_fixed and name not in allowed:
+            refused[name] = difference
         else:
-            refused.append((name, difference))
-    if refused:
-        names = sorted({name for name, _ in refused})
-        raise ValueError(
-            f"The run cannot continue from {path}: {'; '.join(sorted(d for _, d in refused))}. The model "
-            "would compute or read something else than it was trained on; set it back, or allow it "
-            f"with checkpoint.allow_changed = {names}"
-        )
-
-
-def differences(
-    saved: dict[str, Any], own: dict[str, Any], loaded: Collection[str]
-) -> Iterator[str]:
-    """Yield a sentence for each setting that differs: both values and which one is used.
-
-    loaded: the components whose state comes from the checkpoint.
-    """
-    for key in own:
-        is_told = key in (*_TOLD, _GLOBAL_BATCH_SIZE) or key.startswith("rl.")
-        if is_told and not key.startswith(_RL) and own[key] != saved.get(key, own[key]):
             used = _SAVED if _SAVED_WITH.get(key) in loaded else _OWN
-            yield f"{key} was {saved[key]!r} when it was saved and is {own[key]!r} now: {used}"
+            logger.warning(f"Continuing from {path}, but {difference}: {used}")
+    if refused:
+        raise ValueError(
+            f"The run cannot continue from {path}: {'; '.join(refused.values())}. The model would "
+            "compute or read something else than it was trained on; set it back, or allow it with "
+            f"checkpoint.allow_changed = {sorted(refused)}"
+        )

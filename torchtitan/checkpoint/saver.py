@@ -1,6 +1,5 @@
 """Writes step folders, synchronously or asynchronously."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,12 +13,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import (
-    HashingWriter,
-    newest_finished_step,
-    remove_failed_save,
-)
-from torchtitan.distributed.dtensor import local_tensor
+from torchtitan.checkpoint.folder import HashingWriter, newest_finished_step, remove_failed_save
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
@@ -38,61 +32,28 @@ class HostCopies:
     """Copies states into memory that is kept from one save to the next. Used by `AsyncMode.ASYNC`.
 
     Copying into fresh memory takes five times as long, because the system clears each page at its
-    first use. One save at a time may use the copies.
+    first use.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] | None = None
         self._layout: Any = None
-        self._touching: threading.Thread | None = None
-
-    def prepare(self, make_states: Callable[[], dict[str, Any]]) -> None:
-        """Allocate memory for these states, unless that is done, and touch its pages in a thread.
-
-        Otherwise the first save would take longer than later ones.
-        """
-        if self._kept is not None:
-            return
-        self._take_memory(make_states())
-        leaves = torch_parts.pytree.tree_leaves(self._kept)
-        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-
-        @torch.no_grad()
-        def touch() -> None:
-            for tensor in tensors:
-                if tensor.dim() > 0:
-                    local_tensor(tensor).zero_()
-
-        self._touching = threading.Thread(target=touch, daemon=True)
-        self._touching.start()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The states with copies in place of their tensors. The next call overwrites the copies."""
-        self.close()
-        if self._layout != _layout_of(state_dict):
-            self._take_memory(state_dict)
+        leaves, structure = torch_parts.pytree.tree_flatten(state_dict)
+        tensors = [x if torch.is_tensor(x) else None for x in leaves]
+        layout = (
+            structure,
+            [
+                x if x is None else (x.shape, x.dtype, getattr(x, "placements", None))
+                for x in tensors
+            ],
+        )
+        if self._layout != layout:
+            self._kept = None  # freed first, so that both are never held at once
+            self._kept, self._layout = torch_parts.allocate_states(state_dict), layout
         return torch_parts.copy_states(state_dict, self._kept, type_check=False)
-
-    def close(self) -> None:
-        """Wait for the thread that touches the pages."""
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
-
-    def _take_memory(self, state_dict: dict[str, Any]) -> None:
-        self._kept = None  # freed first, so that both are never held at once
-        self._kept = torch_parts.allocate_states(state_dict)
-        self._layout = _layout_of(state_dict)
-
-
-def _layout_of(state_dict: dict[str, Any]) -> Any:
-    leaves, structure = torch_parts.pytree.tree_flatten(state_dict)
-    return structure, [
-        (leaf.shape, leaf.dtype, getattr(leaf, "placements", None))
-        if torch.is_tensor(leaf)
-        else None
-        for leaf in leaves
-    ]
 
 
 # Makes torch's stager. `torchtitan.components.checkpoint` replaces it.
@@ -102,8 +63,7 @@ make_stager: Callable[[StagingOptions], Any] = DefaultStager
 class Saver:
     """Writes one checkpoint at a time. It has the memory, threads and process group for that.
 
-    future: completes when the background save is written; None if there is none.
-    folder: the folder that the background save writes; None if there is none.
+    future, folder: of the background save; None if there is none.
     staging, staging_future: whether the live tensors are still being copied to pinned memory.
     stager: torch's stager for pinned memory. host_copies: the copies of `AsyncMode.ASYNC`.
     group: for background saves, which must not share a group with the training's collectives.
@@ -117,16 +77,16 @@ class Saver:
         self.stager: Any = None
         self.host_copies = HostCopies()
         self.group: dist.ProcessGroup | None = None
-        self._plans = dcp.SavePlans()
 
     def save(
         self, states: dict[str, Any], folder: str, mode: AsyncMode, record: dict[str, Any]
     ) -> Future | AsyncSaveResponse | None:
         """Write `states` to `folder`; return DCP's future in an asynchronous mode. Collective."""
         copies = self.host_copies.stage if mode == AsyncMode.ASYNC else None
-        arguments = self._plans.arguments()
-        arguments["checkpoint_id"] = folder
-        arguments["storage_writer"] = HashingWriter(folder, record, copies)
+        arguments: dict[str, Any] = {
+            "checkpoint_id": folder,
+            "storage_writer": HashingWriter(folder, record, copies),
+        }
         if mode == AsyncMode.DISABLED:
             dcp.save(states, **arguments)
             return None
@@ -154,11 +114,6 @@ class Saver:
         if self.group is None and dist.is_initialized():
             self.group = dist.new_group(backend="gloo")
         return mode
-
-    def prepare_copies(self, make_states: Callable[[], dict[str, Any]]) -> None:
-        """Do early what the first save in `AsyncMode.ASYNC` would wait for. Collective."""
-        self.prepare(AsyncMode.ASYNC)
-        self.host_copies.prepare(make_states)
 
     def follow(self, result: Future | AsyncSaveResponse, folder: str) -> None:
         """Take over the background save that `save` has started, and log its end."""
@@ -198,10 +153,9 @@ class Saver:
 
     @contextmanager
     def one_error(self, what: str, folder: str, run_folder: str) -> Iterator[None]:
-        """Raise a failure of the block as one RunError, the same on all ranks.
+        """Raise a failure of the block as one RunError, which names the newest step in `run_folder`.
 
-        It names the newest whole checkpoint in `run_folder`. The files in `folder`, which the block
-        writes, are removed, because they may be what fills the disk.
+        The files in `folder`, which the block writes, are removed, because they may fill the disk.
         """
 
         def advice() -> str:
@@ -214,22 +168,18 @@ class Saver:
         try:
             with dcp.one_error(what, advice):
                 yield
-        except BaseException as error:
-            # Every rank gets the error, but perhaps not every rank has cached a plan.
-            self._plans.forget()
-            if isinstance(error, RunError) and is_rank_zero():
+        except RunError:
+            if is_rank_zero():
                 with suppress(OSError):
                     remove_failed_save(folder)
             raise
 
     def close(self) -> None:
-        """Free memory, threads, plans and process group. The next save makes them again."""
+        """Free memory, threads and process group. The next save makes them again."""
         if self.stager is not None:
             self.stager.close()
             self.stager = None
-        self.host_copies.close()
         self.host_copies = HostCopies()
-        self._plans.forget()
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # destroyed already, with an earlier default group

@@ -1,8 +1,4 @@
-"""Chooses the checkpoint to load.
-
-Rank 0 reads the folders once, and every rank gets the same `Facts`. Then the ranks share the hashing
-of the files.
-"""
+"""Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`."""
 
 import os
 from collections.abc import Collection
@@ -16,7 +12,7 @@ from torchtitan.checkpoint.folder import (
     list_steps,
     recorded_hashes,
 )
-from torchtitan.checkpoint.hf import check_files
+from torchtitan.checkpoint.hf_assets import check_files
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.checkpoint.states import Shapes, keys_outside_model, saved_shapes_in
 from torchtitan.distributed.processes.ranks import from_rank_zero
@@ -28,9 +24,8 @@ class Facts(NamedTuple):
 
     step: -1 if the folder is not one of the run's own steps.
     hashes: the recorded ones, with which the files are to be compared.
-    shapes: of the entries of a DCP checkpoint; None if its metadata is empty, and for HF files.
-    record: the settings of the run that wrote it.
-    damage: found without hashing. index_error: of reading the index of the tensors.
+    shapes: of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
+    damage: found without hashing.
     """
 
     path: str
@@ -40,7 +35,6 @@ class Facts(NamedTuple):
     shapes: Shapes | None = None
     record: dict[str, Any] = {}
     damage: str | None = None
-    index_error: Exception | None = None
 
     @property
     def is_hf(self) -> bool:
@@ -53,13 +47,11 @@ class Facts(NamedTuple):
 
     def holds_weights_only(self, states: Collection[str]) -> bool:
         """True if the checkpoint has nothing of `states`, a run's components, but the model."""
-        if self.shapes is None:
-            return self.is_hf
-        return not keys_outside_model(self.shapes, states)
+        return self.is_hf if self.shapes is None else not keys_outside_model(self.shapes, states)
 
     def find_damage(self) -> str | None:
-        """Return the first damage; None if there is none. Collective: the ranks share the hashing."""
-        return self.damage or (find_damage(self.path, self.hashes) if self.hashes else None)
+        """Return the first damage. Collective: the ranks share the hashing."""
+        return (self.hashes and find_damage(self.path, self.hashes)) or self.damage
 
     def require_whole(self) -> "Facts":
         """Return self, a checkpoint that the user named; ValueError if it is damaged. Collective."""
@@ -67,11 +59,9 @@ class Facts(NamedTuple):
             raise ValueError(f"The checkpoint {self.path} is incomplete: its save was interrupted")
         if damage := self.find_damage():
             raise ValueError(
-                f"The checkpoint {self.path} is damaged: {damage}. Load another checkpoint, or set "
-                "checkpoint.verify_on_load = false to read this one anyway"
+                f"The checkpoint {self.path} is damaged: {damage}. Load another checkpoint, or, if only "
+                "hashes differ, set checkpoint.verify_on_load = false to read this one anyway"
             )
-        if self.index_error is not None:
-            raise self.index_error
         return self
 
 
@@ -90,7 +80,7 @@ class Selection:
     def step(self, folder: str, step: int, verify: bool) -> Facts | None:
         """Return the facts of a step in `folder`; -1 is the newest whole one, None if there is none.
 
-        Raises FileNotFoundError if there is no such step, ValueError if it is not whole or the run
+        Raises FileNotFoundError if there is no such step, ValueError if it is not whole, or the run
         would replace a base of adapters.
         """
         if step == -1:
@@ -127,10 +117,9 @@ class Selection:
             )
             if not damaged and folders == self._folders:
                 return self._newest
-            damage = facts and (facts.find_damage() or facts.index_error)
-            if facts is None or damage is None:
+            if facts is None or (damage := facts.find_damage()) is None:
                 break
-            damaged[facts.path] = str(damage)
+            damaged[facts.path] = damage
         for step in reversed(folders):
             if facts is not None and step.path == facts.path:
                 break
@@ -167,17 +156,13 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     def read() -> Facts:
         if not os.path.isdir(path):
             error = FileNotFoundError if in_hf is None else ValueError
-            raise error(
-                f"{key} must be a folder with a checkpoint, got {path!r}, which is not a folder; "
-                "correct the path"
-            )
+            raise error(f"{key} must be a folder with a checkpoint, got {path!r}; correct the path")
         facts = _read(path, verify, in_hf=bool(in_hf))
         if facts.contents == Contents.UNKNOWN:
-            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path))
-            advice = f"name one of the checkpoints in it: {steps}" if steps else "correct it"
+            steps = ", ".join(os.path.basename(step.path) for step in list_steps(path)) or "none"
             raise ValueError(
-                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; "
-                f"{advice}"
+                f"{key} must be the folder of a checkpoint (with a file .metadata), got {path!r}; name "
+                f"one of the checkpoints in it: {steps}"
             )
         if facts.is_hf and in_hf is False:
             raise ValueError(
@@ -189,27 +174,21 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     return from_rank_zero(read).require_whole()
 
 
-# ---- on rank 0 ----
-
-
 def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) -> Facts:
     """Return the facts of a folder. in_hf: read its Hugging Face files, whatever else it holds."""
     facts = Facts(path, contents_of(path), step)
     if facts.contents == Contents.UNFINISHED:
         return facts
-    if verify or facts.contents == Contents.DAMAGED:
-        try:
-            facts = facts._replace(hashes=recorded_hashes(path))
-        except (ValueError, OSError) as error:
-            facts = facts._replace(damage=str(error))
-    if in_hf:
-        return facts._replace(contents=Contents.HF)
     try:
+        if verify or facts.contents == Contents.DAMAGED:
+            facts = facts._replace(hashes=recorded_hashes(path))
+        if in_hf:
+            return facts._replace(contents=Contents.HF)
         if facts.is_hf and step >= 0:
             check_files(path)
         return facts._replace(shapes=saved_shapes_in(path), record=read_record(path))
     except (ValueError, OSError) as error:
-        return facts._replace(index_error=error)
+        return facts._replace(damage=str(error))
 
 
 def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder], Facts]:
@@ -227,7 +206,7 @@ def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder],
 def _newest_step(
     folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
 ) -> tuple[list[StepFolder], Facts | None]:
-    """Return the newest step that may be whole, but none of `passed_over`; none of `known` folders."""
+    """Return the newest step that may be whole, none of `passed_over`; None for `known` folders."""
     folders = list_steps(folder)
     if not passed_over and folders == known:
         return folders, None

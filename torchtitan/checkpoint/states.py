@@ -1,13 +1,11 @@
 """The states of a run, their names in a checkpoint, and how they are matched with a saved one.
 
-Model entries stand at the top level of a checkpoint under their parameter names; the other
-components under `optimizer`, `lr_scheduler`, `dataloader`, `train_state`, RL's names, and
-`user_state`.
+Model entries stand at the top level of a checkpoint under their parameter names.
 """
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -38,8 +36,7 @@ WEIGHTS_ONLY = (
 )
 
 _KEYS_SHOWN = 5
-# Entries of the train state that older checkpoints, and those of torchtitan, lack.
-_KEYS_SINCE_FIRST_VERSION = {"weights_version"}
+_NEW_KEY = "weights_version"  # of the train state, which torchtitan's checkpoints lack
 
 # Name of an entry -> its shape; None if the entry is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
@@ -53,10 +50,11 @@ def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
 
 def live_states(states: dict[str, Any]) -> dict[str, Any]:
     """The contents of a full checkpoint, with the live tensors."""
-    return {
-        name: state.state_dict() if isinstance(state, Stateful) else state
-        for name, state in with_model_on_top(states).items()
-    }
+    return {name: _entries_of(state) for name, state in with_model_on_top(states).items()}
+
+
+def _entries_of(state: Any) -> Any:
+    return state.state_dict() if isinstance(state, Stateful) else state
 
 
 def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -68,10 +66,7 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """The states to load: neither excluded nor None, which stands for an absent dataloader.
-
-    Raises ConfigError if a name in `excluded` (checkpoint.exclude_from_loading) is unknown.
-    """
+    """The states to load: neither excluded nor None, which stands for an absent dataloader."""
     for name in excluded:
         if name not in states:
             raise ConfigError(
@@ -86,15 +81,13 @@ def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, A
 class UserState(Stateful):
     """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
 
-    Each state is pickled to one entry of the checkpoint, whatever its size; one rank's entry is
-    saved and every rank loads it.
+    Each state is one pickled entry; one rank's is saved and every rank loads it.
     """
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
 
     def add(self, name: str, state: Any) -> None:
-        """See `TrainingEngine.add_state`."""
         if "." in name or name in self._objects:
             raise ValueError(
                 f"a state's name must be new and contain no dot, got {name!r} beside "
@@ -116,8 +109,7 @@ class UserState(Stateful):
             state.load_state_dict(read_plain(state_dict[name], f"the saved state {name!r}"))
 
 
-def _pickled(name: str, state: Any) -> bytes:
-    """Pickle a state. Raises ValueError if a load would refuse to read it."""
+def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load would refuse it
     content = torch_parts.pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().cpu(), state.state_dict()
     )
@@ -141,67 +133,59 @@ class _FittedState(Stateful):
 
 def fit_to_checkpoint(
     states: dict[str, Any],
-    all_states: Mapping[str, Any],
-    model_names: Set[str],
+    all_states: Collection[str],
+    model_names: Collection[str],
     saved: Shapes,
     path: str,
     model_description: str,
 ) -> dict[str, Any]:
     """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
 
-    states: the states to load, with the model's entries at the top level.
-    all_states: all states of the run, by component. model_names: the entries of a whole load that
-        are the model's. saved: the entries of the checkpoint.
+    states: the states to load, with the model's entries at the top level, which are `model_names`.
+    all_states: the run's components. saved: the entries of the checkpoint.
     Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
     another model.
     """
     others = {name: state for name, state in states.items() if name not in model_names}
     weights = {name: state for name, state in states.items() if name in model_names}
     saved_others = keys_outside_model(saved, all_states)
-    left_out = {key.split(".")[0] for key in saved_others} - all_states.keys()
-    if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
-        logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
     if others and not saved_others:
         logger.warning(f"{path} holds weights only: {WEIGHTS_ONLY}")
         others = {}
+    left_out = {key.split(".")[0] for key in saved_others} - {*all_states}
+    if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
+        logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
 
-    contents = {
-        name: state.state_dict() if isinstance(state, Stateful) else state
-        for name, state in others.items()
-    }
-    # The keys under which DCP stores the components.
-    keys = {name: set(torch_parts.flatten_states({name: x})[0]) for name, x in contents.items()}
-    # Other ranks need to know only what the checkpoint lacks, which is little.
-    unsaved = {
-        name: by_name if name == DATALOADER else by_name - saved.keys()
-        for name, by_name in keys.items()
-    }
-    of_ranks = all_ranks((shapes_of(weights), unsaved))
+    contents = {name: _entries_of(state) for name, state in others.items()}
+    if TRAIN_STATE in contents and f"{TRAIN_STATE}.{_NEW_KEY}" not in saved:
+        contents[TRAIN_STATE] = {k: v for k, v in contents[TRAIN_STATE].items() if k != _NEW_KEY}
+    # The keys under which DCP stores the components, of all ranks.
+    own_keys = {name: set(torch_parts.flatten_states({name: x})[0]) for name, x in contents.items()}
+    positions = {key for key in saved if key.startswith(f"{DATALOADER}.")}
+    of_ranks = all_ranks(
+        (
+            shapes_of(weights),
+            {n: keys if n == DATALOADER else keys - saved.keys() for n, keys in own_keys.items()},
+        )
+    )
     if wanted := {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}:
         saved_weights = {key: saved[key] for key in saved.keys() - saved_others}
         check_same_model(wanted, saved_weights, path, model_description)
-
-    fitted = dict(weights)
     for name, state in others.items():
-        entries = contents[name]
-        wanted_keys: set[str] = set().union(*(by_name[name] for _, by_name in of_ranks))
-        if name == DATALOADER and (positions := _keys_of(DATALOADER, saved)):
-            needs_all = getattr(state, "needs_all_positions", False)
-            if needs_all or positions != _keys_of(DATALOADER, wanted_keys):
+        keys: set[str] = set().union(*(by_name[name] for _, by_name in of_ranks))
+        if name == DATALOADER and positions:
+            if getattr(state, "needs_all_positions", False) or positions != keys:
                 # The dataloader gets the positions of all saving ranks and divides them again.
-                entries, wanted_keys = dict.fromkeys(positions), set()
-        if name == TRAIN_STATE:
-            newer = _KEYS_SINCE_FIRST_VERSION - _keys_of(TRAIN_STATE, saved)
-            if newer & _keys_of(TRAIN_STATE, wanted_keys):
-                entries = {key: value for key, value in entries.items() if key not in newer}
-                wanted_keys -= {f"{TRAIN_STATE}.{key}" for key in newer}
-        if missing := sorted(wanted_keys - saved.keys()):
+                contents[name] = {key.removeprefix(f"{DATALOADER}."): None for key in positions}
+            keys = set()
+        if missing := sorted(keys - saved.keys()):
             raise ValueError(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(missing)}. "
                 f"Add {name} to checkpoint.exclude_from_loading to load without it"
             )
-        fitted[name] = state if entries is contents[name] else _FittedState(state, entries)
-    return fitted
+        is_plain = contents[name] is state
+        weights[name] = state if is_plain else _FittedState(state, contents[name])
+    return weights
 
 
 def check_same_model(
@@ -211,10 +195,7 @@ def check_same_model(
     model_description: str,
     remedy: str = "",
 ) -> None:
-    """Compare the model's weights with the saved ones. wanted: of all ranks together.
-
-    Raises ValueError with the first names that are missing, superfluous or of another shape.
-    """
+    """Raise ValueError unless the names and shapes that all ranks want are the saved ones."""
     keys = "model.name and model.flavor"
     if any(".lora_" in name for name in (*wanted, *saved)):
         keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train)"
@@ -252,10 +233,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """The shapes in a DCP checkpoint; None if its metadata is missing or empty.
-
-    Tests of 0.2.x use an empty file.
-    """
+    """The shapes in a DCP checkpoint; None if its metadata is missing, or empty as in 0.2.x's tests."""
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None
@@ -267,11 +245,6 @@ def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
         MODEL
     }
     return {key for key in saved if key.split(".")[0] in components}
-
-
-def _keys_of(component: str, keys: Iterable[str]) -> set[str]:
-    """The keys of one component, without the prefix."""
-    return {key.removeprefix(f"{component}.") for key in keys if key.startswith(f"{component}.")}
 
 
 def shorten(names: list[str]) -> str:

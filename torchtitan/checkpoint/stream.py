@@ -1,7 +1,6 @@
 """A model's weights under Hugging Face names, one after another, for a server.
 
-Only one tensor, or one stack of a layer's experts, is gathered at a time. A version and a digest
-show the receiver that it has the weights that were sent.
+A version and a digest show the receiver that it has the weights that were sent.
 """
 
 import copy
@@ -9,54 +8,38 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import merged
-from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.dtensor import LocalShard, local_shard, whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks
-from torchtitan.distributed.seeded_init import name_without_wrappers
-from torchtitan.distributed.tensor_views import LocalShard, local_shard
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 # A fingerprint reads bytes as 64-bit words and sums rows of this many words.
 _WORDS_PER_ROW = 2**15
 _ROWS_AT_ONCE = 2**9
 
 
-class WeightSource(Protocol):
-    """The attributes of a `TrainingEngine` that a stream reads."""
-
-    @property
-    def model_parts(self) -> list[nn.Module]: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def pp_schedule(self) -> Any: ...
-    @property
-    def weights_version(self) -> int: ...
-
-
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
-    By default every rank gets all whole tensors. This is a collective, over pipeline stages too, so
-    every rank has to iterate to the end. All experts are included, in the format of the family's
-    files. A tied output weight is yielded as the tensor of the embedding.
-    Adapters are merged into their weights, for which A and B of a part are gathered, also if sharded.
-    Tensors may share the live parameters' memory: copy a tensor that must outlast the next
-    optimizer step.
+    Every rank gets all whole tensors, one tensor or one stack of experts at a time. This is a
+    collective, over pipeline stages too: every rank has to iterate to the end. A tied output weight
+    is yielded as the tensor of the embedding; adapters are merged into their weights. Tensors may
+    share the live parameters' memory.
 
-    sharded: yield `LocalShard`s instead, views of this rank's part of its own stage, without any
-        communication. Every rank yields its replicas; a weight may come in pieces.
-    dtype: floating-point parameters are cast to it; buffers and routers keep their dtype. None
-        casts nothing.
+    sharded: yield `LocalShard`s instead, views of this rank's part of its own stage, without
+        communication, except for A and B. Every rank yields its replicas.
+    dtype: of floating-point parameters; buffers and routers keep theirs. None casts nothing.
+    stage_indices, pp_group: of the model parts, under pipeline parallelism.
 
     version: the number of optimizer steps that have changed the weights. digest: `digest_of` the
-    yielded pairs, None until the end. For whole tensors it is the same for every layout of ranks.
+    yielded pairs, None until the end; for whole tensors the same for every layout of ranks.
 
     Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
@@ -76,7 +59,6 @@ class WeightStream:
         stage_indices: list[int] | None = None,
         pp_group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        """stage_indices, pp_group: of the model parts, under pipeline parallelism."""
         self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
         self._adapter = copy.copy(adapter)  # an adapter keeps state from its last translation
         self._device, self._dtype, self._sharded = device, dtype, sharded
@@ -85,9 +67,7 @@ class WeightStream:
         self.version, self.digest = current_version(), None
 
     @classmethod
-    def from_engine(
-        cls, engine: WeightSource, adapter: BaseStateDictAdapter, **options: Any
-    ) -> Self:
+    def from_engine(cls, engine: Any, adapter: BaseStateDictAdapter, **options: Any) -> Self:
         """The stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
         schedule = engine.pp_schedule
         return cls(
@@ -195,9 +175,9 @@ class WeightStream:
 
 
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
-    """The digest of (name, tensor) pairs, in any order and on any device.
+    """The digest of every name, dtype, shape and bit, in any order and on any device.
 
-    It covers every name, dtype, shape and value, bit for bit. It detects accidents, not forgery.
+    It detects accidents, not forgery.
     """
     digest = WeightDigest()
     for name, tensor in pairs:
@@ -237,8 +217,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """One int64, on the tensor's device, that changes if any bit of the tensor changes.
 
     The bytes, read as 64-bit words, are summed row by row with odd weights, modulo 2^64; then the
-    sums are summed in the same way, until one is left. Integer sums don't depend on the order, so
-    CPU and accelerator agree. hashlib would be ten times as slow and need the weights on the host.
+    sums in the same way, until one is left. Integer sums don't depend on the order. hashlib would be
+    ten times as slow and need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import numbers
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -17,8 +16,7 @@ class Section:
         if hasattr(self, "_job"):
             raise dataclasses.FrozenInstanceError(
                 f"{type(self).__name__}.{name} = {value!r} cannot be set, because the config of a job "
-                "stays as it was checked; change a copy, and build the job from that: "
-                "copy.deepcopy(job_config)"
+                "stays as it was checked; build the job from a changed copy.deepcopy(job_config)"
             )
         object.__setattr__(self, name, value)
 
@@ -46,10 +44,7 @@ def freeze(config: Any, job: Any) -> None:
 
 
 def section(kind: type, text: str = "") -> Any:
-    """Return a field that is a nested table; `--help` prints `text` above its keys.
-
-    The text is metadata because the parser would read the source at every start for a comment.
-    """
+    """Return a field that is a nested table; `--help` prints `text` above its keys."""
     return dataclasses.field(default_factory=kind, metadata={"help": text})
 
 
@@ -67,10 +62,7 @@ _hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
 
 
 def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Iterator[Setting]:
-    """Yield the settings of a section and the sections inside it.
-
-    in_lists: also those of the tables in lists, with keys such as optimizer.groups[0].lr.
-    """
+    """Yield the settings of a section and those inside it; in_lists: also optimizer.groups[0].lr."""
     hints = _hints_of(type(config))
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)
@@ -90,7 +82,6 @@ def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Ite
 class Range:
     """The values that a number may have; stands in the annotation of a setting.
 
-    Values outside are typing errors, or too large for some library.
     excluded: an end of the range that is not part of it. special: a value outside that is allowed.
     """
 
@@ -118,7 +109,6 @@ class Range:
 Positive = Annotated[int, Range(1, 10**9)]
 NumSteps = Annotated[int, Range(1, 10**12)]
 Count = Annotated[int, Range(0, 10**9)]
-AtMostBillion = Annotated[int, Range(-math.inf, 10**9)]  # a rule checks the smallest value
 PositiveFloat = Annotated[float, Range(0, 10**9, excluded=0)]
 NotNegative = Annotated[float, Range(0, 1e38)]  # fp32 holds 3e38
 Fraction = Annotated[float, Range(0, 1)]

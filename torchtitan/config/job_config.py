@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import torch
 
 from torchtitan.config.fields import (
-    AtMostBillion,
     Count,
     Decay,
     Fraction,
@@ -39,8 +38,7 @@ class Job(Section):
     print_config: bool = False  # Log the resolved config when the job starts
     # Write the resolved config as JSON to this file, under the dump folder
     save_config_file: str | None = None
-    # Dotted name of a module with a dataclass called JobConfig, whose sections and fields are
-    # merged over the built-in ones, e.g. tests.assets.extended_job_config_example
+    # Module with a dataclass JobConfig, whose sections and fields are merged over the built-in ones
     custom_config_module: str = ""
 
 
@@ -75,8 +73,8 @@ class Metrics(Section):
 class Model(Section):
     name: str = "llama3"  # Model family (train spec)
     flavor: str = "debugmodel"  # Size of the model, by its name in the family's flavor table
-    # Fields of the flavor's args to change, as a table: [model.args] with dim = 512, n_layers = 4, ...
-    # in TOML. The flag --model.args "dim=512, n_layers=4" replaces the whole table
+    # Fields of the flavor's args to change: [model.args] with dim = 512 in TOML, or all of them by the
+    # flag --model.args "dim=512, n_layers=4"
     args: dict[str, Any] = field(default_factory=dict)
     # config.json of a Hugging Face model, or its folder, whose sizes replace the flavor's
     hf_config: str | None = None
@@ -88,22 +86,19 @@ class Model(Section):
     print_after_conversion: bool = False  # Log the model's modules after the conversion
     # Attention kernel; None takes the flavor's. On a GPU varlen needs 16-bit numbers
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
-    # A token attends to itself and the earlier tokens of its row (causal) or of its document. Documents
-    # end with the end-of-text token (block_causal), or begin wherever positions do not go up by one
-    # (position_block_causal). None takes the flavor's
+    # Tokens attend to earlier ones of their row (causal) or document, which ends with the end-of-text
+    # token (block_causal) or where positions do not go up by one. None takes the flavor's
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
-    # Output one value per token, [B, T, 1], in place of logits, for critics and reward models. Needs
-    # a loss function of your own, and so an engine driven from Python
+    # Output values [B, T, 1] in place of logits, for critics; needs a loss function of your own
     value_head: bool = False
-    # Compute the output projection in fp32 from weights and hidden states of any type, in training
-    # and generation: at |logit| 26, rounding to bf16 changes log-probs by up to 0.09
+    # Compute the output projection in fp32; at |logit| 26 bf16 changes log-probs by up to 0.09
     fp32_head: bool = False
 
 
 @dataclass
 class ParameterGroup(Section):
-    # Regular expression that is searched for in the names of parameters, such as "norm|bias" or
-    # "^layers\\.0\\."; a parameter belongs to the first table that fits
+    # Regular expression, such as "norm|bias", that is searched for in the names of parameters; a
+    # parameter belongs to the first table that fits
     pattern: str = ""
     # Settings of these parameters in place of those of [optimizer]; None takes [optimizer]'s
     lr: NotNegative | None = None
@@ -126,8 +121,7 @@ class Muon(Section):
     # Factor on the learning rate of a matrix [m, n]: sqrt(max(1, m / n)) (original), or
     # 0.2 sqrt(max(m, n)), with which rates and weight decay for AdamW fit (match_rms_adamw)
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    # Type in which the iteration computes. Layouts agree to 1e-6 in float32 only, which CPUs
-    # without bf16 instructions also compute faster
+    # Type in which the iteration computes; layouts agree to 1e-6 in float32 only
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
@@ -140,11 +134,9 @@ class Optimizer(Section):
     beta2: Decay = 0.95  # Decay of the second moment
     eps: NotNegative = 1e-8  # Added to the denominator of the update
     weight_decay: NotNegative = 0.1  # Weight decay
-    # Update all parameters in one kernel (fused), in a few batched kernels (foreach), or one
-    # parameter at a time (for-loop: slow, for debugging)
+    # Update all parameters in one kernel, in a few batched ones, or one by one (for debugging)
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # Update each parameter as soon as its gradient is complete, then free the gradient. Saves
-    # memory; gradients are not clipped
+    # Update each parameter as soon as its gradient is complete; saves memory, and clips nothing
     early_step_in_backward: bool = False
     # Type in which the moments are kept, with stochastic rounding; None takes that of the parameters
     state_dtype: Literal["bfloat16"] | None = None
@@ -163,8 +155,7 @@ class LRScheduler(Section):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
     # Learning rate at the end of the decay, as a fraction of the peak
     min_lr_factor: Fraction = 0.0
-    # With 0 the warm-up counts from 1: the first step has 1/warmup_steps of the peak. With -1 it
-    # counts from 0, as in transformers and verl, and the first step changes nothing
+    # With 0 the first step has 1/warmup_steps of the peak, with -1 it changes nothing, as in verl
     step_offset: Literal[0, -1] = 0
     # Learning rate where the warm-up begins, as a fraction of the peak
     init_lr_factor: Fraction = 0.0
@@ -196,27 +187,22 @@ class MixtureSource(Section):
 class Training(Section):
     dataset: str = "c4_test"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset; None takes the registered path
-    # Token of the tokenizer's vocabulary that ends each document, such as "<|endoftext|>"; None takes
-    # the eos_token of its tokenizer_config.json
+    # Token that ends each document; None takes the eos_token of tokenizer_config.json
     eos_token: str | None = None
     # Token that begins each document; None takes the bos_token of tokenizer_config.json
     bos_token: str | None = None
-    # Sequences per data-parallel rank in one forward and backward; a pipeline splits them into
-    # microbatches of parallelism.pipeline_parallel_microbatch_size
+    # Sequences per data-parallel rank in one forward and backward; a pipeline splits them further
     local_batch_size: Positive = 8
-    # Sequences per optimizer step over all ranks, reached by accumulating gradients; -1 is
-    # local_batch_size times the data-parallel ranks, without accumulation
-    global_batch_size: AtMostBillion = -1
-    # In a step of several microbatches, sum gradients over data-parallel ranks only after the last.
-    # Saves communication; under FSDP each rank then holds the gradients of the whole model, 4 bytes
-    # per parameter. HSDP sums over replicas only after the last microbatch in any case
+    # Sequences per optimizer step over all ranks; -1 accumulates no gradients
+    global_batch_size: Annotated[int, Range(1, 10**9, special=-1)] = -1
+    # Sum gradients over data-parallel ranks only after a step's last microbatch: less communication;
+    # under FSDP each rank then holds the gradients of the whole model, 4 bytes per parameter
     defer_gradient_sync: bool = False
     seq_len: Positive = 2048  # Tokens per sequence
     # Scale gradients down to this norm if theirs is larger
     max_norm: Annotated[float | int, Range(0, 1e38, excluded=0, special=math.inf)] = 1.0
     steps: NumSteps = 10000  # Optimizer steps to train for
-    # Save and end before the process has run this long, with time left for a step and the save; 0
-    # is no limit. For batch schedulers; needs checkpoint.enable
+    # Save and end before the process has run this long; 0 is no limit. Needs checkpoint.enable
     time_limit_minutes: Annotated[float, Range(0, 10**8)] = 0.0
     # Keep parameters, gradients and optimizer state in host memory (with FSDP)
     enable_cpu_offload: bool = False
@@ -229,17 +215,15 @@ class Training(Section):
     # count over all ranks, or their mean, if your program computes a mean loss on each rank
     gradient_reduction: Literal["sum", "mean"] = "sum"
     # If a step's gradient norm is inf or nan: leave the weights unchanged and go on (skip), stop the
-    # job (stop), or update the weights all the same (ignore)
+    # job, or update all the same (ignore)
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
-    # Count RoPE positions from 0 in each document, if the attention mask keeps documents apart and
-    # the batch has no positions. Under a causal mask positions always count over the whole row
+    # Count RoPE positions from 0 in each document, if the attention mask keeps documents apart
     restart_positions: bool = True
-    # Leave a document's last token out of the loss, because its label is the first token of the next
-    # document; None does so if the attention mask keeps documents apart, and not if it is causal
+    # Leave the last token of a document out of the loss, because its label is of the next document;
+    # None does so if the attention mask keeps documents apart
     mask_boundary_loss: bool | None = None
-    # Compute the loss inside the output projection, with the logits of this many tokens at a time. 0
-    # computes the logits of the whole microbatch; -1 does the same for vocabularies below 32,768,
-    # and takes 1,024 tokens on a CPU and 4,096 elsewhere for larger vocabularies
+    # Compute the loss in the output projection, with the logits of this many tokens at a time; 0: of the
+    # whole microbatch; -1: 1,024 on a CPU and 4,096 elsewhere, from a vocabulary of 32,768 on, else 0
     loss_chunk: Annotated[int, Range(-1, 10**12)] = -1
     gc_freq: NumSteps = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
@@ -249,16 +233,15 @@ class Training(Section):
     data_seed: Annotated[int, Range(0, 2**53)] = 0  # Seed of that order
     # Passes over the data to train for, in place of steps, which follow from it
     epochs: PositiveFloat | None = None
-    # How documents are laid into rows: end to end (concat), whole documents fitted into rows and cut
-    # only if longer than a row (fit), or one document per row (none). Rows of the last two are padded
+    # How documents are laid into rows: end to end (concat), whole ones fitted into rows and cut only if
+    # longer than a row (fit), or one per row (none). Rows of the last two are padded
     packing: Literal["concat", "fit", "none"] = "concat"
     # Jinja template of chats; None takes the chat template in model.hf_assets_path
     chat_template: str | None = None
-    # Names in chat files for the keys and roles of messages, for example "conversations=messages",
-    # "from=role", "value=content", "human=user", "gpt=assistant"; a role for a key makes its text a turn
+    # Names in chat files for keys and roles, such as "conversations=messages", "from=role",
+    # "human=user"; a role for a key makes its text a turn
     chat_keys: list[str] = field(default_factory=list)
-    # A chat of more than seq_len tokens stops the run (error), loses the tokens behind that (cut), or is
-    # left out (skip)
+    # A chat of more than seq_len tokens stops the run (error), loses its end (cut), or is left out
     too_long: Literal["error", "cut", "skip"] = "error"
     # Several datasets in place of training.dataset, one [[training.mixture]] table each
     mixture: list[MixtureSource] = field(default_factory=list)
@@ -270,17 +253,13 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Positive = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
-    # Free a layer's gathered weights between forward and backward: always, never, or default, which
-    # is always except under pipeline parallelism, and on one rank without CPU offload. A number, such
-    # as the ranks of a node, keeps the weights sharded over that many ranks instead, and backward
-    # gathers them among these
+    # Free a layer's gathered weights after its forward: always, never, or default: always except under
+    # pipeline parallelism, and on one rank. A number keeps them sharded over that many ranks
     fsdp_reshard_after_forward: int | str = "default"
-    # NCCL allocates FSDP's communication buffers and registers them for zero-copy transfers. Their
-    # memory serves nothing else. No effect if the backend has no allocator
+    # NCCL allocates FSDP's buffers and registers them for zero-copy transfers, if it can
     fsdp_register_buffers: bool = False
-    # Wrap the model in FSDP even if there is nothing to shard, as on one rank. None does so for a
-    # train spec without a dataloader, because its caller may rely on FSDP modules, and on an
-    # accelerator without replicas, where FSDP is faster than autocast
+    # Wrap the model in FSDP even if there is nothing to shard. None does so for a train spec without a
+    # dataloader, and on an accelerator without replicas, where FSDP is faster than autocast
     always_fsdp: bool | None = None
     tensor_parallel_degree: Positive = 1  # Ranks that split each matrix multiplication; 1 is off
     # Gather the logits before the loss instead of computing it on vocabulary shards
@@ -288,15 +267,15 @@ class Parallelism(Section):
     # Overlap tensor-parallel communication with compute; needs compile.enable
     enable_async_tensor_parallel: bool = False
     pipeline_parallel_degree: Positive = 1  # Ranks that hold successive groups of layers; 1 is off
-    # Names of the modules in each pipeline stage, one list per stage, e.g. [["tok_embeddings",
-    # "layers.0"], ["layers.1", "norm", "output"]]; None splits evenly
+    # Names of the modules in each pipeline stage, e.g. [["tok_embeddings", "layers.0"], ["layers.1",
+    # "norm", "output"]]; None splits evenly
     module_fqns_per_model_part: list[list[str]] | None = None
     # The first stage has this many fewer layers than a middle stage, because it also embeds
     pipeline_parallel_first_stage_less_layers: Count = 1
     # The last stage has this many fewer layers, because it also computes logits and loss
     pipeline_parallel_last_stage_less_layers: Count = 1
     # Layers per stage; None makes the fewest stages that the schedule allows
-    pipeline_parallel_layers_per_stage: AtMostBillion | None = None
+    pipeline_parallel_layers_per_stage: Positive | None = None
     # Pipeline schedule, by its name in torch.distributed.pipelining
     pipeline_parallel_schedule: str = "1F1B"
     # CSV file with a schedule of your own, for the PipelineScheduleMulti class
@@ -305,15 +284,14 @@ class Parallelism(Section):
     # Accepted because configs of the reference have it; no effect in this version
     pipeline_parallel_expert_parallel_overlap: bool = True
     context_parallel_degree: Positive = 1  # Ranks that split each sequence; 1 is off
-    # How to divide a sequence so that every rank has equal work: headtail or ptrr. None gives each
-    # rank one consecutive slice
+    # How to give ranks equal work: headtail or ptrr; None gives each rank one consecutive slice
     context_parallel_load_balancer: str | None = "headtail"
     # Collective that exchanges keys and values between context-parallel ranks
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    # What sends tokens to their experts: torch's all-to-all, or the DeepEP kernels
+    # What sends tokens to their experts: torch's all-to-all. "deepep" is refused
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
     def __post_init__(self) -> None:
@@ -332,8 +310,7 @@ class Checkpoint(Section):
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: NumSteps = 500  # Save every this many steps
-    # Checkpoint (the step folder itself) to start from, whether or not `enable` is set. Ignored if this
-    # job has checkpoints of its own
+    # Checkpoint (the step folder itself) to start from, if this job has none of its own
     initial_load_path: str | None = None
     # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True
@@ -341,26 +318,21 @@ class Checkpoint(Section):
     initial_load_in_hf: bool = False
     # Dequantize the Hugging Face safetensors to start from
     initial_load_in_hf_quantized: bool = False
-    # What exports do with parts of the Hugging Face model that are not trained (layers for
-    # multi-token prediction, a vision tower): copy them as they are, or drop them. "refuse" refuses
-    # a model that has any
+    # What exports do with parts of the Hugging Face model that are not trained, such as a vision tower
     untrained_weights: Literal["copy", "drop", "refuse"] = "drop"
     # The last checkpoint holds only the weights, so that no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
     # Type of the weights in a last checkpoint that holds only the weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # Training waits for the whole save (disabled), only for the copy to host memory (async), or for
-    # neither (async_with_pinned_mem, which keeps a pinned buffer)
+    # Training waits for the whole save, only for the copy to host memory (async), or for neither
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    # Keep this many of the newest checkpoints; 0 keeps all. 1 is refused, because a crash during the
-    # next save could leave no checkpoint
-    keep_latest_k: AtMostBillion = 10
+    # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could leave none
+    keep_latest_k: Annotated[int, Range(2, 10**9, special=0)] = 10
     load_step: Annotated[int, Range(-1, 10**12)] = -1  # Step to continue from; -1 is the newest
     # Parts of a checkpoint to leave out when loading, e.g. optimizer,lr_scheduler,dataloader
     exclude_from_loading: list[str] = field(default_factory=list)
-    # Settings that may differ from those of the checkpoint that the run continues from, though they
-    # change what the model computes or reads, such as lora.alpha
+    # Settings that may differ from the checkpoint's, though they change the model, such as lora.alpha
     allow_changed: list[str] = field(default_factory=list)
     # Save after step 1 too, as an early test that saving works
     enable_first_step_checkpoint: bool = False
@@ -377,8 +349,7 @@ class ActivationCheckpoint(Section):
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     # For mode selective: a number n recomputes every n-th layer, "op" decides per operator
     selective_ac_option: str = "2"
-    # For option "op": parts of names of linears. Every matrix multiplication with a weight of the
-    # same shape as one of theirs is recomputed
+    # For option "op": parts of names of linears, whose shapes of matrix products are recomputed
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
     )
@@ -389,7 +360,7 @@ class ActivationCheckpoint(Section):
     visualize_memory_budget_pareto: bool = False
     preserve_rng_state: bool = True  # Draw the same random numbers when recomputing
     # Check recomputed tensors against the original ones: default (metadata) or none
-    determinism_check: str = "default"
+    determinism_check: Literal["default", "none"] = "default"
     debug: bool = False  # Record operators, to explain a mismatch when recomputing; slow
 
 
@@ -470,17 +441,14 @@ class LoRA(Section):
     # An adapter's product is multiplied by alpha / rank
     alpha: PositiveFloat = 16.0
     use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
-    # Part of an adapter's input that training sets to zero. Masks depend on the layout, and a resumed
-    # run draws others
+    # Part of an adapter's input that training sets to zero; a resumed run draws other masks
     dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
-    # Layers with an adapter: "all-linear", or dotted parts of their names, PEFT's or ours, such as
-    # q_proj, wq, mlp, layers.0
+    # Layers with an adapter: "all-linear", or dotted parts of their names, such as q_proj, wq, layers.0
     target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
     # Ranks and alphas of some layers, by dotted parts of their names; the first that fits counts
     rank_pattern: dict[str, Any] = field(default_factory=dict)
     alpha_pattern: dict[str, Any] = field(default_factory=dict)
-    # Modules that train whole, by dotted parts of their names, such as embed_tokens, lm_head; also
-    # "norms" and "biases". A value head always trains
+    # Modules that train whole, such as embed_tokens; also "norms" and "biases"
     also_train: list[str] | str = field(default_factory=list)
     adapter_path: str | None = None  # Folder in PEFT's format, whose adapters training starts from
 
@@ -496,14 +464,12 @@ class Comm(Section):
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
     # Limit of a collective's time after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
-    # Events that NCCL's flight recorder keeps; 0 turns it off. At most 100 under Gloo, which never
-    # writes them to a file
+    # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
-    # Real communication (default), none (fake_backend: dry runs on one process), or all ranks
-    # simulated in one process (local_tensor)
+    # Real communication, none (fake_backend: dry runs), or all ranks simulated in one process
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
@@ -515,7 +481,7 @@ class MemoryEstimation(Section):
 
 @dataclass
 class FaultTolerance(Section):
-    enable: bool = False  # Train with torchft replicas
+    enable: bool = False  # Train with torchft replicas; refused in this version
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
     process_group_timeout_ms: int = 10000  # Time-out of that group, in milliseconds
     replica_id: int = 0  # Number of this replica
@@ -534,16 +500,15 @@ class Experimental(Section):
 @dataclass
 class Validation(Section):
     enable: bool = False  # Measure the loss on held-out data
-    # Dataset, by its registered name; None takes the held-out part of training.dataset, or
-    # training.dataset itself if it has no held-out part
+    # Dataset, by its registered name; None takes the held-out part of training.dataset, or all of it
     dataset: str | None = None
     # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
     local_batch_size: Positive = 8  # Sequences per data-parallel rank in one forward pass, or fewer
     seq_len: Positive | None = None  # Tokens per sequence; None takes training.seq_len
     freq: NumSteps = 10  # Validate every this many steps
-    # Batches per validation, each of training.global_batch_size sequences or, if that is not set, of
-    # local_batch_size on each data-parallel rank; -1 takes all the data
+    # Batches per validation, of training.global_batch_size sequences or else of local_batch_size per
+    # data-parallel rank; -1 takes all the data
     steps: Annotated[int, Range(1, 10**12, special=-1)] = -1
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
@@ -562,9 +527,8 @@ class Debug(Section):
     deterministic_warn_only: bool = False
     # Send the same number of tokens to every expert, whatever the router decides
     moe_force_load_balance: bool = False
-    # At the first step, and every this many steps, exchange one token of the batch, and stop the run
-    # if the logits of another document or of an earlier token change; the error names the layer.
-    # Costs two forward passes of a microbatch; 0 turns the check off
+    # At the first step, and every this many steps, exchange a token of the batch, and stop if logits of
+    # another document or an earlier token change. Costs two forward passes; 0 turns it off
     check_document_isolation_freq: Annotated[int, Range(0, 10**12)] = 0
 
 
@@ -618,20 +582,14 @@ class JobConfig(Section):
         return asdict(self)
 
     def maybe_log(self) -> None:
-        """Log the config if `job.print_config`, and write it to `job.save_config_file` if set.
-
-        Rank 0 writes the file. Without a process group the rank is unknown: a warning and no file.
-        """
+        """Log the config if `job.print_config`; rank 0 writes it to `job.save_config_file`, if set."""
         if self.job.print_config:
             described = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
             logger.info(f"Running with configs: {described}")
         if self.job.save_config_file is None:
             return
         if not torch.distributed.is_initialized():
-            logger.warning(
-                "job.save_config_file is set, but torch.distributed is not initialised: "
-                "the config is not written"
-            )
+            logger.warning("job.save_config_file is not written without a process group")
             return
         path = os.path.join(self.job.dump_folder, self.job.save_config_file)
         if torch.distributed.get_rank() == 0:

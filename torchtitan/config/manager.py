@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 import io
 import itertools
 import json
@@ -18,7 +17,7 @@ import tomli
 import tyro
 
 from torchtitan.config.checks.common import import_named, is_path
-from torchtitan.config.job_config import FaultTolerance, JobConfig
+from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml_values import with_values
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
@@ -28,30 +27,10 @@ from torchtitan.tools.logging import logger
 _FLAGS_SHOWN = 4  # suggestions for a mistyped flag
 
 
-@dataclasses.dataclass
-class _UnavailableParallelism:
-    expert_parallel_comm_backend: tyro.conf.Suppress[str] = "standard"
-
-
-@dataclasses.dataclass
-class _Unavailable:
-    """Merged into the config for `--help`, which then leaves out keys that are always refused."""
-
-    fault_tolerance: tyro.conf.Suppress[FaultTolerance] = dataclasses.field(
-        default_factory=FaultTolerance
-    )
-    parallelism: _UnavailableParallelism = dataclasses.field(
-        default_factory=_UnavailableParallelism
-    )
-
-
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
-    """A TOML file that cannot be parsed; the message names the file and the line.
+    """A TOML file that cannot be parsed; callers may catch either library's error."""
 
-    It derives from the standard library's error too, because callers may catch that.
-    """
-
-    def __init__(self, path: str, line: int, reason: str) -> None:
+    def __init__(self, path: str, line: int, reason: object) -> None:
         # Bypasses the constructors of TOMLDecodeError, which need the text.
         ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
@@ -75,12 +54,9 @@ class ConfigManager:
         for a mistake in the flags, after printing it; with several ranks `exit_on_config_error`
         prints it.
         """
-        args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
+        args = sys.argv[1:] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
-        wants_help = bool({"-h", "--help"} & set(args))
-        if wants_help:
-            config_cls = self._merge_configs(config_cls, _Unavailable)
         try:
             base = self._dict_to_dataclass(config_cls, toml_values or {})
         except ConfigError as error:
@@ -88,9 +64,9 @@ class ConfigManager:
             where = f" (in {path}; `{_program()} --help` lists all keys)"
             raise ConfigError(str(error) + where, error.sentence + where) from error
         parser_output = io.StringIO()
+        hides_help = os.environ.get("RANK", "0") != "0" and {"-h", "--help"} & set(args)
         try:
             with contextlib.redirect_stderr(parser_output):
-                shows_help = os.environ.get("RANK", "0") == "0" or not wants_help
                 self.config = tyro.cli(
                     config_cls,
                     default=base,
@@ -98,10 +74,9 @@ class ConfigManager:
                     prog=_program(),
                     registry=custom_registry,
                     use_underscores=True,  # messages name a key as TOML does; dashes still work
-                    console_outputs=shows_help,
+                    console_outputs=not hides_help,
                 )
-        except AssertionError as error:
-            # A section's own rule, broken by a flag.
+        except AssertionError as error:  # a section's own rule
             raise ConfigError(str(error)) from error
         except SystemExit as error:
             if not error.code:
@@ -134,14 +109,12 @@ class ConfigManager:
                 f"{error.strerror}"
             ) from error
         try:
-            text = content.decode()
+            return tomli.loads(content.decode())
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
             raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
-        try:
-            return tomli.loads(text)
         except tomli.TOMLDecodeError as error:
-            raise TomlSyntaxError(path, error.lineno, str(error)) from error
+            raise TomlSyntaxError(path, error.lineno, error) from error
         except (RecursionError, ValueError) as error:  # ValueError: too long an integer
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ConfigError(f"{path} cannot be read: {reason}") from error
@@ -149,35 +122,27 @@ class ConfigManager:
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
     ) -> type[JobConfig]:
-        # The deprecated key comes last.
-        for section, key in (
-            ("job", "custom_config_module"),
-            ("experimental", "custom_args_module"),
-        ):
-            module_name = _flag_value(args, section, key)
+        # The deprecated key comes last. The check of the whole table reports a value that is no text.
+        names = []
+        for section, key in ("job", "custom_config_module"), ("experimental", "custom_args_module"):
             table = (toml_values or {}).get(section)
-            if module_name is None and isinstance(table, dict):
-                module_name = table.get(key)
-            # A value that is not text is reported later, by the check of the whole table.
-            if module_name and isinstance(module_name, str):
-                break
-        else:
+            in_toml = table.get(key) if isinstance(table, dict) else None
+            names.append(_flag_value(args, section, key) or in_toml)
+        module_name = names[0] or names[1]
+        if not (module_name and isinstance(module_name, str)):
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
         if not dataclasses.is_dataclass(custom_cls):
             raise ConfigError(
-                f"job.custom_config_module names a module with a dataclass JobConfig, "
-                f"got {module_name!r}, which has none; define it there"
+                f"job.custom_config_module names a module with a dataclass JobConfig, got "
+                f"{module_name!r}, which has none; define it there"
             )
         return self._merge_configs(self.config_cls, custom_cls)
 
     @staticmethod
     def _merge_configs(base: Any, custom: Any) -> type:
-        """Return a dataclass with the fields of both; `custom` wins where both have a field.
-
-        Sections that both have are merged in the same way, field by field.
-        """
+        """Return a dataclass with the fields of both, `custom` first; sections are merged likewise."""
         base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
         fields = {f.name: f for c in (base, custom) for f in dataclasses.fields(c)}
         merged: list[tuple[str, Any, Any]] = []
@@ -192,19 +157,14 @@ class ConfigManager:
             elif default is dataclasses.MISSING and factory is dataclasses.MISSING:
                 if not dataclasses.is_dataclass(kind):
                     raise ConfigError(
-                        f"every key of a custom config needs a default value, got none for "
-                        f"{name!r}; add a default"
+                        f"every key of a custom config needs a default value, got none for {name!r}; add one"
                     )
                 factory = kind
             copy = dataclasses.field(
                 default=default, default_factory=factory, metadata=field.metadata
             )
             merged.append((name, kind, copy))
-        # A class made here has no source, so the parser takes its help texts from the docstring.
-        help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
-        return dataclasses.make_dataclass(
-            f"Merged{base.__name__}", merged, bases=(base,), namespace={"__doc__": help_texts}
-        )
+        return dataclasses.make_dataclass(f"Merged{base.__name__}", merged, bases=(base,))
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
         return with_values(cls(), data) if dataclasses.is_dataclass(cls) else data
@@ -230,13 +190,9 @@ class ConfigManager:
             )
 
     @staticmethod
-    @functools.cache  # once for each registry, because the parser tries every rule on every key
+    @functools.cache  # the parser tries every rule on every key
     def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
-        """Add the rules for flags of lists and tables.
-
-        A `list[str]` is one argument with commas, `--model.converters a,b`. A `dict` is the inside of
-        a TOML inline table, `--model.args "dim=64, n_layers=2"`.
-        """
+        """Add the rules for flags of lists, `a,b`, and of tables, `dim=64, n_layers=2`."""
 
         def read_table(arguments: list[str]) -> dict[str, Any]:
             text = arguments[0] if arguments[0].startswith("{") else f"{{{arguments[0]}}}"
@@ -268,21 +224,13 @@ class ConfigManager:
             return inline_table if type_info.type == dict[str, Any] else None
 
 
-def _as_utf8(argument: str) -> str:
-    """Return an argument decoded as UTF-8; under LANG=C Python may have read it as ASCII."""
-    try:
-        return os.fsencode(argument).decode()
-    except UnicodeError:  # not UTF-8: the checks report it
-        return argument
-
-
 custom_registry = tyro.constructors.ConstructorRegistry()
 
 
 def parse_args_or_exit(
     args: list[str] | None = None, config_cls: type[JobConfig] = JobConfig
 ) -> JobConfig:
-    """Return `ConfigManager.parse_args` for a `main()`: a mistake prints a message and exits with 2."""
+    """Return `ConfigManager.parse_args`; a mistake prints a message and exits with 2."""
     with exit_on_config_error():
         return ConfigManager(config_cls).parse_args(args)
 
@@ -323,24 +271,19 @@ class _FlagMistake(SystemExit):
 
 
 def _flag_value(args: list[str], section: str, key: str) -> str | None:
-    """Return the value of the last `--section.key VALUE` or `--section.key=VALUE` in `args`.
-
-    The parser, too, takes the last occurrence of a flag. None if the flag or its value is missing.
-    """
+    """Return the value of the last `--section.key VALUE` or `--section.key=VALUE`, if there is one."""
     flags = (f"--{section}.{key}", f"--{section}.{key.replace('_', '-')}")
     value = None
     for argument, following in zip(args, [*args, None][1:], strict=True):
         flag, equals, text = argument.partition("=")
         if flag in flags:
-            # The parser reports a flag without a value, which is None here.
             value = text if equals else following
     return value
 
 
 def _sentence_in(box: str) -> str:
-    """Return the parser's message about a flag in one line. box: a frame with the help texts too."""
+    """Return the parser's message about a flag, which is in a frame with help texts, in one line."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
-    # Remove the frame; its characters are ASCII if the terminal does not use UTF-8.
     lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
     parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
     problem, *others = parts or [[box]]
@@ -355,44 +298,19 @@ def _sentence_in(box: str) -> str:
 
 
 def _expand_home(section: Any) -> None:
-    """Expand `~` at the beginning of paths, in place. A shell does not expand it behind `=`."""
+    """Expand `~` at the beginning of paths, in place; a shell does not expand it behind `=`."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             _expand_home(value)
         elif isinstance(value, str) and is_path(field.name):
             setattr(section, field.name, os.path.expanduser(value))
-            try:
-                os.fsencode(value)
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f"{field.name} = {value!r} cannot be a file's name here, because Python encodes names "
-                    f"in {error.encoding}; set PYTHONUTF8=1, or LC_ALL to a UTF-8 locale"
-                ) from None
-
-
-def _help_texts(section: type) -> dict[str, str]:
-    """Return key -> the comment behind or above it; {} for a class without source."""
-    texts, above, source = {}, [], ""
-    with contextlib.suppress(OSError, TypeError):
-        source = inspect.getsource(section)
-    for line in source.splitlines():
-        code, _, comment = line.strip().partition("# ")
-        if comment and not code:
-            above.append(comment)
-            continue
-        if key := re.match(r"(\w+): ", code):
-            texts[key[1]] = comment or " ".join(above)
-        above = []
-    return texts
 
 
 if __name__ == "__main__":
     config = parse_args_or_exit()
     try:
-        from rich import print as pretty_print
+        from rich import print  # noqa: A004
     except ImportError:
         logger.warning("rich is not installed, so the config is printed plainly: pip install rich")
-        logger.info(config)
-    else:
-        pretty_print(config)
+    print(config)

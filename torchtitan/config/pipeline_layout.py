@@ -42,8 +42,7 @@ def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
     """Return the stages that a pipeline rank holds, in the order of the model.
 
-    Raises ValueError if ranks would hold unequal numbers of stages, or a number that the schedule
-    doesn't take.
+    Raises ValueError if ranks would hold unequal numbers of stages, or other than the schedule takes.
     """
     if num_stages % pp_degree:
         raise ValueError(
@@ -76,11 +75,6 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
         _check_complete(modules, n_layers)
         num_stages, what = len(modules), "the lists in module_fqns_per_model_part"
     elif per_stage is not None:
-        if per_stage < 1:
-            raise ValueError(
-                "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got "
-                f"{per_stage}; leave it out to use the default"
-            )
         effective = n_layers + sum(weights)
         num_stages = math.ceil(effective / per_stage)
         what = (
@@ -122,22 +116,21 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """Refuse lists that don't name every module once: an unlisted module would silently be dropped."""
+    """Refuse lists that don't name every module once: an unlisted module would be dropped."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
-    if missing := [name for name in expected if name not in listed]:
-        wrong = f"lacks {missing}"
-    elif twice := sorted({name for name in listed if listed.count(name) > 1}):
-        wrong = f"repeats {twice}"
-    elif [name for name in listed if name in expected] != expected:
-        wrong = "is out of order"
-    else:
-        return
-    raise ValueError(
-        "parallelism.module_fqns_per_model_part must list tok_embeddings, layers.0 to "
-        f"layers.{n_layers - 1}, norm and output once each and in this order, got a list that "
-        f"{wrong}; correct it"
-    )
+    missing = [name for name in expected if name not in listed]
+    twice = sorted({name for name in listed if listed.count(name) > 1})
+    in_order = [name for name in listed if name in expected] == expected
+    if missing or twice or not in_order:
+        wrong = (
+            f"lacks {missing}" if missing else f"repeats {twice}" if twice else "is out of order"
+        )
+        raise ValueError(
+            "parallelism.module_fqns_per_model_part must list tok_embeddings, layers.0 to "
+            f"layers.{n_layers - 1}, norm and output once each and in this order, got a list that "
+            f"{wrong}; correct it"
+        )
 
 
 def generate_llm_fqn_per_model_part(
@@ -147,9 +140,8 @@ def generate_llm_fqn_per_model_part(
 
     input_weight: the cost of the embedding, in layers; it is in the first stage.
     output_weight: the cost of norm and output, in layers; they are in the last stage.
-    If layers cannot be spread equally, the first stages get one more.
-    Raises ValueError if there are more stages than layers (with the weights), or if the embedding
-    or the output weighs more than a stage's share.
+    If layers cannot be spread equally, the first stages get one more. Raises ValueError if there are
+    too many stages, or if the embedding or the output weighs more than a stage's share.
     """
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")

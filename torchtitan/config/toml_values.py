@@ -12,8 +12,7 @@ from torchtitan.tools.errors import ConfigError
 def with_values(instance: Any, table: Any, section: str = "") -> Any:
     """Return a copy of a dataclass instance with the values of a parsed TOML table.
 
-    A field that is a dataclass takes a table of its own. section: the table's dotted name for
-    errors, "" for the whole file.
+    section: the table's dotted name for errors, "" for the whole file.
     Raises ConfigError for an unknown key, a value of another type, or one that the class refuses.
     """
     cls = type(instance)
@@ -31,12 +30,12 @@ def with_values(instance: Any, table: Any, section: str = "") -> Any:
             + (guess(name, known) or f"; known are {', '.join(known)}")
             for name in unknown
         )
-        reference_text = (
+        text_of_0_2 = (
             f"Invalid field names in {cls} data: {set(unknown)}.\n"
             "Please modify your .toml config file or override these fields from the command line.\n"
             "Run `NGPU=1 ./run_train.sh --help` to read all valid fields.\n"
         )
-        raise ConfigError(reference_text + sentence, sentence)
+        raise ConfigError(text_of_0_2 + sentence, sentence)
 
     hints = get_type_hints(cls, include_extras=True)
     values = {}
@@ -67,8 +66,7 @@ def with_values(instance: Any, table: Any, section: str = "") -> Any:
 def convert(value: Any, annotation: Any) -> Any:
     """Return a TOML value as the type `annotation`; raises TypeError if it is of another type.
 
-    An integer is accepted for a float, a list for a tuple, text for a path. Values of types that
-    TOML cannot write are returned unchanged.
+    An integer serves for a float, a list for a tuple, text for a path; other types are not checked.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would let True pass as the integer 1
@@ -110,13 +108,14 @@ def convert(value: Any, annotation: Any) -> Any:
 
 def describe(annotation: Any) -> str:
     """Return the type in words for an error message: `int`, `list[str]`, `one of "a", "b"`."""
-    if get_origin(annotation) is Annotated:
-        return describe(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(describe(a) for a in get_args(annotation) if a is not type(None))
-    if isinstance(annotation, type) and not get_args(annotation):
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in arguments if a is not type(None))
+    if isinstance(annotation, type) and not arguments:
         return annotation.__name__
     if _is_list_of_tables(annotation):
         return "a list of tables, each under a heading in double brackets"

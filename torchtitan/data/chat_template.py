@@ -1,7 +1,6 @@
 """Messages of a chat, rendered by a model's Jinja template into the text that it was trained on.
 
-A template comes from a downloaded file, so `rendering` runs it in a sandbox, in another process with
-bounds on time and memory.
+A template comes from a downloaded file, so `rendering` runs it in another process.
 """
 
 import json
@@ -11,18 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
-from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS, HuggingFaceTokenizer
 from torchtitan.tools import bounded
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import read_text
 
 Message = Mapping[str, Any]
 """`role`, `content` and any other field that a template reads."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""JSON schemas of functions."""
+Variables = Mapping[str, Any] | None
 
 SEAM = "\ufdd0"
-"""A mark in a text: the parts before and after it are tokenized separately. It is a noncharacter,
-which Unicode reserves for a program's internal use, so no text contains it."""
+"""A mark in a text: the parts before and after it are tokenized separately. No text contains it, because
+it is a noncharacter of Unicode."""
 
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
@@ -44,26 +45,21 @@ class CannotRenderError(ValueError):
 class ChatTemplate:
     """Renders messages, as `apply_chat_template` of Hugging Face's tokenizers does.
 
-    source: the template. name: the template's name in errors. variables: further variables for the
-        template, such as bos_token and enable_thinking; it always gets messages, tools, documents
-        and add_generation_prompt.
+    source: the template; ValueError if it is none. name: in errors. variables: of the template, such as
+        bos_token, beside messages, tools, documents and add_generation_prompt.
     control_tokens: texts of tokens that the template may produce, but a reply must not.
-    Raises ValueError for a source that is not a template.
     """
 
     def __init__(
         self,
         source: str,
         name: str,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
         control_tokens: Iterable[str] = (),
     ):
-        control_tokens = tuple(control_tokens)
         self.source, self.name, self._variables = source, name, dict(variables or {})
-        tokens = "|".join(re.escape(token) for token in control_tokens)
-        self._first_of_token = re.compile(f"(?={tokens or '(?!)'})(.)", re.DOTALL)
-        self._token = re.compile(tokens or "(?!)")
-        self._control_tokens = control_tokens
+        self._control_tokens = tuple(control_tokens)
+        self._token = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
         try:
             self.marks_generation = bounded.call(
                 "torchtitan.data.rendering:marks_generation", source
@@ -75,20 +71,19 @@ class ChatTemplate:
     def from_tokenizer(
         cls,
         tokenizer: HuggingFaceTokenizer,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
         *,
         path: str = "",
         tools: bool = False,
     ) -> "ChatTemplate | None":
         """Return the template of a model's folder; None if it has no template.
 
-        path: a template file that replaces the folder's. tools: whether the model is offered tools,
-            because a folder may have a separate template for that.
-        Raises ValueError for a template that cannot be read.
+        path: a template file that replaces the folder's. tools: take the folder's separate template for
+            chats with tools, if it has one. Raises ValueError for a template that cannot be read.
         """
         config, folder = tokenizer.config or {}, Path(tokenizer.tokenizer_path)
-        tokens = {key: _text_of(config.get(key)) for key in SPECIAL_TOKEN_KEYS}
-        known = {key: text for key, text in tokens.items() if text is not None}
+        named = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
+        known = {k: t.get("content") if isinstance(t, dict) else t for k, t in named.items()}
         file = Path(path) if path else folder / "chat_template.jinja"
         for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
         if tools and not path and for_tools.exists():
@@ -108,8 +103,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        # An added token that is not special, such as <tool_call>, controls something only if the
-        # template uses it. A run of blanks controls nothing.
+        # A token that is not special, such as <tool_call>, controls something only if it is used.
         control_tokens = [
             token.content
             for token in added
@@ -121,14 +115,12 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: Variables = None,
     ) -> str:
-        """Return the text of messages, and of the header of the model's next message.
+        """Return the text of messages and, if asked for, of the header of the model's next message.
 
-        tools: JSON schemas of functions. add_generation_prompt: False leaves the header out.
-        variables: further variables of the template, for this call.
         Raises ValueError if the template cannot render the messages, RunError if it takes too much
         time or memory.
         """
@@ -136,14 +128,11 @@ class ChatTemplate:
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
 
     def render_each(
-        self,
-        calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]], *, tools: Tools = None
     ) -> list[str | CannotRenderError]:
-        """Return the text of each (messages, further variables), or the error of `render`.
+        """Return the text of each (messages, more variables), or the error of `render`.
 
-        They are rendered together, because each call of the other process takes as long as a rendering.
+        Together, because each call of the other process takes as long as a rendering.
         """
         for_all = {"tools": tools, "documents": None}
         variables = [
@@ -152,8 +141,10 @@ class ChatTemplate:
         try:
             results = bounded.call("torchtitan.data.rendering:render", self.source, variables)
         except bounded.OutOfBoundsError as error:
-            sentence = f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}"
-            raise RunError(f"{sentence}; correct the template, or name another file") from error
+            raise RunError(
+                f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}; correct the template, or "
+                "name another file"
+            ) from error
         except OSError:  # no process could be started
             raise
         except Exception as error:  # pickle raises several types
@@ -164,20 +155,13 @@ class ChatTemplate:
         ]
 
     def render_with_spans(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, tools: Tools = None, variables: Variables = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return (the text of messages, the (begin, end) of each part inside {% generation %}).
+        """Return (the text of messages, the span [begin, end) of each part inside {% generation %}).
 
-        Begin and end are characters of the text; the span is half-open. Raises ValueError if the
-        template cannot render the messages, or changes the text of a part afterwards.
+        Raises ValueError as `render` does, or if the template changes the text of a part afterwards.
         """
         plain_text = {**(variables or {}), "add_generation_prompt": False}
-        if not self.marks_generation:
-            return text_of(self.render_each([(messages, plain_text)], tools=tools)[0]), []
         text = ""
         for _ in range(2):  # again if the text has the marks itself
             unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
@@ -197,9 +181,8 @@ class ChatTemplate:
                 plain += part
         if plain != text:
             raise ValueError(
-                f"{self.name} changes text that it has marked with {{% generation %}}, for example "
-                "trims it, so the marks are lost; have it change the text first, and mark it where it "
-                "is written"
+                f"{self.name} changes text that it has marked with {{% generation %}}; have it change the "
+                "text first, and mark it where it is written"
             )
         return text, spans
 
@@ -209,24 +192,19 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text without the blanks after the control token that ends it.
-
-        No model has to learn these blanks, because generation stops at the token. Blanks without such a
-        token before them are kept, because they may end the turn.
-        """
+        """Return the length of a text without the blanks after the control token that ends it, if any."""
         end = text.rstrip()
         return len(end if end.endswith(self._control_tokens) else text)
 
     def token_at_end(self, text: str) -> str | None:
-        """Return the control token that ends a text, blanks aside; None if it ends with another text."""
+        """Return the control token that ends a text, blanks aside; None if there is none."""
         ends = (token for token in self._control_tokens if text.rstrip().endswith(token))
         return max(ends, key=len, default=None)
 
     def stop_token(self, text: str, rest: str) -> str:
-        """Return what a model writes behind a turn to end it: "" if the turn ends with a control token.
+        """Return what a model writes behind a turn to end it: "" or the next turn's first token.
 
-        text: through the turn. rest: the text behind it. Where turns have no end of their own, the next
-        turn's first token ends generation.
+        text: through the turn. rest: the text behind it.
         """
         if text.rstrip().endswith(self._control_tokens):
             return ""
@@ -239,13 +217,12 @@ class ChatTemplate:
         replies: Sequence[Message],
         *,
         stop: str = "",
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
     ) -> str:
         """Return the text between the model's answer to `messages` and its next answer.
 
-        replies: the messages after the answer, such as a tool's result. They come from elsewhere, so a
-            `SEAM` cuts each control token in them: encoded part by part, the text holds only the
-            template's own control tokens.
+        replies: the messages after the answer, such as a tool's result. A `SEAM` cuts each control token
+            in them, because they come from elsewhere.
         stop: text at the end of the model's answer that the template would repeat.
         """
         written = _WRITTEN
@@ -253,24 +230,18 @@ class ChatTemplate:
             written += "!"
         answer = {"role": "assistant", "content": written}
         text = self.render([*messages, answer, *self._cut_tokens(list(replies))], tools=tools)
-        after = text[text.rindex(written) + len(written) :]
-        return after.removeprefix(stop)
+        return text.rpartition(written)[2].removeprefix(stop)
 
     def _cut_tokens(self, value: Any) -> Any:
-        """Return the value with a seam behind the first character of each control token in it."""
         if isinstance(value, str):
-            return self._first_of_token.sub(rf"\1{SEAM}", value.replace(SEAM, ""))
+            token_begins = f"(?={self._token.pattern})(.)"  # also within another token
+            return re.sub(token_begins, rf"\1{SEAM}", value.replace(SEAM, ""), flags=re.DOTALL)
         if isinstance(value, Mapping):
             return {self._cut_tokens(key): self._cut_tokens(v) for key, v in value.items()}
-        is_list = isinstance(value, list | tuple)
-        return [self._cut_tokens(entry) for entry in value] if is_list else value
+        return list(map(self._cut_tokens, value)) if isinstance(value, list | tuple) else value
 
     def check_turns(
-        self,
-        messages: Sequence[Message],
-        reply: Message,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], reply: Message, *, tools: Tools = None
     ) -> None:
         """Raise ValueError if the template renders earlier turns differently once a reply follows.
 
@@ -283,12 +254,11 @@ class ChatTemplate:
             twice = self.render([*messages, answer, reply, answer, reply], tools=tools)
             after = once.removeprefix(start + written)
             if once == after or twice != start + (written + after) * 2:
+                got = once[max(0, len(start) - 80) : len(start) + len(written)]
                 raise ValueError(
                     f"{self.name} writes the turn {written!r} differently once a message of the role "
-                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has "
-                    f"{once[max(0, len(start) - 80) : len(start) + len(written)]!r}), so in later turns "
-                    "a policy would read text that it has not written; set rl.task.chat_template to a "
-                    "file with a template that leaves earlier turns unchanged"
+                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has {got!r}); set "
+                    "rl.task.chat_template to a file with a template that leaves earlier turns unchanged"
                 )
 
 
@@ -297,8 +267,3 @@ def text_of(result: str | CannotRenderError) -> str:
     if isinstance(result, CannotRenderError):
         raise result
     return result
-
-
-def _text_of(token: Any) -> str | None:
-    """Return the text of a special token, which is a string or an object with a `content`."""
-    return token.get("content") if isinstance(token, dict) else token

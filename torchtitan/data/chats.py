@@ -1,11 +1,9 @@
 """Chats, and pairs of a prompt and a completion, as token ids with the labels that the loss counts.
 
-The text is that of the tokenizer's chat template, and the ids are those of `apply_chat_template` of
+The text is that of the tokenizer's chat template, and the ids [n] are those of `apply_chat_template` of
 `transformers`. Labels are the tokens of the assistant's turns. They are found by the template's
 {% generation %} marks or, if it has none, by rendering the messages before and through each turn. If
 neither way is sound, the chat is refused.
-
-n: tokens of a chat.
 """
 
 import contextlib
@@ -14,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,10 +23,11 @@ from torchtitan.data.open_document import Tokens
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _RESULT_ROLES = ("tool", "function", "ipython")
+ROLES = ("system", "developer", "user", "assistant", *_RESULT_ROLES)
 # Names of the model's thinking in a message, the first being the one that most templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_IN_PLACE_OF_CONTENT = {"tool_calls", *_REASONING_KEYS}
 # Keys of a message by which other programs leave it out of the loss: 0 or false.
 _TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
@@ -41,22 +39,18 @@ class ChatEncoder:
 
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
-    of messages or both texts. Other keys are ignored, and so are keys whose value is None. A `prompt`
-    beside `messages` is ignored, too. See `_TRAINING_KEYS` for keys that leave a message out of the loss.
+    of messages or both texts. Other keys, and keys whose value is None, are ignored, and so is a `prompt`
+    beside `messages`. `_TRAINING_KEYS` leave a message out of the loss.
 
-    - messages: every token of an assistant's turn is trained, including the end of the turn if the
-      marks enclose it. Without marks a turn is the text behind its header, through the control token
-      that ends it, or else that begins the next turn.
-    - prompt and completion, messages: every token of the completion is trained, but for blanks behind
-      the control token that ends it.
-    - prompt and completion, texts: no template. The ids are those of both texts joined and the
-      end-of-text id; the completion and the end-of-text id are trained.
+    - messages: every token of an assistant's turn is trained, with the end of the turn if the marks
+      enclose it. Without marks a turn is the text behind its header, through the control token that
+      ends it, or else that begins the next turn.
+    - prompt and completion, messages: all of the completion, through the control token that ends it.
+    - prompt and completion, texts: no template; the completion and an end-of-text id.
 
-    The whole text is encoded at once. A token with characters on both sides of a turn's boundary is
-    trained, as in `transformers`, because it holds a part of what the model writes.
+    A token with characters on both sides of a turn's boundary is trained, as in `transformers`.
 
-    tokenizer: of the model. template: None if the folder has none; then chats are refused.
-    tool_template: for samples with tools, if it is another one.
+    template: None if the folder has none; then chats are refused. tool_template: for samples with tools.
     keys: see `renamed`.
     """
 
@@ -65,18 +59,15 @@ class ChatEncoder:
         tokenizer: HuggingFaceTokenizer,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None = None,
-        keys: Mapping[str, str] = MappingProxyType({}),
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        self._keys = dict(keys)
+        self._keys = dict(keys or {})
         self._tokenizer, self._template = tokenizer, template
         self._tool_template = tool_template or template
-        for each in (template, tool_template):
-            if each is not None:
-                _check_marks(each)
-        if template is not None:
-            _log_end_of_turn(template)
-        self.key = " ".join(t.source for t in (template, self._tool_template) if t is not None)
-        self.key += f" {self._keys}" if keys else ""
+        templates = [t for t in (template, self._tool_template) if t is not None]
+        for each in {t.source: t for t in templates}.values():
+            _check_template(each)
+        self.key = " ".join(t.source for t in templates) + (f" {self._keys}" if keys else "")
         backend = tokenizer.tokenizer
         processor = backend.post_processor
         if processor and b'"trim_offsets":true' in processor.__getstate__():
@@ -87,52 +78,22 @@ class ChatEncoder:
 
     @classmethod
     def from_tokenizer(
-        cls,
-        tokenizer: HuggingFaceTokenizer,
-        path: str = "",
-        keys: Mapping[str, str] = MappingProxyType({}),
+        cls, tokenizer: HuggingFaceTokenizer, path: str = "", keys: Mapping[str, str] | None = None
     ) -> "ChatEncoder":
-        """Return an encoder with the template in a file, or, without a path, of the model's folder.
-
-        Raises ValueError for a template that cannot be read.
-        """
-        templates = (
-            ChatTemplate.from_tokenizer(tokenizer, path=path, tools=tools)
-            for tools in (False, True)
+        """Return an encoder with the template in a file, or, without a path, of the model's folder."""
+        plain, with_tools = (
+            ChatTemplate.from_tokenizer(tokenizer, path=path, tools=x) for x in (False, True)
         )
-        return cls(tokenizer, *templates, keys=keys)
+        return cls(tokenizer, plain, with_tools, keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids [n] int32, trained [n] bool).
-
-        Raises ValueError, a sentence without the sample's place, for a sample that is no chat, that the
-        template cannot render, or in which the labels are unknown or none.
-        """
+        """Raises ValueError for a bad sample or template, and if the labels are unknown or none."""
         sample = renamed(sample, self._keys)
         if problem := _problem_of(sample):
             raise ValueError(problem)
         sample = {key: value for key, value in sample.items() if value is not None}
         if "messages" not in sample and isinstance(sample["prompt"], str):
             return self._encode_texts(sample["prompt"], sample["completion"])
-        chat = _Chat(self._template_for(sample), sample)
-        ids, trained = self._encode(*chat.text_and_spans())
-        if not trained.any():
-            raise ValueError(
-                f"no token of the chat is trained: {chat.template.name} writes nothing in the "
-                "assistant's turns, or has its {% generation %} marks elsewhere; leave out the chat, or "
-                "set training.chat_template to a template file with marks around the assistant's text"
-            )
-        if trained.all():
-            raise ValueError(
-                f"every token of the chat would be trained, because {chat.template.name} writes nothing "
-                "outside of the assistant's turns; set training.chat_template to a template file that "
-                "writes a header before them"
-            )
-        self._warn_of_control_tokens(chat)
-        self._warn_of_quoted_arguments(chat)
-        return ids, trained
-
-    def _template_for(self, sample: Mapping[str, Any]) -> ChatTemplate:
         template = self._template if sample.get("tools") is None else self._tool_template
         if template is None:
             raise ValueError(
@@ -140,7 +101,21 @@ class ChatEncoder:
                 "training.chat_template to a file with a Jinja template, or put a "
                 "chat_template.jinja into the folder model.hf_assets_path"
             )
-        return template
+        chat = _Chat(template, sample)
+        ids, trained = self._encode(*chat.text_and_spans())
+        if not trained.any():
+            raise ValueError(
+                f"no token of the chat is trained: {template.name} writes nothing in the assistant's "
+                f"turns, or has its marks elsewhere; leave out the chat, or {_MARK_IT}"
+            )
+        if trained.all():
+            raise ValueError(
+                f"every token of the chat would be trained, because {template.name} writes nothing "
+                "outside of the assistant's turns; set training.chat_template to a template file that "
+                "writes a header before them"
+            )
+        _warn_of_texts(chat)
+        return ids, trained
 
     def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         text = prompt + completion
@@ -153,20 +128,13 @@ class ChatEncoder:
             ids, trained = np.append(ids, tokenizer.eos_id), np.append(trained, True)
         if not trained.any():
             raise ValueError(
-                "'completion' is empty and the tokenizer has no end-of-text token, so no token is "
-                "trained; leave out the sample, or set training.eos_token"
+                "'completion' is empty and there is no end-of-text token; set training.eos_token"
             )
         return ids.astype(np.int32), trained
 
     def _encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids [n], trained [n]) of a text; tokens with a character in a span are trained."""
-        try:
-            text.encode()  # raises where the tokenizer would
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has half of a surrogate pair, {text[error.start]!r}, which is not a "
-                "character; mend or leave out the sample"
-            ) from None
+        text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         trained = np.zeros(len(ids), dtype=bool)
@@ -180,33 +148,26 @@ class ChatEncoder:
                 trained[first : np.searchsorted(begins, end, side="left")] = True
         return ids, trained
 
-    def _warn_of_quoted_arguments(self, chat: "_Chat") -> None:
-        for arguments in chat.arguments():
-            if (
-                isinstance(arguments, str)
-                and '"' in arguments
-                and chat.writes(json.dumps(arguments))
-            ):
-                warn_once(
-                    logger,
-                    f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
-                    "JSON string; if the model should write an object, give 'arguments' as an object "
-                    "(this is said only once)",
-                )
 
-    def _warn_of_control_tokens(self, chat: "_Chat") -> None:
-        for message in chat.messages:
-            if message["role"] == "assistant":
-                continue
-            for text in _texts_of(message.get("content")):
-                if token := chat.template.control_token_in(text):
-                    warn_once(
-                        logger,
-                        f"a message of the role {message['role']!r} has {token!r} in its text, which is "
-                        "encoded as that control token, as transformers does; change such texts if "
-                        "they come from people who must not end a turn (this is said only once)",
-                    )
-                    return
+def _warn_of_texts(chat: "_Chat") -> None:
+    for arguments in chat.arguments():
+        is_text = isinstance(arguments, str) and '"' in arguments
+        if is_text and chat.writes(json.dumps(arguments)):
+            warn_once(
+                logger,
+                f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
+                "JSON string; if the model should write an object, give 'arguments' as an object "
+                "(this is said only once)",
+            )
+    for role, text in chat.texts_of_others():
+        if token := chat.template.control_token_in(text):
+            warn_once(
+                logger,
+                f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
+                "control token, as transformers does; change such texts if they come from people who "
+                "must not end a turn (this is said only once)",
+            )
+            break
 
 
 class ChatTokens:
@@ -214,8 +175,7 @@ class ChatTokens:
 
     too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
         "skip" none. A chat that trains nothing before the cut is skipped, too.
-    key: text that the result depends on beside the tokenizer. template: the part of it that is the chat
-        template's.
+    key: text that the result depends on beside the tokenizer. template: its part of the chat template.
     """
 
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
@@ -251,16 +211,16 @@ class _Chat:
         self.template = template
         tools = sample.get("tools")
         if isinstance(tools, str):  # for files whose columns cannot hold any JSON
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 tools = json.loads(tools)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"'tools' is not valid JSON: {error}; correct it") from None
         if tools is not None and not _is_list_of(dict, tools):
-            raise ValueError("'tools' must be a list of JSON schemas; correct it")
+            raise ValueError(
+                f"'tools' must be a list of JSON schemas, got {tools!r:.80}; correct it"
+            )
         variables = sample.get("chat_template_kwargs", {})
         if not isinstance(variables, dict):
             raise ValueError(
-                "'chat_template_kwargs' must be an object of template variables; correct it"
+                f"'chat_template_kwargs' must be an object, got {variables!r:.80}; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
         # (number of messages, with the assistant's header) -> the text of these first messages
@@ -273,10 +233,7 @@ class _Chat:
         else:
             self.messages = _checked_messages(sample["messages"], "messages")
             if not any(message["role"] == "assistant" for message in self.messages):
-                raise ValueError(
-                    "the chat has no turn of the role 'assistant', so nothing is to be learned; leave "
-                    "it out"
-                )
+                raise ValueError("the chat has no turn of the role 'assistant'; leave it out")
         self._join_parts()
 
     def arguments(self) -> Iterator[Any]:
@@ -286,44 +243,47 @@ class _Chat:
                 if isinstance(call, dict):
                     yield (call.get("function") or call).get("arguments")
 
+    def texts_of_others(self) -> Iterator[tuple[str, str]]:
+        """Yield (role, text) of all texts that are not the assistant's."""
+        for message in self.messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else [{"text": content}]:
+                if message["role"] != "assistant" and isinstance(part, dict):
+                    if isinstance(text := part.get("text"), str):
+                        yield message["role"], text
+
     def writes(self, text: str) -> bool:
         return text in self._beginning(len(self.messages))
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """Return the text of the chat, and the spans of its characters that are trained."""
-        turns = [
-            i
-            for i, message in enumerate(self.messages)
-            if message["role"] == "assistant" and i >= self._num_prompt
-        ]
+        n, n_prompt = len(self.messages), self._num_prompt
+        turns = [i for i in range(n_prompt, n) if self.messages[i]["role"] == "assistant"]
         try:
             if self.template.marks_generation:
                 text, spans = self.template.render_with_spans(self.messages, **self._options)
             else:
                 self._render_beginnings(turns)
-                text = text_of(self._beginnings[len(self.messages), False])
+                text = text_of(self._beginnings[n, False])
         except CannotRenderError as error:
-            reason = error.reason
-            remedy = (
-                "correct the chat, or set training.chat_template to a template file that fits it"
+            reason, remedy = (
+                error.reason,
+                "correct the chat, or set training.chat_template to a file",
             )
-            if (
-                any(isinstance(arguments, dict) for arguments in self.arguments())
-                and "dict" in reason
-            ):
+            if "dict" in reason and any(isinstance(x, dict) for x in self.arguments()):
                 remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
             if "strftime_now" in reason:
                 remedy = (
                     "the date of today would change the data from day to day: set "
                     "training.chat_template to a copy of the template with a fixed date"
                 )
-            sentence = f"{self.template.name} cannot render the chat: {reason}; {remedy}"
-            raise ValueError(sentence) from None
-        if self._num_prompt:
-            if not all(map(self._is_trained, range(self._num_prompt, len(self.messages)))):
+            raise ValueError(
+                f"{self.template.name} cannot render the chat: {reason}; {remedy}"
+            ) from None
+        if n_prompt:
+            if not all(map(self._is_trained, range(n_prompt, n))):
                 raise ValueError(
-                    "a message of the completion is left out of the loss, which only 'messages' can "
-                    "say; write the sample with 'messages'"
+                    "a message of the completion is left out of the loss; write the sample with 'messages'"
                 )
             return text, [self._span_of_completion(text)]
         is_trained = [self._is_trained(turn) for turn in turns]
@@ -332,9 +292,8 @@ class _Chat:
             text, spans = self._with_stop_tokens(text, spans, turns)
         elif not all(is_trained) and len(spans) != len(turns):
             raise ValueError(
-                f"{self.template.name} has {len(spans)} parts between {{% generation %}} marks for "
-                f"{len(turns)} turns of the assistant, so it is unknown which of them "
-                f"{' or '.join(map(repr, _TRAINING_KEYS))} leaves out; leave out the chat"
+                f"{self.template.name} has {len(spans)} marked parts for {len(turns)} turns of the "
+                "assistant, so it is unknown which of them is left out of the loss; leave out the chat"
             )
         if len(spans) == len(turns):
             spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
@@ -342,24 +301,22 @@ class _Chat:
 
     def _is_trained(self, turn: int) -> bool:
         """Return whether no key of an assistant's message leaves it out of the loss."""
-        values = {
-            key: self.messages[turn][key] for key in _TRAINING_KEYS if key in self.messages[turn]
-        }
-        for key, value in values.items():
-            if value not in (0, 1):
+        message = self.messages[turn]
+        keys = [key for key in _TRAINING_KEYS if key in message]
+        for key in keys:
+            if message[key] not in (0, 1):
                 raise ValueError(
-                    f"message {turn + 1} has {key!r} = {value!r}, and only 0 and 1 (or false and true) "
-                    "are known, which leave it out of the loss or not; correct it"
+                    f"message {turn + 1} has {key!r} = {message[key]!r}, and only 0 and 1 (false and true) "
+                    "are known; correct it"
                 )
-        return all(values.values())
+        return all(message[key] for key in keys)
 
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend turns that have no closing token through the token of the next turn that stops generation.
+        """Extend turns without a closing token through the next turn's token, which stops generation.
 
-        Behind the last turn it is the token with which the user's next turn would begin; it is added to
-        the text.
+        Behind the last turn, the token with which the user's next turn would begin is added to the text.
         """
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
@@ -380,8 +337,7 @@ class _Chat:
         if difference := _difference(text, before):
             raise ValueError(
                 f"{self.template.name} renders the prompt differently when the completion follows "
-                f"({difference}), so it is unknown where the completion begins; write the sample as "
-                f"'messages', and {_MARK_IT}"
+                f"({difference}); write the sample as 'messages', and {_MARK_IT}"
             )
         return len(before), self.template.end_of_turn(text)
 
@@ -399,8 +355,7 @@ class _Chat:
             return
         if any(len(parts) > 1 for parts in lists):
             raise ValueError(
-                f"{self.template.name} writes texts, and a message's 'content' is a list of several "
-                "parts; write it as one text"
+                f"{self.template.name} writes texts, and a 'content' is a list of several parts; join them"
             )
         self.messages = [
             {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
@@ -409,10 +364,8 @@ class _Chat:
 
     def _render_beginnings(self, turns: list[int]) -> None:
         """Render the chat, its beginnings that show where these turns are, and one more turn of the user."""
-        n, of_turns = (
-            len(self.messages),
-            [key for i in turns for key in ((i, True), (i + 1, False))],
-        )
+        n = len(self.messages)
+        of_turns = [key for i in turns for key in ((i, True), (i + 1, False))]
         keys = [(n, False), *of_turns, (n + 1, False)]
         messages = [*self.messages, {"role": "user", "content": "what the user asks next"}]
         variables = self._options["variables"]
@@ -421,10 +374,7 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first messages.
-
-        header: with the header of the assistant's next turn. of: messages in place of the chat's.
-        """
+        """Return the text of the first messages, and of the next turn's header if `header`."""
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])
@@ -432,20 +382,17 @@ class _Chat:
             return self.template.render(messages, add_generation_prompt=header, **self._options)
         except CannotRenderError as error:
             raise ValueError(
-                f"{self.template.name} has no {{% generation %}} marks, and cannot render the "
-                f"beginning of the chat through message {number} ({error.reason}), so it is unknown "
-                f"which tokens are the assistant's; {_MARK_IT}"
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the chat through "
+                f"message {number} ({error.reason}), so the assistant's tokens are unknown; {_MARK_IT}"
             ) from None
 
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span of an assistant's turn, from behind its header to its closing token.
 
-        It is sound if the text begins with the messages before the turn and its header, and
-
-        - with the messages through the turn, or
-        - if the template writes less thinking once the chat goes on, if what follows the turn's content
-          in the text begins with what follows it at the end of a chat. A rendering with other content
-          shows where the content ends.
+        It is sound if the text begins with the messages before the turn and its header, and with the
+        messages through the turn. Templates write less thinking once the chat goes on: then what follows
+        the turn's content, which a rendering with other content shows, must begin with what follows it at
+        the end of a chat.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)
@@ -456,24 +403,19 @@ class _Chat:
             return len(before), self.template.end_of_turn(through)
         else:
             difference = _difference(text, through) or "it is shorter than its header"
-            changed = self._with_other_content(turn)
+            message = self.messages[turn]  # with another text, and another last character
+            ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
+            changed = list(self.messages)
+            changed[turn] = {**message, "content": f"what the model wrote{ending}"}
             closing = _common_end(through, self._beginning(turn + 1, of=changed))
             rest = _common_end(text, self._beginning(len(changed), of=changed))
             end = len(text) - len(rest) + self.template.end_of_turn(closing)
             if closing and rest.startswith(closing) and end >= len(before):
                 return len(before), end
         raise ValueError(
-            f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently "
-            f"when the chat goes on ({difference}), so it is unknown which tokens are the assistant's; "
-            f"{_MARK_IT}"
+            f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently when "
+            f"the chat goes on ({difference}), so the assistant's tokens are unknown; {_MARK_IT}"
         )
-
-    def _with_other_content(self, turn: int) -> list[Message]:
-        """Return the messages with another text in one turn; its last character is another one, too."""
-        message = self.messages[turn]
-        ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
-        other = {**message, "content": f"what the model wrote{ending}"}
-        return [*self.messages[:turn], other, *self.messages[turn + 1 :]]
 
 
 _MARK_IT = (
@@ -496,37 +438,27 @@ def _common_end(text: str, other: str) -> str:
     return text[len(text) - length :]
 
 
-def _check_marks(template: ChatTemplate) -> None:
-    """Raise ValueError if the template's {% generation %} marks are around another role's text."""
+def _check_template(template: ChatTemplate) -> None:
+    """Raise ValueError for marks around another role's text; log which token ends a trained turn."""
     question, answer = "what the user asked", "what the model wrote"
-    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:
-        text, spans = template.render_with_spans(chat)
+        text, spans = _Chat(template, {"messages": turns * 2}).text_and_spans()
     except ValueError:  # the template is made for other chats
         return
     marked = "".join(text[begin:end] for begin, end in spans)
-    if question in marked or (template.marks_generation and answer not in marked):
+    if template.marks_generation and (question in marked or answer not in marked):
         raise ValueError(
             f"{template.name} has its {{% generation %}} marks around the wrong text ({marked!r:.80}); "
             "have them enclose the assistant's text, and no other role's"
         )
-
-
-def _log_end_of_turn(template: ChatTemplate) -> None:
-    """Log which token ends a trained turn; warn if none does."""
-    chat = [{"role": r, "content": "what was written"} for r in ("user", "assistant", "user")]
-    sample = {"messages": [*chat, {"role": "assistant", "content": "what is written"}]}
-    try:
-        text, spans = _Chat(template, sample).text_and_spans()
-    except ValueError:  # the template is made for other chats
-        return
     tokens = {template.token_at_end(text[begin:end]) for begin, end in spans}
     if None in tokens:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy that writes such a token, for example "
-            "{{ eos_token }}, behind the assistant's text (and inside of {% generation %} marks)",
+            "learn to stop; set training.chat_template to a copy that writes {{ eos_token }} behind the "
+            "assistant's text (and inside of {% generation %} marks)",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))
@@ -537,30 +469,37 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
-def _texts_of(content: Any) -> list[str]:
-    """Return the texts in a message's content, a string or a list of parts."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = (part.get("text") for part in parts if isinstance(part, dict))
-    return [text for text in texts if isinstance(text, str)]
-
-
 def _checked_messages(messages: Any, key: str) -> list[Message]:
     """Return the messages of a chat as `transformers` gives them to a template.
 
     Keys whose value is None are left out, and a message's thinking gets the names that templates read.
     """
-    if not _is_list_of(dict, messages):
+    if not _is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
-            "correct it"
+            "correct it, or leave out the chat"
         )
-    if not messages:
-        raise ValueError(f"{key!r} holds no message; leave out the chat")
     checked: list[Message] = []
     for number, message in enumerate(messages, 1):
         message = {name: value for name, value in message.items() if value is not None}
-        if problem := _problem_of_message(message):
-            raise ValueError(f"message {number} of {key!r} {problem}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            got = f"'role' {role!r}{guess(role, ROLES)}" if role else f"the keys {sorted(message)}"
+            raise ValueError(
+                f"message {number} of {key!r} must have a 'role' of {', '.join(ROLES)}, got {got}; convert "
+                "the chat, or name your keys and roles in training.chat_keys"
+            )
+        parts = content if _is_list_of(dict, content) else [{"text": content}]
+        is_good = all(isinstance(part.get("text"), str) for part in parts)
+        is_good |= role in _RESULT_ROLES and isinstance(content, dict | list)  # written as JSON
+        is_good |= (
+            role == "assistant" and content is None and bool(_IN_PLACE_OF_CONTENT & {*message})
+        )
+        if not is_good:
+            raise ValueError(
+                f"message {number} of {key!r} must have a text as its 'content' (role {role!r}), got "
+                f"{content!r:.80}; give it a text, or leave out the chat"
+            )
         thoughts = [message[name] for name in _REASONING_KEYS if name in message]
         if thoughts:
             message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
@@ -568,50 +507,20 @@ def _checked_messages(messages: Any, key: str) -> list[Message]:
     return checked
 
 
-def _problem_of_message(message: Message) -> str | None:
-    role, content = message.get("role"), message.get("content")
-    if role is None:
-        return (
-            f"has no 'role', got the keys {sorted(message)}; convert the chat to messages with 'role' "
-            "and 'content'"
-        )
-    if role not in ROLES:
-        return f"has the unknown role {role!r}{guess(role, ROLES)}; it must be one of {', '.join(ROLES)}"
-    if content is None:
-        if role == "assistant" and {"tool_calls", *_REASONING_KEYS} & message.keys():
-            return None
-        return f"has no 'content' (role {role!r}); give it a text, or leave out the chat"
-    if role in _RESULT_ROLES and isinstance(content, dict | list):
-        return None  # templates write it as JSON
-    if _is_list_of(dict, content):
-        others = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
-        if not others:
-            return None
-        return f"has a part of the type {others[0]!r}; only text can be trained: leave out the chat"
-    if not isinstance(content, str):
-        return f"must have a text as its 'content', got {content!r:.80}; correct it"
-    return None
-
-
-def _problem_of(sample: Any) -> str | None:
+def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | None:
     """Return the end of an error's sentence if a sample lacks the columns of a chat."""
+    sample = renamed(sample, keys)
     if not isinstance(sample, Mapping):
         return f"need an object with 'messages', got {type(sample).__name__}; correct it"
-    present = [key for key in ("prompt", "completion") if sample.get(key) is not None]
     if sample.get("messages") is not None:
         return None
-    if len(present) == 1:
-        missing = "completion" if present == ["prompt"] else "prompt"
-        return (
-            f"need {missing!r} beside {present[0]!r}, got the keys {sorted(sample)}; add it, or leave "
-            "out the sample"
-        )
-    if not present:
+    prompt, completion = sample.get("prompt"), sample.get("completion")
+    if prompt is None or completion is None:
         return (
             "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
             f"{sorted(sample)}; convert the data, or name yours in training.chat_keys"
         )
-    if isinstance(sample["prompt"], str) != isinstance(sample["completion"], str):
+    if isinstance(prompt, str) != isinstance(completion, str):
         return (
             "'prompt' and 'completion' must both be texts or both be lists of messages; convert one"
         )
@@ -635,11 +544,11 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
     return keys
 
 
-def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
+def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with our names for the keys of the sample and of its messages, and for roles.
 
-    keys: their name -> ours. A key of the sample that is named for a role holds the text of a turn; several
-        for one role are joined by a blank line. These turns are in the order of `keys`, and come first.
+    keys: their name -> ours. A key of the sample that stands for a role holds the text of a turn; several
+        for one role are joined by a blank line. These turns, in the order of `keys`, come first.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -651,28 +560,19 @@ def renamed(sample: Any, keys: Mapping[str, str]) -> Any:
         elif ours not in ROLES and sample.get(theirs) is not None:
             result[ours] = sample[theirs]
     for name in ("messages", "prompt", "completion"):
-        if _is_list_of(dict, result.get(name)):
-            messages = [{keys.get(k, k): v for k, v in m.items()} for m in result[name]]
-            result[name] = [
-                {**m, "role": keys.get(str(m["role"]), m["role"])} if "role" in m else m
-                for m in messages
-            ]
+        for i, message in enumerate(result[name] if _is_list_of(dict, result.get(name)) else ()):
+            message = {keys.get(key, key): value for key, value in message.items()}
+            if "role" in message:
+                message["role"] = keys.get(str(message["role"]), message["role"])
+            result[name] = [*result[name][:i], message, *result[name][i + 1 :]]
     if turns:
         first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
         result["messages"] = first + (result.get("messages") or [])
     return result
 
 
-def _problem_of_renamed(keys: Mapping[str, str], sample: Any) -> str | None:
-    return _problem_of(renamed(sample, keys))
-
-
-def load_chats(path: str, keys: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """Return the chats, with `len()`, `[i]` and `where(i)`, of a file or of all files below a folder.
-
-    The files are JSON or Parquet, with samples for a `ChatEncoder` with the same keys.
-    Raises like `load_local_documents`.
-    """
+def load_chats(path: str, keys: Mapping[str, str] | None = None) -> Any:
+    """Return the samples for a `ChatEncoder` with the same keys as `load_local_documents` does."""
     example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-    rule = SampleRule(example, (*_COLUMNS, *keys), partial(_problem_of_renamed, dict(keys)))
+    rule = SampleRule(example, (*_COLUMNS, *(keys or ())), partial(_problem_of, keys=keys))
     return load_local_documents(path, rule)

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.batch.documents import SAMPLE_IDS
-from torchtitan.data.lanes import Row
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Row
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
@@ -27,10 +27,7 @@ _BEGIN_AGAIN = "start the data over with checkpoint.exclude_from_loading = ['dat
 
 
 class DataloaderExhaustedError(Exception):
-    """The data ended before the training did.
-
-    Not a StopIteration, which a generator would turn into RuntimeError.
-    """
+    """The data ended before the training did. No StopIteration, which a generator turns into RuntimeError."""
 
 
 class BaseDataLoader(ABC):
@@ -44,10 +41,9 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that one checkpoint holds
-    the states of all ranks side by side. A `PackedDataset` goes on from the states of all ranks, on any
-    number of ranks and data workers, and its data workers share the rows of each batch. Other datasets
-    go on, bit for bit, on the saved numbers. On another number, a dataset with `can_reshard == True`
-    and `inherit(states)` gets the states of all saved readers, and divides what they had left.
+    the states of all ranks. A `PackedDataset` goes on from these on any number of ranks and data
+    workers, which share the rows of each batch. Other datasets go on on the saved numbers, and with
+    `can_reshard = True` on other numbers, where `inherit(states)` gets the states of all saved readers.
     """
 
     def __init__(
@@ -67,12 +63,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
-        """Remove, in place, arguments that have no use without data workers or without an accelerator.
-
-        Raises ValueError for unknown names.
-        """
-        if "dataset" in kwargs:
-            raise ValueError("Invalid dataloader kwargs: 'dataset' is the first argument already")
+        """Remove, in place, arguments without a use here. Raises ValueError for unknown names."""
         _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # self, dataset
         if unknown := sorted(set(kwargs) - set(known)):
             raise ValueError(
@@ -95,23 +86,21 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     def _whole_batches(self, parts: Iterator[Any]) -> Iterator[Any]:
         """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
-        num_parts = max(self.num_workers, 1)
-        while batch := list(itertools.islice(parts, num_parts)):
+        while batch := list(itertools.islice(parts, max(self.num_workers, 1))):
             rows = [row for rows, _ in batch for row in rows]
             if not rows:  # no worker has a row left
                 return
             read = [part for _, part in batch if part is not None]
-            if len(read) == 1:
-                yield read[0]
-                continue
-            order = torch.tensor(rows).argsort()
-            inputs, labels = zip(*read, strict=True)
-            joined = {key: torch.cat([x[key] for x in inputs])[order] for key in inputs[0]}
-            joined_labels = torch.cat(labels)[order]
-            if self.pin_memory:
-                joined = {key: x.pin_memory() for key, x in joined.items()}
-                joined_labels = joined_labels.pin_memory()
-            yield joined, joined_labels
+            if len(read) > 1:
+                order = torch.tensor(rows).argsort()
+
+                def join(parts: Any, order: Tensor = order) -> Tensor:
+                    joined = torch.cat(parts)[order]
+                    return joined.pin_memory() if self.pin_memory else joined
+
+                inputs, labels = zip(*read, strict=True)
+                read = [({key: join([x[key] for x in inputs]) for key in inputs[0]}, join(labels))]
+            yield read[0]
 
     def _get_iterator(self) -> Any:
         if self.next_iter_state is None:
@@ -143,7 +132,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             )
         if self._rank_id not in state_dict and saved_world_size == self.dp_world_size:
             logger.warning(
-                f"The checkpoint has no data position for {self._rank_id}; this rank starts its data over"
+                f"the checkpoint has no data position for {self._rank_id}, which starts over"
             )
             return
         if saved_world_size == self.dp_world_size and not self.needs_all_positions:
@@ -156,23 +145,18 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         self._inherit(state_dict, saved_world_size)
 
     def _inherit(self, state_dict: dict[str, Any], saved_world_size: int) -> None:
-        remedies = (
-            f"resume on {saved_world_size} data-parallel ranks with as many data workers as "
-            f"before, or {_BEGIN_AGAIN}"
-        )
         names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
         missing = [name for name in names if name not in state_dict]
+        problem = ""
         if missing and saved_world_size != self.dp_world_size:
-            raise ValueError(
-                f"the data position was saved by {saved_world_size} data-parallel ranks; for "
-                f"{self.dp_world_size} ranks with {self.num_workers} data workers all of them are "
-                f"needed and {', '.join(missing)} are missing: {remedies}"
-            )
+            problem = f"{', '.join(missing)} are missing"
         if not self.needs_all_positions and not getattr(self.dataset, "can_reshard", False):
+            problem = "that of this dataset does not divide"
+        if problem:
             raise ValueError(
-                f"the data position was saved by {saved_world_size} data-parallel ranks, and that "
-                f"of this dataset does not divide among {self.dp_world_size} ranks with "
-                f"{self.num_workers} data workers: {remedies}"
+                f"the data position was saved by {saved_world_size} data-parallel ranks, and for "
+                f"{self.dp_world_size} with {self.num_workers} data workers {problem}: resume on "
+                f"{saved_world_size} ranks with as many data workers as before, or {_BEGIN_AGAIN}"
             )
         loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
         super().load_state_dict({})  # drops the iterator and workers of the present position
@@ -185,9 +169,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
 def _collate_rows(rows: list[Row | None]) -> tuple[list[int], Any]:
     """Return the numbers of the rows in the batch that are not None, and these rows as a batch."""
-    numbers = [number for number, row in enumerate(rows) if row is not None]
-    read = [row for row in rows if row is not None]
-    return numbers, default_collate(read) if read else None
+    read = {number: row for number, row in enumerate(rows) if row is not None}
+    return list(read), default_collate(list(read.values())) if read else None
 
 
 def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
@@ -202,7 +185,6 @@ def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def _one_error_if_damaged() -> Iterator[None]:
-    """Turn the errors that torchdata and datasets raise for a damaged position into one ValueError."""
     try:
         yield
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
@@ -214,27 +196,24 @@ def _one_error_if_damaged() -> Iterator[None]:
 
 
 def _with_sample_ids_aside(batch: Any) -> Any:
-    """Move the batch's entry "sample_ids", [B, 2], to the attribute `batch["input"].sample_ids`."""
+    """Move the entry "sample_ids", [B, 2], to the attribute `batch["input"].sample_ids`."""
     if isinstance(batch, list | tuple) and isinstance(batch[0], dict) and SAMPLE_IDS in batch[0]:
         batch[0]["input"].sample_ids = batch[0].pop(SAMPLE_IDS)
     return batch
 
 
-# torchdata 0.8 to 0.11 nests these private keys into a StatefulDataLoader's state, and has no other way
-# to read the positions of its workers.
+# Private keys of torchdata 0.8 to 0.11: there is no other way to read the positions of workers.
 def _worker_snapshots(loader_state: dict[str, Any]) -> dict[str, Any]:
-    """Worker name -> snapshot; empty if the loader had no workers."""
     return loader_state.get("_snapshot", {}).get("_worker_snapshots", {})
 
 
 def _reader_states(loader_state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of the dataset in each worker of one rank, or in its main process."""
     snapshots = _worker_snapshots(loader_state)
     if not snapshots:
         return [loader_state["dataset_state"]]
     if loader_state["_steps_since_snapshot"]:
         raise ValueError(
-            "the data position was saved with snapshot_every_n_steps > 1, so it can only be loaded on "
-            "the number of ranks and data workers that saved it; resume with the same numbers"
+            "the data position was saved with snapshot_every_n_steps > 1: resume with the same numbers of "
+            "ranks and data workers"
         )
     return [snapshots[f"worker_{index}"]["dataset_state"] for index in range(len(snapshots))]

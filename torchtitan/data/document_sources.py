@@ -1,33 +1,138 @@
-"""Sources of documents: what each lane of the global batch reads next, and where it stands.
+"""Sources of documents, and the part of each that one row stream (see `row_streams`) reads.
 
-`lanes.py` says what a lane is. A source is indexed (it has `len()` and `[i]`) or a stream; `feed` makes
-the part of it that one lane reads.
+A source is indexed (it has `len()` and `[i]`) or a stream of `datasets`. The documents of an indexed
+source are numbered without end: number n is document n % N of pass n // N over N documents.
 """
 
 import copy
-import functools
+import hashlib
 import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.document_share import DocumentShare
 from torchtitan.data.open_document import OpenDocument, Tokens
-from torchtitan.data.order import Order
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
 # A shuffled stream permutes this many documents at a time.
 STREAM_BLOCK = 1024
+_ROUNDS = 8
+_WORD = 2**64 - 1
 
 Encoder = Callable[[Any], str | Tokens]
 """Makes a sample a text, which is tokenized piece by piece, or the tokens of the whole document."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Maps the numbers of documents, which count on from pass to pass, to indices in a data set.
+
+    Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
+    A pass is a permutation that takes no memory: a Feistel network of 8 rounds over the next power of
+    four, whose results beyond N are mapped again until they fall below N ("cycle walking", Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+
+    num_documents: int
+    seed: str | None = None
+
+    def index(self, number: int) -> int:
+        pass_number, index = divmod(number, self.num_documents)
+        if self.seed is None:
+            return index
+        keys = _round_keys(self.seed, pass_number)
+        while (index := self._permuted(index, keys)) >= self.num_documents:
+            pass
+        return index
+
+    def of_pass(self, pass_number: int) -> NDArray[np.int64]:
+        """Return the indices of all documents in the order of a pass."""
+        indices = np.arange(self.num_documents, dtype=np.uint64)
+        if self.seed is not None:
+            keys = _round_keys(self.seed, pass_number)
+            beyond = np.ones(len(indices), bool)
+            while beyond.any():
+                indices[beyond] = self._permuted(indices[beyond], keys)
+                beyond = indices >= self.num_documents
+        return indices.astype(np.int64)
+
+    def _permuted(self, index: Any, keys: list[int]) -> Any:
+        half_bits = max(3, -(-(self.num_documents - 1).bit_length() // 2))
+        mask = (1 << half_bits) - 1
+        left, right = index >> half_bits, index & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return left << half_bits | right
+
+
+@lru_cache(64)  # lanes may be in different passes
+def _round_keys(seed: str, pass_number: int) -> list[int]:
+    digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+
+def _mixed(x: Any) -> Any:
+    """Return 64 bits that all depend on all bits of x: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _WORD
+    return x ^ x >> 31
+
+
+@dataclass
+class DocumentShare:
+    """The documents of one of S readers: the numbers base + reader, base + reader + S, and so on."""
+
+    reader: int
+    num_readers: int  # S above
+    base: int = 0
+    num_taken: int = 0  # documents taken from the stride
+    # Numbers below `base` that readers of an earlier run did not take, ascending. They come first.
+    pending: deque[int] = field(default_factory=deque)
+
+    @property
+    def next_in_stride(self) -> int:
+        return self.base + self.reader + self.num_taken * self.num_readers
+
+    def peek(self) -> int:
+        return self.pending[0] if self.pending else self.next_in_stride
+
+    def advance(self) -> None:
+        if self.pending:
+            self.pending.popleft()
+        else:
+            self.num_taken += 1
+
+    def state(self) -> tuple[int, int, list[int]]:
+        return self.base, self.num_taken, list(self.pending)
+
+    def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
+        base, num_taken, pending = state
+        return DocumentShare(self.reader, self.num_readers, base, num_taken, deque(pending))
+
+    def not_taken_below(self, limit: int) -> list[int]:
+        return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]
+
+
+def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
+    """Return shares of new readers of all documents that the old readers did not take.
+
+    The new strides begin where the fastest old reader would have continued. The documents that slower
+    readers did not take below that are dealt out one by one.
+    """
+    base = max(share.next_in_stride for share in shares)
+    not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
+    return [
+        DocumentShare(reader, num_readers, base, pending=deque(not_taken[reader::num_readers]))
+        for reader in range(num_readers)
+    ]
 
 
 @dataclass
@@ -35,7 +140,7 @@ class Source:
     """A data set as a source of documents.
 
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
-    weight: this source's share of the tokens of a mixture, relative to the other sources' weights.
+    number, weight: of the source in a mixture. counts: see `row_plan.count_tokens`.
     limit: the number of passes after which the source has no document left; None: no limit.
     seed: of the order of documents; None keeps the data set's order.
     """
@@ -49,48 +154,45 @@ class Source:
     limit: float | None = None
     seed: int | None = None
     is_text: bool = True
-    number: int = 0  # among the sources of a mixture
+    number: int = 0
     order: Order | None = field(init=False, default=None)
-    counts: NDArray[np.int64] | None = None  # see `counts.count_tokens`
-    _has_separators: bool = field(init=False, default=False)
+    counts: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        if not self.is_indexed:
-            import datasets  # slow, and only streams need it
-
-            if not isinstance(self.data, datasets.IterableDataset):
-                raise ValueError(
-                    f"the loader of dataset {self.name!r} must return something with len() and [i], or "
-                    f"a datasets.IterableDataset, got {type(self.data).__name__}"
-                )
-            return
-        if not len(self.data):
+        # Spellings of the tokens that begin or end documents; none once a text had one.
+        tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
+        self._separators = sorted({token for token in tokens if token})
+        if self.is_indexed:
+            if not len(self.data):
+                raise ValueError(f"dataset {self.name!r} holds no documents; correct {self.path!r}")
+            # Sources of equal length have different orders.
+            seed = None if self.seed is None else f"{self.seed} {self.number}"
+            self.order = Order(len(self.data), seed)
+        elif not hasattr(self.data, "num_shards"):
             raise ValueError(
-                f"dataset {self.name!r} holds no documents"
-                + (f": {self.path} is empty" if self.path else "")
+                f"the loader of dataset {self.name!r} must return something with len() and [i], or "
+                f"a datasets.IterableDataset, got {type(self.data).__name__}"
             )
-        # Sources of equal length have different orders.
-        seed = None if self.seed is None else f"{self.seed} {self.number}"
-        self.order = Order(len(self.data), seed)
 
     @property
     def is_indexed(self) -> bool:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        """Leave out documents before they are divided among lanes, of which one may get no others."""
-        self.data = _Kept(self.data, np.flatnonzero(~is_empty))
+        """Leave out documents before they are divided among row streams."""
+        self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
 
     def identity(self) -> dict[str, Any]:
-        """Return what a saved position depends on; a position of another source is refused."""
+        """Return what a saved position depends on."""
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
     def tell_again(self) -> None:
-        warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
+        if self.limit is None:
+            warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
 
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
@@ -100,28 +202,6 @@ class Source:
         index = self.order.index(number)
         document = self.open(self.data[index], index)
         document.number = number
-        return document
-
-    def waiting(self, number: int, length: int) -> OpenDocument:
-        """Return a document that is read only when its tokens are asked for, by number and length."""
-        return OpenDocument(
-            number,
-            self.tokenizer,
-            end=0,
-            available=length,
-            source=self.number,
-            index=self.order.index(number),
-            read=functools.partial(self._read_again, number, length),
-        )
-
-    def _read_again(self, number: int, length: int) -> OpenDocument:
-        document = self.read(number)
-        if document.num_ahead(length + 1) != length:
-            raise ValueError(
-                f"{self.where(document.index)}: had {length} tokens when the data position was saved, "
-                f"and has {document.available}; resume with the same data and tokenizer, or begin with "
-                "this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
-            )
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
@@ -136,19 +216,13 @@ class Source:
         return document
 
     def _warn_of_separators(self, text: str, index: int | None) -> None:
-        """Warn of the first text in which a token that begins or ends documents is spelled out."""
-        if self._has_separators:
-            return
-        tokens = {getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos")}
-        if tokens := {token for token in tokens if token and token in text}:
-            self._has_separators = True
-            found = " and ".join(
-                f"{token!r} ({text.count(token)} times)" for token in sorted(tokens)
-            )
+        found = [f"{t!r} ({text.count(t)} times)" for t in self._separators if t in text]
+        if found:
+            self._separators = []
             logger.warning(
-                f"{self.where(index)}: the text has {found} inside, which is encoded as that control "
-                "token, as transformers does, and begins no document; take it out if it should separate "
-                "documents or is none (this is said only once)"
+                f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
+                "that control token and begins no document; take it out if it should separate documents "
+                "or is none (this is said only once)"
             )
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
@@ -159,16 +233,16 @@ class Source:
                 content.encode()  # raises where the tokenizer would
             return content
         except UnicodeEncodeError as error:
+            half = error.object[error.start]
             raise ValueError(
-                f"{self.where(index)}: the text has half of a surrogate pair, "
-                f"{error.object[error.start]!r}, which is not a character; mend or leave out the "
-                "document"
+                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend or leave out "
+                "the document"
             ) from None
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
-        """Return the document at a saved place; it is read again if the source has `[i]`."""
+        """Return the document at a saved `OpenDocument.place`."""
         if isinstance(place, dict):
             trained = place.get("trained")
             tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
@@ -190,37 +264,38 @@ class Source:
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
 
 
+@dataclass
 class _Kept:
     """Some of the documents of a data set."""
 
-    def __init__(self, data: Any, indices: NDArray[np.int64]) -> None:
-        self._data, self._indices = data, indices
+    data: Any
+    indices: list[int]
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
-        return self._data[int(self._indices[index])]
+        return self.data[self.indices[index]]
 
     def where(self, index: int) -> str:
-        return self._data.where(int(self._indices[index]))
+        return self.data.where(self.indices[index])
 
 
 class IndexedFeed:
-    """The documents of an indexed source that one lane reads."""
+    """The documents of an indexed source that one row stream reads."""
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
         self._source, self.share = source, share
         self._next: OpenDocument | None = None
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None at the end of the data."""
+        """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is None:
             source, number = self._source, self.share.peek()
             n = len(source.data)
             if source.limit is not None and number >= source.limit * n:
                 return None
-            if number >= n and source.limit is None:
+            if number >= n:
                 source.tell_again()
             self._next = source.read(number)
         return self._next
@@ -237,11 +312,11 @@ class IndexedFeed:
 
 
 class StreamedFeed:
-    """The part of a stream that one lane reads: part `share.reader` of `share.num_readers` parts.
+    """The part of a stream of `datasets` that one row stream reads: `share.reader` of `share.num_readers`.
 
-    Its position is that of `datasets`. With a seed, the order of the stream's files is shuffled in each
-    pass, and so is each block of `STREAM_BLOCK` documents. The position is then that of the block's
-    beginning, and how many documents of the block, which is read again, have been taken.
+    With a seed, the order of the stream's files is shuffled in each pass, and so is each block of
+    `STREAM_BLOCK` documents. The position is that of `datasets` at the block's beginning, and the number
+    of documents of the block, which is read again, that have been taken.
     """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
@@ -258,19 +333,17 @@ class StreamedFeed:
         self._go_to(0, None)
 
     def peek(self) -> OpenDocument | None:
-        """Return the lane's next document, which `advance` takes; None at the end of the data."""
+        """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is not None:
             return self._next
         if not self._block and not self._read_block():
             if self._start is None:
                 raise ValueError(
-                    f"dataset {self.source.name!r} has no documents for this part: the stream may have "
-                    "fewer parts than there are ranks; train on fewer ranks"
+                    f"dataset {self.source.name!r} has no documents for this rank; train on fewer ranks"
                 )
             if self.source.limit is not None and self._pass + 1 >= self.source.limit:
                 return None
-            if self.source.limit is None:
-                self.source.tell_again()
+            self.source.tell_again()
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0])
@@ -296,7 +369,6 @@ class StreamedFeed:
             self._num_taken = num_taken
 
     def _go_to(self, pass_number: int, position: Any) -> None:
-        """position: of `datasets`; None: the beginning of the pass."""
         self._pass, self._loaded, self._has_begun = pass_number, position, False
         # A stream ignores a position of another epoch than its current one.
         self._data.set_epoch(pass_number)
@@ -311,7 +383,7 @@ class StreamedFeed:
         return self._data.state_dict() if self._has_begun else self._loaded
 
     def _read_block(self) -> bool:
-        """Fill the block with the next documents in this pass; False if there are none."""
+        """Fill the block with the next documents of the pass; False if there are none."""
         self._start, self._num_taken = self._position(), 0
         if self._samples is None:
             self._samples = iter(self._data)

@@ -1,9 +1,8 @@
 """Documents in files of this machine, by number.
 
 JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
-where its lines begin. Any document is then one seek away, so a run resumes at once from any position.
-A compressed file, a JSON list, and the columns that are read of a Parquet file, are first copied to such
-a file in the cache, once for all runs and all processes of a machine.
+where its lines begin. A compressed file, a JSON list, and the columns that are read of a Parquet file,
+are first copied to such a file in the cache, once for all runs and all processes of a machine.
 """
 
 import bz2
@@ -18,7 +17,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from stat import S_ISREG
@@ -41,30 +40,19 @@ class SampleRule(NamedTuple):
 
 
 def _problem_of_text(sample: Any) -> str | None:
-    if isinstance(sample, dict) and isinstance(sample.get("text"), str):
-        return None
     if not isinstance(sample, dict):
-        got = type(sample).__name__
-    elif "text" in sample:
-        got = f"{'null' if sample['text'] is None else type(sample['text']).__name__} there"
-    else:
-        got = f"the keys {sorted(sample)}"
+        return f"need an object with a string under 'text', got {type(sample).__name__}"
+    if isinstance(sample.get("text"), str):
+        return None
+    got = f"{sample['text']!r:.80} there" if "text" in sample else f"the keys {sorted(sample)}"
     return f"need an object with a string under 'text', got {got}"
 
 
 TEXT = SampleRule('{"text": "..."}', ("text",), _problem_of_text)
 
 
-def locate(index: int, ends: list[int]) -> tuple[int, int]:
-    """Return (number of the file, number of the document in it). ends: documents through each file."""
-    file = bisect_right(ends, index)
-    if index < 0 or file == len(ends):
-        raise IndexError(index)
-    return file, index - (ends[file - 1] if file else 0)
-
-
-class LocalDocuments:
-    """Documents of several files by number; `where(i)` is a document's name for messages."""
+class JoinedDocuments:
+    """Documents of several files by number. A file has `len()`, `read(number)` and `where(number)`."""
 
     def __init__(self, files: list[Any]) -> None:
         self._files = files
@@ -73,155 +61,154 @@ class LocalDocuments:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        file, number = locate(index, self._ends)
-        return self._files[file].read(number)
+    def _locate(self, index: int) -> tuple[Any, int]:
+        """Return (the file, the number of the document in it)."""
+        number = bisect_right(self._ends, index)
+        if index < 0 or number == len(self._ends):
+            raise IndexError(index)
+        return self._files[number], index - (self._ends[number - 1] if number else 0)
+
+    def __getitem__(self, index: int) -> Any:
+        file, number = self._locate(index)
+        return file.read(number)
 
     def where(self, index: int) -> str:
-        file, number = locate(index, self._ends)
-        return self._files[file].where(number)
+        """Return a document's name for messages."""
+        file, number = self._locate(index)
+        return file.where(number)
 
 
 class _File:
-    """A file of documents. A subclass has `len()` and `read(number)`.
+    """A file of documents. name: for messages. content: what is read, perhaps a copy in the cache."""
 
-    name: for messages. content: the file that is read, which may be a copy in the cache.
-    """
+    def __init__(self, name: Path, content: Path) -> None:
+        self.name, self.content = name, content
+        self.before = os.stat(regular_file(content))
 
-    def __init__(self, name: Path, content: Path, rule: SampleRule) -> None:
-        self.name, self.content, self.rule = name, content, rule
-        with open_file(content, "rb") as file:
-            self.before = os.fstat(file.fileno())
-
-    def where(self, number: int) -> str:
-        return str(self.name)
-
-    def open(self) -> BinaryIO:
-        """Open the file; raises ValueError if it has changed since the start."""
+    def bytes_at(self, start: int, end: int) -> bytes:
+        """Return a part of the file; raises ValueError if the file has changed since the start."""
+        before = self.before
         try:
-            file = open_file(self.content, "rb")
+            # Not `open_file`, which takes half of a read's time: the file was a regular one at the start.
+            file = os.open(self.content, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             now = "has vanished"
         else:
-            stat = os.fstat(file.fileno())
-            if (stat.st_size, stat.st_mtime_ns) == (self.before.st_size, self.before.st_mtime_ns):
-                return file
-            file.close()
+            try:
+                stat = os.fstat(file)
+                if (stat.st_size, stat.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+                    return os.pread(file, end - start, start)
+            finally:
+                os.close(file)
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
-            f"{self.content} had {self.before.st_size:,} bytes when the job started, and {now}; do not "
-            "change data while a job reads them"
+            f"{self.content} had {before.st_size:,} bytes when the job started, and {now}; do not change "
+            "data while a job reads them"
         )
-
-    def checked(self, sample: Any, number: int) -> dict[str, Any]:
-        if problem := self.rule.problem_of(sample):
-            raise ValueError(f"{self.where(number)}: {problem}")
-        return sample
 
 
 class _Lines(_File):
-    """A file of JSON lines: one object per line that follows the rule.
-
-    Blank lines are skipped. Any other line raises ValueError, with file and line number, when its
-    document is read. unit: the name of a line in messages.
-    """
+    """A file of JSON lines, of which blank ones are skipped. unit: the name of a line in messages."""
 
     def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
-        super().__init__(name, content, rule)
-        self._unit = unit
-        self._starts = starts = array("Q")  # byte offsets of the lines that are not blank
+        super().__init__(name, content)
+        self._rule, self._unit = rule, unit
+        # Byte offsets of the lines that are not blank, and the size of the file.
+        self._starts = starts = array("Q")
         position = 0
         with open_file(content, "rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(position)
                 position += len(line)
+        starts.append(position)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - 1
 
     def read(self, number: int) -> dict[str, Any]:
-        with self.open() as file:
-            file.seek(self._starts[number])
-            line = file.readline()
         try:
-            sample = json.loads(line)
-        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or deep nesting
-            raise ValueError(
-                f"{self.where(number)}: not valid JSON ({error}); every line must be one object like "
-                f"{self.rule.example}"
-            ) from None
-        return self.checked(sample, number)
+            sample = json.loads(self.bytes_at(*self._starts[number : number + 2]))
+            problem = self._rule.problem_of(sample)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = (
+                f"not valid JSON ({error}); every line must be one object like {self._rule.example}"
+            )
+        if problem:
+            raise ValueError(f"{self.where(number)}: {problem}")
+        return sample
 
     def where(self, number: int) -> str:
-        """Return the document's name for messages; reads the file up to the document."""
-        line_number, start = 1, self._starts[number]
+        line_number = 1
         with open_file(self.content, "rb") as file:
-            while file.tell() < start:
+            while file.tell() < self._starts[number]:
                 file.readline()
                 line_number += 1
         return f"{self.name}, {self._unit} {line_number}"
 
 
 class _Text(_File):
-    """A file of plain text in UTF-8: a short file is one document.
-
-    A file over `TEXT_DOCUMENT_BYTES` is cut at the first line end after each multiple of that
-    size. The cuts are found when a document is read, so opening a file of any size is quick.
-    """
+    """A file of plain text in UTF-8, cut at the first line end after each `TEXT_DOCUMENT_BYTES`."""
 
     def __len__(self) -> int:
         return -(-self.before.st_size // TEXT_DOCUMENT_BYTES)
 
     def read(self, number: int) -> dict[str, Any]:
-        with self.open() as file:
-            start, end = _cut(file, number), _cut(file, number + 1)
-            file.seek(start)
-            content = file.read(end - start)
+        start, end = self._cut(number), self._cut(number + 1)
         try:
-            return {"text": content.decode("utf-8" if start else "utf-8-sig")}
+            return {"text": self.bytes_at(start, end).decode("utf-8" if start else "utf-8-sig")}
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; "
-                "convert the file to UTF-8"
+                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; convert it"
             ) from error
 
+    def where(self, number: int) -> str:
+        return str(self.name)
 
-def load_local_documents(path: str, rule: SampleRule = TEXT) -> LocalDocuments:
+    def _cut(self, part: int) -> int:
+        """Return the byte offset at which a part begins: behind a line end, or between characters."""
+        if part == 0:
+            return 0
+        nominal = part * TEXT_DOCUMENT_BYTES
+        window = self.bytes_at(nominal - 1, nominal - 1 + TEXT_DOCUMENT_BYTES)
+        line_end = window.find(b"\n")
+        if line_end >= 0:
+            return nominal + line_end
+        if len(window) < TEXT_DOCUMENT_BYTES:  # the last line of the file
+            return nominal - 1 + len(window)
+        shift = 1
+        while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:  # continuation bytes
+            shift += 1
+        return nominal - 1 + shift
+
+
+def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
     rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
-    Raises FileNotFoundError if `path` does not exist, ValueError if it is empty or holds no data files,
-    files of several kinds, or files of an unknown kind.
+    Raises FileNotFoundError if `path` does not exist, ValueError for anything but files of one known kind.
     """
-    known = [kind for kind in dict.fromkeys(_KINDS.values()) if kind != "text" or rule is TEXT]
+    known = {*_KINDS.values()} - ({"text"} if rule is not TEXT else set())
+    wanted = f"a data file or a folder with files of one kind ({', '.join(sorted(known))})"
     if not path:
-        raise ValueError(
-            "this training.dataset needs training.dataset_path, a data file or a folder of data files "
-            f"({', '.join(known)})"
-        )
+        raise ValueError(f"this training.dataset needs training.dataset_path, {wanted}")
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(
-            f"training.dataset_path (or the dataset's own path): there is no file or folder "
-            f"{path!r} (looked in {os.getcwd()}); correct the path, or run from the folder that it "
-            f"is relative to"
+            f"training.dataset_path (or the dataset's own path): there is no file or folder {path!r} "
+            f"(looked in {os.getcwd()}); correct the path"
         )
     paths = [Path(file) for file in _files_in(path)]
     if root.is_dir():
         paths = [file for file in paths if _kind_of(file)]
-        if len({_kind_of(file) for file in paths}) > 1:
-            # A dataset from the hub has a card beside its files.
+        if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a card
             paths = [file for file in paths if file.name != "README.md"]
         paths = _without_held_out(paths, root)
     kinds = {_kind_of(file) for file in paths}
-    if len(kinds) != 1 or not kinds <= {*known}:
+    if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
-        raise ValueError(
-            f"training.dataset_path must be a data file or a folder with files of one kind "
-            f"({', '.join(known)}), got {path!r} with {found}"
-        )
-    return LocalDocuments([_open(file, rule) for file in paths])
+        raise ValueError(f"training.dataset_path must be {wanted}, got {path!r} with {found}")
+    return JoinedDocuments([_open(file, rule) for file in paths])
 
 
 def _open(path: Path, rule: SampleRule) -> _File:
@@ -229,11 +216,15 @@ def _open(path: Path, rule: SampleRule) -> _File:
     if path.suffix in _DECOMPRESS:
         content = _copy_in_cache(path, "", _unpacked(path))
     elif path.suffix == ".parquet":
-        columns, unit = _columns_of(path, rule), "row"
-        content = _copy_in_cache(path, f"{columns}", _rows_as_lines(path, columns))
-    kind = _kind_of(path)
-    if kind == "text":
-        return _Text(path, content, rule)
+        content = _copy_in_cache(path, repr(rule.columns), _parquet_as_lines(path, rule))
+        unit = "row"
+        if rule is not TEXT:
+            logger.info(
+                f"{path}: keys whose value is null are left out, because Parquet gives every row the "
+                "keys of all rows; use JSON lines if a null means something"
+            )
+    if _kind_of(path) == "text":
+        return _Text(path, content)
     with open_file(content, "rb") as file:
         head = file.read(1024)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -255,22 +246,22 @@ def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
     stat = path.stat()
     key = repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if copy.exists():
-        return copy
     unfinished = copy.with_suffix(".unfinished")
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with open_file(unfinished, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # one process of the machine writes, the others wait
-            if copy.exists():
-                unfinished.unlink(missing_ok=True)
-                return copy
-            file.truncate(0)  # a process may have been killed while it wrote
-            logger.info(f"copying {path} as plain text to {copy}")
-            for block in content:
-                file.write(block)
-            file.flush()
-            unfinished.replace(copy)
+        while not copy.exists():
+            with open_file(unfinished, "ab") as file:
+                fcntl.flock(
+                    file, fcntl.LOCK_EX
+                )  # one process of the machine writes, the others wait
+                if copy.exists():
+                    unfinished.unlink(missing_ok=True)
+                    break
+                file.truncate(0)  # a process may have been killed while it wrote
+                logger.info(f"copying {path} as plain text to {copy}")
+                file.writelines(content)
+                file.flush()
+                unfinished.replace(copy)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be copied to {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder with "
@@ -291,14 +282,13 @@ def _unpacked(path: Path) -> Iterator[bytes]:
 
 
 def _entries_as_lines(content: Path, name: Path, example: str) -> Iterator[bytes]:
-    """Yield the entries of a JSON list as lines of JSON."""
     try:
         with open_file(content, "rb") as file:
             entries = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one "
-            f"object like {example} per line"
+            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one object "
+            f"like {example} per line"
         ) from None
     for entry in entries:
         yield json.dumps(entry).encode() + b"\n"
@@ -311,77 +301,48 @@ def _open_zst(packed: BinaryIO) -> Any:
 
 
 _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zst,
-}
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst
+}  # fmt: skip
 
 
-def _open_parquet(path: Path) -> Any:
+def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
     import pyarrow.parquet  # slow
 
-    with _readable(path):
-        return pyarrow.parquet.ParquetFile(regular_file(path))
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise ValueError if Arrow cannot read the file."""
-    import pyarrow
-
+    number, columns = 0, []
     try:
-        yield
+        file = pyarrow.parquet.ParquetFile(regular_file(path))
+        names = file.schema_arrow.names
+        columns += [name for name in rule.columns if name in names]
+        if not columns:
+            raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(names))}")
+        for batch in file.iter_batches(1024, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield json.dumps(_without_none(row), ensure_ascii=False).encode() + b"\n"
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
         ) from None
+    except TypeError as error:  # a date, bytes, ...
+        raise ValueError(
+            f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
+        ) from None
 
 
-def _columns_of(path: Path, rule: SampleRule) -> list[str]:
-    """Return the columns of a Parquet file that samples have; ValueError if it lacks what they need."""
-    schema = _open_parquet(path).schema_arrow
-    columns = [name for name in rule.columns if name in schema.names]
-    if not columns:
-        raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(schema.names))}")
-    if any(schema.field(name).type.num_fields for name in columns):
-        logger.info(
-            f"{path}: keys whose value is null are left out, because Parquet gives every row the keys "
-            "of all rows; use JSON lines if a null means something"
-        )
-    return columns
-
-
-def _rows_as_lines(path: Path, columns: list[str]) -> Iterator[bytes]:
-    """Yield the rows of a Parquet file as lines of JSON."""
-    number = 0
-    batches = _open_parquet(path).iter_batches(1024, columns=columns)
-    while True:
-        with _readable(path):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        lines = []
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                lines.append(json.dumps(_without_none(row), ensure_ascii=False))
-            except TypeError as error:  # a date, bytes, ...
-                raise ValueError(
-                    f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values "
-                    "as texts"
-                ) from None
-        yield "".join(f"{line}\n" for line in lines).encode()
+def _without_none(value: Any) -> Any:
+    """Return a value without the keys whose value is None, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
 # ---- the files of a folder ----
 
-_KINDS = dict.fromkeys([".jsonl", ".json"], "JSON") | dict.fromkeys([".txt", ".md"], "text")
-_KINDS[".parquet"] = "Parquet"
+_KINDS = {".jsonl": "JSON", ".json": "JSON", ".txt": "text", ".md": "text", ".parquet": "Parquet"}
 
 
 def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file by the end of its name, before that of a compression; None if unknown."""
+    """Return the kind of a file by the end of its name; None if it is unknown."""
     if path.suffix in _DECOMPRESS:
         path = path.with_suffix("")
         return None if path.suffix == ".parquet" else _KINDS.get(path.suffix)
@@ -389,9 +350,9 @@ def _kind_of(path: Path) -> str | None:
 
 
 # The names of splits by which `datasets` divides the files of a folder.
-_TRAINED = re.compile(r"(^|[-._ 0-9/])(train|training)([-._ 0-9/]|$)")
-_HELD_OUT = re.compile(
-    r"(^|[-._ 0-9/])(test|testing|eval|evaluation|valid|validation|val|dev)([-._ 0-9/]|$)"
+_TRAINED, _HELD_OUT = (
+    re.compile(rf"(^|[-._ 0-9/])({names})([-._ 0-9/]|$)")
+    for names in ("train|training", "test|testing|eval|evaluation|valid|validation|val|dev")
 )
 
 
@@ -409,39 +370,10 @@ def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
     return paths
 
 
-def _without_none(value: Any) -> Any:
-    """Return a value without the keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _cut(file: Any, part: int) -> int:
-    """Return the byte offset at which part number `part` of a text file begins.
-
-    That is behind the first line end from the nominal offset on; if there is none within a part's
-    length, the first offset that does not split a UTF-8 character.
-    """
-    nominal = part * TEXT_DOCUMENT_BYTES
-    if part == 0:
-        return 0
-    file.seek(nominal - 1)
-    window = file.read(TEXT_DOCUMENT_BYTES)
-    line_end = window.find(b"\n")
-    if line_end >= 0:
-        return nominal + line_end
-    if len(window) < TEXT_DOCUMENT_BYTES:  # the last line of the file
-        return nominal - 1 + len(window)
-    shift = 1
-    while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:  # continuation bytes
-        shift += 1
-    return nominal - 1 + shift
-
-
 def _files_in(root: str) -> dict[str, os.stat_result]:
-    """Return a file itself, or the files in and below a folder, in the order of their names.
+    """Return a file itself, or the files in and below a folder in the order of their names.
 
-    Names with a dot are left by programs: caches, an editor's copies, the ._ files of a Mac.
+    Names that begin with a dot are left by programs: caches, copies of an editor, ._ files of a Mac.
     """
     paths = [] if os.path.isdir(root) else [root]
     for folder, subfolders, names in os.walk(root):
@@ -457,10 +389,9 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
-    """Return what shows that files were changed, renamed or replaced; {} if there are none.
+    """Return a digest of the files' names, sizes, times and samples of content; {} if there are none.
 
-    Names, sizes, times and samples of the content of all files are in the digest. is_movable: leave
-    out times, so that copies have the same digest, and take samples of at most 128 files.
+    is_movable: leave out times, and take samples of at most 128 files.
     """
     if not path or not os.path.exists(path):
         return {}
@@ -471,19 +402,14 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
         name = file.removeprefix(path).lstrip(os.sep) or "."
         time = None if is_movable else found.st_mtime_ns
         digest.update(repr((os.fsencode(name), found.st_size, time)).encode())
-        if number % every == 0:
+        if number % every == 0 and os.access(file, os.R_OK):
             digest.update(_samples_of(file, found.st_size))
-    return {
-        "files": len(files),
-        "bytes": sum(found.st_size for found in files.values()),
-        "sha256": digest.hexdigest(),
-    }
+    num_bytes = sum(found.st_size for found in files.values())
+    return {"files": len(files), "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 def _samples_of(path: str, size: int) -> bytes:
     """Return bytes of the file's head, tail and places in between; a short file's whole content."""
-    if not os.access(path, os.R_OK):  # beside the data
-        return b""
     places, length = [0], size
     if size > _NUM_SAMPLES * _SAMPLE_BYTES:
         length = _SAMPLE_BYTES

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
-# Longer texts are tokenized in pieces of at most this many characters, because the tokenizer needs
-# some 150 bytes of memory per character.
+# Longer texts are tokenized in pieces: the tokenizer needs some 150 bytes of memory per character.
 PIECE_CHARACTERS = 128 * 1024
 _MAX_CUTS_TRIED = 64
 _COMPARED_CHARACTERS = 256  # on either side of a cut
@@ -34,7 +33,7 @@ class Tokens(NamedTuple):
         )
 
 
-def join(parts: list[Tokens]) -> Tokens:
+def join(parts: Sequence[Tokens]) -> Tokens:
     """Return the tokens of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
@@ -49,8 +48,7 @@ def join(parts: list[Tokens]) -> Tokens:
 class OpenDocument:
     """A document, and the position up to which its tokens have been taken."""
 
-    # In the source, which can read the document again; None in a stream, whose saved position holds
-    # the rest of the document.
+    # In the source; None in a stream, whose saved position holds the rest of the document.
     number: int | None
     tokenizer: BaseTokenizer
     # Emptied once all of it is tokenized; in a stream, only the text behind the pieces.
@@ -63,14 +61,11 @@ class OpenDocument:
     is_begun: bool = False  # `text` does not start with the document's beginning
     source: int = 0  # the number of the source in a mixture
     index: int = -1  # of the document in the data set; -1 in a stream
-    # Reads the document, of which a saved position gave the number of tokens only; None: it is read.
-    read: "Callable[[], OpenDocument] | None" = None
 
     @classmethod
     def from_tokens(
         cls, number: int | None, tokenizer: BaseTokenizer, tokens: Tokens, source: int = 0
     ) -> "OpenDocument":
-        """Return a document whose tokens are known."""
         pieces, n = deque([(0, tokens)]), len(tokens.ids)
         return cls(number, tokenizer, end=0, pieces=pieces, available=n, source=source)
 
@@ -87,10 +82,8 @@ class OpenDocument:
         return self.available + self.available * num_unread // PIECE_CHARACTERS
 
     def ahead(self, n: int) -> Tokens:
-        """Return the next n tokens without taking them, or all remaining tokens if they are fewer."""
+        """Return the next n tokens, or all that remain, without taking them."""
         self.num_ahead(n)
-        if self.read is not None:
-            self.pieces, self.read = self.read().pieces, None
         parts: list[Tokens] = []
         start = self.used
         for _, piece in self.pieces:
@@ -102,7 +95,6 @@ class OpenDocument:
         return join(parts)
 
     def take(self, n: int) -> Tokens:
-        """Return the next n tokens, or all remaining tokens if they are fewer."""
         taken = self.ahead(n)
         self.used += len(taken.ids)
         self.available -= len(taken.ids)
@@ -115,7 +107,6 @@ class OpenDocument:
         return self.end >= len(self.text) and not self.available
 
     def _read_piece(self, start: int) -> None:
-        """Tokenize the piece of the text that begins at the character `start`."""
         self.end = _end_of_piece(self.text, start, self.tokenizer)
         is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
         ids = _encode(self.text[start : self.end], self.tokenizer, is_first, is_last)
@@ -152,7 +143,6 @@ class OpenDocument:
 
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:
-    """Return token ids; only the first piece has a begin-of-text id, the last an end-of-text id."""
     add_bos = is_first and getattr(tokenizer, "begins_documents", True)
     tokens = tokenizer.encode(text, add_bos=add_bos, add_eos=is_last)
     # The post-processor of some tokenizers adds these ids to every text.
@@ -180,7 +170,6 @@ def _end_of_piece(text: str, start: int, tokenizer: BaseTokenizer) -> int:
     warn_once(
         logger,
         f"a document of {len(text):,} characters is tokenized in pieces of {PIECE_CHARACTERS:,}, and "
-        "no place was found where a cut changes no token; one or two tokens at such a cut differ "
-        "from those of the uncut text",
+        "one or two tokens at a cut differ from those of the uncut text",
     )
     return latest

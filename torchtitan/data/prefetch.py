@@ -21,7 +21,7 @@ _SECONDS_TO_END = 5
 
 @dataclasses.dataclass
 class StepCounts:
-    """One step's counts: of this rank, or of all data-parallel ranks after they were summed.
+    """One step's counts, of this rank or summed over the data-parallel ranks.
 
     num_ran_out, num_failed: ranks whose data ended, and ranks that failed to read theirs.
     """
@@ -39,9 +39,8 @@ class StepCounts:
 class Step:
     """One step's batches on this rank, with labels masked by `DocumentPolicy.mask_labels`.
 
-    counts: summed over the data-parallel ranks. num_valid_on_this_rank: this rank's valid tokens.
-    error: the exception that ended reading.
-    position: the dataloader's position after these batches.
+    counts: summed over the data-parallel ranks. error: the exception that ended reading.
+    position: the dataloader's, after these batches.
     items: (input_dict, labels) of each batch, as the dataloader made it.
     """
 
@@ -59,10 +58,7 @@ def read_step(
     to_batch: Callable[[Batch, Tensor], TokenBatch],
     sum_over_ranks: Callable[[StepCounts], StepCounts],
 ) -> Step:
-    """Read the batches of a step and count their tokens; an error of reading is in the step.
-
-    sum_over_ranks: over the data-parallel ranks, whose batches differ.
-    """
+    """Read the batches of a step and count their tokens; an error of reading is in the step."""
     step = Step([], StepCounts(0))
     try:
         for _ in range(num_batches):
@@ -89,8 +85,7 @@ class StepsAhead:
     to_batch: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
     device: the dataloader pins memory for it.
     n_duplicates: the number of ranks that read the same data; None if there is only one data-parallel
-        group, so that nothing is summed. Otherwise counts are summed over ranks in host memory, by a
-        process group that all ranks make here.
+        group. Otherwise counts are summed in host memory, by a process group that all ranks make here.
     """
 
     def __init__(
@@ -103,12 +98,9 @@ class StepsAhead:
         n_duplicates: int | None,
         timeout: timedelta,
     ) -> None:
-        self._dataloader = dataloader
+        self._dataloader, self._device, self._to_batch = dataloader, device, to_batch
         self._batches_per_step, self._n_unread = batches_per_step, n_steps
-        self._to_batch = to_batch
-        self._device = device
-        self._n_duplicates = n_duplicates
-        self._group = None
+        self._n_duplicates, self._group = n_duplicates, None
         if n_duplicates is not None and dist.get_backend() != "fake":
             # A group of its own: the thread may wait here while the ranks train.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -128,10 +120,7 @@ class StepsAhead:
         self._read_next()
 
     def next_step(self) -> Step:
-        """Return the next step. After an incomplete step no further one is read.
-
-        Raises errors of communication.
-        """
+        """Return the next step; nothing is read after an incomplete step. Raises errors of communication."""
         if not self._last.counts.is_whole:
             return dataclasses.replace(self._last, batches=[], items=[])
         step = self._steps.get()
@@ -191,5 +180,5 @@ class StepsAhead:
         return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
 
     def _read_position(self) -> Any:
-        """A copy, because a dataloader may change its state with the next batch."""
+        # A copy, because a dataloader may change its state with the next batch.
         return copy.deepcopy(self._dataloader.state_dict()) if self.keeps_position else None

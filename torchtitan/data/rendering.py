@@ -1,8 +1,7 @@
 """Jinja's part of chat templates, which `tools.bounded` runs in a process with little time and memory.
 
 The sandbox keeps a template from changing anything and from internal attributes of Python objects. A
-template gets no date and no random numbers, because a prompt must be the same in every process, and on
-the day on which a run resumes.
+template gets no date and no random numbers, because a prompt must be the same whenever it is rendered.
 """
 
 import functools
@@ -18,10 +17,7 @@ _MOST_CHARACTERS = 2**24  # of a text; a million tokens have a quarter of that
 
 
 class _Generation(ext.Extension):
-    """{% generation %}, which marks the model's part: its content between two variables.
-
-    The variables are undefined, and so empty, unless the call gives them.
-    """
+    """{% generation %}: its content between two variables, which are empty unless the call gives them."""
 
     tags = {"generation"}
 
@@ -46,7 +42,6 @@ def _refuse_chance(*_: Any) -> NoReturn:
 
 
 def _same_everywhere(value: Any) -> Any:
-    """Return the value of an expression, unless its text is an address in memory."""
     if type(value) is not str and (callable(value) or hasattr(value, "__next__")):
         if " at 0x" in str(value):
             raise TemplateError(f"it writes {value}, which is another text in each process")
@@ -72,7 +67,7 @@ def _compiled(source: str) -> Template:
 
 
 def marks_generation(source: str) -> bool:
-    """Return whether a template has {% generation %}; raises an error of Jinja's if it is none."""
+    """Return whether a template has {% generation %}; raises Jinja's error if it is no template."""
     return hasattr(_compiled(source).environment, "marks_generation")
 
 

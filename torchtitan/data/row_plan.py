@@ -1,26 +1,31 @@
-"""The rows of a run that reads its documents a given number of times, planned before it starts.
+"""The documents' numbers of tokens, and the rows of a run that reads them a given number of times.
 
 A plan follows from the lengths of all documents and the config. Row r of the plan is row r % G of step
-r // G, G being the rows of the global batch, so its rows are the same on every layout, and a position
-is the number of rows that were read. The documents of a pass are used up before the next pass begins.
-
-P: pieces of documents. A pass has its rows to itself; the rest of its last row is padding.
+r // G, G being the rows of the global batch, so a position is the number of rows that were read. A pass
+has its rows to itself; the rest of its last row is padding. P: pieces of documents.
 """
 
 import hashlib
 import math
+import time
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.counts import count_tokens, kept
-from torchtitan.data.document_share import DocumentShare
-from torchtitan.data.document_sources import Source
-from torchtitan.data.lanes import Packing, Row
-from torchtitan.data.open_document import OpenDocument, Tokens
+from torchtitan.data.document_sources import DocumentShare, Source
+from torchtitan.data.local_files import record_of
+from torchtitan.data.open_document import PIECE_CHARACTERS, OpenDocument, Tokens
+from torchtitan.data.row_streams import Packing, Row
+from torchtitan.data.token_files import tokenizer_hash
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed.processes.ranks import all_ranks, num_ranks, on_all_ranks
+from torchtitan.tools.files import cache_folder, open_file, whole_file
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import _rank
 
 # "fit" chooses among the documents of about this many full rows.
 ROWS_OF_A_BLOCK = 1024
@@ -30,10 +35,8 @@ class Plan:
     """The rows of sources that all have a limit, their number of passes.
 
     One source is read pass by pass. The documents of several sources are merged into one pass, in which
-    the shares of tokens follow the weights until a source ends.
-    Building it counts the documents; collective over all ranks.
-
-    num_rows: of all passes. Raises ValueError if no document has a token.
+    the shares of tokens follow the weights until a source ends. Building it counts the documents, which
+    is collective over all ranks. num_rows: of all passes. Raises ValueError if no document has a token.
     """
 
     def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
@@ -59,7 +62,7 @@ class Plan:
         self.num_rows = int(self._passes.sum())
 
     def identity(self) -> tuple[str, list[int]]:
-        """Return what a saved position depends on: a digest, and the number of rows of each pass."""
+        """Return what a position depends on: a digest, and the number of rows of each pass."""
         return self._digest, self._passes.tolist()
 
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
@@ -76,7 +79,6 @@ class Plan:
         return list(documents), list(tokens)
 
     def _read(self, number: int, start: int, length: int) -> tuple[OpenDocument, Tokens]:
-        """Return a document, and its tokens from `start` on."""
         end = bisect_right(self._ends, number)
         source = self._sources[end]
         index = number - int(self._ends[end]) + len(source.data)
@@ -98,7 +100,6 @@ class Plan:
     # ---- planning ----
 
     def _count_rows(self) -> NDArray[np.int64]:
-        """Return the number of rows of each pass."""
         num_passes = math.ceil(self._limits[0]) if len(self._sources) == 1 else 1
         differ = self._packing.method == "fit" and self._sources[0].seed is not None
         passes = np.zeros(num_passes, np.int64)
@@ -114,7 +115,6 @@ class Plan:
         return self._pass
 
     def _documents_of(self, number: int) -> NDArray[np.int64]:
-        """Return the documents of a pass in their order."""
         documents, due = [], []
         for source, limit, end in zip(self._sources, self._limits, self._ends, strict=True):
             n, order = len(source.data), source.order
@@ -153,11 +153,9 @@ class Plan:
 
 
 def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the row of each piece, by best fit in decreasing order.
+    """Return the row of each piece [P], by best fit in decreasing order, block by block.
 
-    Pieces are fitted block by block, so that their order changes within a block only. The rows of a
-    block are in the order of their longest pieces, so that rows of short ones are spread over it.
-    sizes: [P], at most seq_len each.
+    The rows of a block are in the order of their longest pieces, so that rows of short ones are spread.
     """
     rows = np.empty(len(sizes), np.int64)
     blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
@@ -184,8 +182,8 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
     return rows
 
 
-class PlannedLane:
-    """Row g of each step, from a plan; to a dataset the same as a `lanes.Lane`."""
+class PlannedStream:
+    """Row g of each step, from a plan; to a dataset the same as a `RowStream`."""
 
     num_left_over = 0
 
@@ -194,7 +192,7 @@ class PlannedLane:
         self._share = DocumentShare(number, num_lanes)
 
     def next_row(self) -> Row | None:
-        """Return the next row, which is padding in the rest of the last step; None behind that."""
+        """Return the next row, which is padding behind the plan's last; None behind the last step."""
         if self.num_steps_left() == 0:
             return None
         row = self._share.peek()
@@ -212,3 +210,93 @@ class PlannedLane:
 
     def load(self, state: tuple[Any, ...]) -> None:
         self._share = self._share.resumed(state[1][0])
+
+
+# ---- counting, once for all runs ----
+
+_SECONDS_BETWEEN_REPORTS = 10
+_TEXTS_AT_ONCE = 64  # 1,024 take a fifth more CPU time
+
+
+def count_tokens(source: Source) -> NDArray[np.int64]:
+    """Return (tokens, trained tokens, tokens before a cut) of every document, [N, 3]. Collective."""
+    if source.counts is None:
+        source.counts = _all_counts(source)
+    return source.counts
+
+
+def _all_counts(source: Source) -> NDArray[np.int64]:
+    if hasattr(source.data, "lengths"):
+        return np.repeat(np.asarray(source.data.lengths, np.int64)[:, None], 3, axis=1)
+    made_with = tokenizer_hash(source.tokenizer) or repr(source.tokenizer)
+    key = [source.name, source.path, len(source.data), record_of(source.path), made_with]
+    key.append(getattr(source.encode, "key", None))
+    key.append(getattr(source.tokenizer, "begins_documents", None))
+    cached = _read(key)
+    if all(all_ranks(cached is not None and cached.shape == (len(source.data), 3))):
+        return cached
+    counts = np.zeros((len(source.data), 3), np.int64)
+    for rank, counted in enumerate(on_all_ranks(lambda: _count(source))):
+        counts[rank :: num_ranks()] = counted
+    return kept(key, lambda: counts, again=True)
+
+
+def _count(source: Source) -> NDArray[np.int64]:
+    indices = range(_rank(), len(source.data), num_ranks())
+    counts = np.zeros((len(indices), 3), np.int64)
+    own = source.tokenizer
+    backend = own.tokenizer if type(own) is HuggingFaceTokenizer else None
+    texts: dict[int, str] = {}  # short ones, which are encoded together, on all processors
+    if backend is not None:  # tokens that begin or end a document
+        num_ends = len(own.encode("", add_bos=own.begins_documents, add_eos=True))
+        num_ends -= len(backend.encode("").ids)
+    reported = time.monotonic()
+    for i, index in enumerate(indices):
+        sample = source.data[index]
+        if hasattr(source.encode, "count"):
+            counts[i] = source.checked(source.encode.count, sample, index)
+        else:
+            document = source.open(sample, index)
+            if backend is not None and 0 < len(document.text) <= PIECE_CHARACTERS:
+                texts[i] = document.text
+            while i not in texts and (n := len(document.take(2**16).ids)):
+                counts[i] += n
+        if len(texts) == _TEXTS_AT_ONCE or (texts and i + 1 == len(indices)):
+            encodings = backend.encode_batch_fast(list(texts.values()))
+            lengths = np.array([len(encoding.ids) for encoding in encodings])
+            counts[list(texts)] = lengths[:, None] + num_ends
+            texts = {}
+        if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            logger.info(f"counting tokens: {i + 1:,} of {len(indices):,} documents of this rank")
+    return counts
+
+
+def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> NDArray[Any]:
+    """Return `make()`, from a file if an earlier run kept it. again: make it in any case."""
+    if not again and (numbers := _read(key)) is not None:
+        return numbers
+    numbers, path = make(), _file_of(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            np.savez(file, numbers)
+    except OSError as error:
+        logger.warning(f"the counts of tokens cannot be kept for later runs in {path}: {error}")
+    return numbers
+
+
+def _read(key: object) -> NDArray[Any] | None:
+    path = _file_of(key)
+    try:
+        with open_file(path, "rb") as file, np.load(file, allow_pickle=False) as content:
+            return content["arr_0"]
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # numpy and zipfile raise many types
+        logger.warning(f"the counts of tokens in {path} are damaged, and made again: {error}")
+    return None
+
+
+def _file_of(key: object) -> Path:
+    return cache_folder() / f"counts_{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.npz"

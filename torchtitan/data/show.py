@@ -3,12 +3,9 @@
     python -m torchtitan.data.show --job.config_file job.toml --show.rows 3
 
 For each document of a row: its tokens, the positions that the model gets, and the text, with the tokens
-that are labels of the loss between ⟦ and ⟧ (on a terminal they are green). Tokenizer, data, documents and
-labels are made by the functions that the trainer calls, in one process, without a model.
-
-The rows are those of a run on one rank without data workers; the layout in [parallelism] is ignored.
-
-Exit code 2: the config cannot run; 1: the data cannot be read.
+that are labels of the loss between ⟦ and ⟧ (on a terminal they are green). The rows are those of a run on
+one rank without data workers; [parallelism] is ignored. Exit code 2: the config cannot run; 1: the data
+cannot be read.
 """
 
 import copy
@@ -77,7 +74,7 @@ def main() -> None:
 def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, BaseTokenizer]:
     """Return (batches, the job's choices about documents, its tokenizer).
 
-    Raises ConfigError if the job cannot run. The iterator raises ValueError or OSError for bad data.
+    The iterator raises ValueError or OSError for bad data.
     """
     if config.show.rows < 1:
         raise ConfigError(f"show.rows must be 1 or more, got {config.show.rows}; correct it")
@@ -87,8 +84,8 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
     config, spec, *_ = resolve_job(config)
     if spec.build_tokenizer_fn is None or spec.build_dataloader_fn is None:
         raise ConfigError(
-            f"model.name = {config.model.name!r} builds no tokenizer or no training data, so there are "
-            "no rows to show; set model.name to a model that reads data"
+            f"model.name = {config.model.name!r} builds no tokenizer or no training data; set model.name "
+            "to a model that reads data"
         )
     model_args = copy.deepcopy(spec.model_args[config.model.flavor])
     model_args.update_from_config(config)
@@ -117,10 +114,7 @@ def describe_row(
     marks: tuple[str, str],
     name: str,
 ) -> Iterator[str]:
-    """Yield the lines about one row of a batch that `policy.training_batch` returned.
-
-    marks: written before and behind each run of tokens that are labels.
-    """
+    """Yield the lines about one row of `policy.training_batch`. marks: around runs of labels."""
     ids, positions = documents_and_positions(batch, row, policy)
     tokens, labels = batch.tokens[row], batch.labels[row]
     is_label = torch.zeros_like(tokens, dtype=torch.bool)
@@ -128,7 +122,7 @@ def describe_row(
     runs = [list(run) for _, run in itertools.groupby(range(len(ids)), lambda i: int(ids[i]))]
     documents = [run for run in runs if ids[run[0]] != PADDING]
     num_labels = int((labels != IGNORE_INDEX).sum())
-    facts = [f"tokens: {len(tokens)}", f"documents: {len(documents)}"]
+    facts = [f"tokens: {len(tokens)}, documents: {len(documents)}"]
     facts += [f"padding: {int((ids == PADDING).sum())}"]
     facts += [f"labels: {num_labels} ({num_labels / len(tokens):.1%})"]
     if batch.sample_ids is not None and (batch.sample_ids[row] >= 0).all():
@@ -141,10 +135,10 @@ def describe_row(
         yield f"  labels that are not the row's next token: {differing}"
     for number, run in enumerate(documents, 1):
         part = slice(run[0], run[-1] + 1)
-        spans = (
-            f"tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to {positions[run[-1]]}"
+        yield (
+            f"  document {number}, tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to "
+            f"{positions[run[-1]]}, labels: {int(is_label[part].sum())}"
         )
-        yield f"  document {number}, {spans}, labels: {int(is_label[part].sum())}"
         text = marked_text(tokens[part].tolist(), is_label[part].tolist(), tokenizer, marks)
         yield "\n".join(f"    {line}" for line in text.split("\n"))
     if labels[-1] != IGNORE_INDEX:
@@ -175,7 +169,6 @@ def documents_and_positions(
 def marked_text(
     token_ids: list[int], is_marked: list[bool], tokenizer: BaseTokenizer, marks: tuple[str, str]
 ) -> str:
-    """Return the text of tokens, with marks around the runs of marked tokens."""
     # Decoders drop the blank before a text's first word, so each run is the difference of two texts.
     options = {"skip_special_tokens": False} if isinstance(tokenizer, HuggingFaceTokenizer) else {}
     text, end, before = "", 0, ""

@@ -14,11 +14,11 @@ from torchtitan.data import DatasetConfig
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
-from torchtitan.data.lanes import Packing
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.python_docs import PythonDocs
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.tools.errors import ConfigError
@@ -41,7 +41,7 @@ def _load_c4(path: str, split: str) -> Any:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"cannot load the dataset {path!r} from the hub: {reason}; set training.dataset_path (or "
-            "validation.dataset_path) to a copy on this machine, or training.dataset to 'local'"
+            "validation.dataset_path) to a copy on this machine"
         ) from None
 
 
@@ -52,8 +52,8 @@ def _load_python_docs(path: str, split: str) -> Any:
 def _text_of(sample: Any) -> str:
     if "text" not in sample:
         raise ValueError(
-            f"a document needs the column 'text', got {sorted(sample)}; for another column, "
-            f"register the dataset with a sample_processor of its own"
+            f"a document needs the column 'text', got {sorted(sample)}; register a dataset with a "
+            "sample_processor for other columns"
         )
     return sample["text"]
 
@@ -66,8 +66,8 @@ def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) 
 def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encoder:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ValueError(
-            "training.dataset = 'chat' needs a tokenizer of Hugging Face files, whose chat template it "
-            f"renders, got {type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
+            "training.dataset = 'chat' needs a tokenizer of Hugging Face files, got "
+            f"{type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
         )
     keys = parse_keys(training.chat_keys)
     encoder = ChatEncoder.from_tokenizer(tokenizer, training.chat_template or "", keys)
@@ -113,34 +113,23 @@ def open_source(
     options: Training | None = None,
     **fields: Any,
 ) -> Source:
-    """Return a registered dataset as a source of documents.
-
-    options: `[training]`, which an encoder of chats reads. fields: of `Source`.
-    """
+    """Return a registered dataset as a source. options: `[training]`, for chats. fields: of `Source`."""
+    options = options or Training()
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
     logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
     if loader is load_chats:
-        loader = partial(load_chats, keys=parse_keys(options.chat_keys if options else []))
-    data = loader(path)
-    make_encoder = DATASETS[name].make_encoder
-    if make_encoder is None:
-        encode = text_encoder(name)
-    else:
-        encode = make_encoder(data, tokenizer, options or Training())
+        loader = partial(load_chats, keys=parse_keys(options.chat_keys))
+    data, make_encoder = loader(path), DATASETS[name].make_encoder
+    encode = make_encoder(data, tokenizer, options) if make_encoder else text_encoder(name)
     return Source(name, data, encode, tokenizer, path, is_text=make_encoder is None, **fields)
 
 
 def text_encoder(name: str) -> Encoder:
-    """Return the function that makes a sample of a registered dataset its text.
-
-    Raises ValueError for a dataset whose samples are not texts.
-    """
+    """Return the function that makes a sample of a registered dataset its text."""
     config = DATASETS[name]
     if config.make_encoder is not None:
-        raise ValueError(
-            f"the documents of dataset {name!r} are not texts; name a dataset of texts"
-        )
+        raise ValueError(f"the documents of dataset {name!r} are not texts; name another dataset")
     return partial(_checked_text, config.sample_processor)
 
 
@@ -148,8 +137,7 @@ def _checked_text(text_of: Callable[[Any], Any], sample: Any) -> str:
     text = text_of(sample)
     if not isinstance(text, str):
         raise ValueError(
-            f"a document's text must be a string, got {type(text).__name__}; mend or leave out the "
-            "document"
+            f"the text must be a string, got {text!r:.80}; mend or leave out the document"
         )
     return text
 
@@ -158,8 +146,7 @@ class HuggingFaceTextDataset(PackedDataset):
     """Sequences of `seq_len` tokens, cut from a dataset's documents laid end to end.
 
     Yields `({"input": x[:-1], "sample_ids": ids}, x[1:])` of LongTensors [seq_len], where x are the
-    next seq_len + 1 tokens; sequences don't overlap. Every document has its begin- and end-of-text ids.
-    There is no padding, and no label is ignored.
+    next seq_len + 1 tokens. Every document has its begin- and end-of-text ids.
     """
 
     def __init__(
@@ -174,8 +161,7 @@ class HuggingFaceTextDataset(PackedDataset):
     ) -> None:
         source = open_source(dataset_name, dataset_path, tokenizer)
         self.dataset_name = source.name
-        packing = Packing("concat", seq_len)
-        super().__init__([source], packing, dp_rank, dp_world_size, infinite)
+        super().__init__([source], Packing("concat", seq_len), dp_rank, dp_world_size, infinite)
 
 
 # ---- loaders ----
@@ -204,8 +190,7 @@ def build_text_validation_dataloader(
 ) -> ParallelAwareDataloader:
     """Return a loader of batches of the dataset in `[validation]`.
 
-    If `[validation]` names no dataset, it is `<training.dataset>_validation` if that is registered,
-    or else the training data, with a warning.
+    Without one, of `<training.dataset>_validation` or, with a warning, of the training data.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"
@@ -272,8 +257,8 @@ def _build(
         batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
     elif is_training and dp_world_size > 1 and dp_rank == 0:
         logger.info(
-            "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set it "
-            "to train, and to validate, on the same rows on any number of ranks"
+            "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set "
+            "it for the same rows on any number of ranks"
         )
     if not is_training and not sources[0].is_indexed:  # each rank reads its part of a stream
         rows = None

@@ -13,10 +13,9 @@ The `.bin` file holds only the ids, document after document. The `.idx` file, li
 
 The sequences lie one behind the other, and a document is usually one sequence.
 
-`torchtitan.data.tokenize` adds two kinds of files. `tokens.json` says with which tokenizer the ids were
-made, and is marked as finished when all pairs are whole. A pair's `.crc32` file has, as uint32 [D], the
-CRC-32 of each document's bytes, begun with the CRC-32 of the pair's name. A document is compared with
-its sum each time it is read.
+`torchtitan.data.tokenize` adds `tokens.json`, which names the tokenizer and is marked as finished when
+all pairs are whole, and to each pair a `.crc32` file: as uint32 [D], the CRC-32 of each document's bytes,
+begun with the CRC-32 of the pair's name. A document is compared with its sum each time it is read.
 """
 
 import hashlib
@@ -26,13 +25,12 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtitan.data.local_files import locate
+from torchtitan.data.local_files import JoinedDocuments
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.files import open_file, read_json_object, whole_file
 from torchtitan.tools.logging import logger, warn_once
@@ -52,15 +50,12 @@ _AGAIN = (
 )
 
 
-class TokenDocuments:
-    """Documents of token ids by number: `documents[i]` is a read-only array [ids] of the file's type.
-
-    The array is a view of the mapped file. Opening takes a time per pair of files, and none per
-    document. When pickled, for example into a data worker, the files are mapped again.
+class TokenDocuments(JoinedDocuments):
+    """Documents of token ids by number: `documents[i]` is a view [ids] of the mapped file.
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
     num_ids: documents with other ids than 0 to num_ids - 1 are refused; `check_tokenizer` sets it.
-    Raises ValueError if a file is missing or unfinished, and, when it is read, for a damaged document.
+    Raises ValueError for missing or unfinished files and, when it is read, for a damaged document.
     """
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
@@ -69,181 +64,141 @@ class TokenDocuments:
         self._about = read_about(folder / ABOUT_FILE)
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
-                f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same `python -m "
-                "torchtitan.data.tokenize` again, which goes on where it was stopped"
+                f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same "
+                "`python -m torchtitan.data.tokenize` again, which goes on where it was stopped"
             )
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
-        self._pairs = [Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)]
+        super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
         if self._about is not None:
             self._compare_with_about(folder)
-        self._ends = list(accumulate(pair.num_documents for pair in self._pairs))
 
     def __reduce__(self) -> tuple:
         return TokenDocuments, (self._path, self._num_ids)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     def __getitem__(self, index: int) -> np.ndarray:
-        pair, number = self._locate(index)
-        ids = pair.read(number)
+        ids = super().__getitem__(index)
         if self._num_ids is not None and len(ids):
             smallest, largest = int(ids.min()), int(ids.max())
             if not 0 <= smallest <= largest < self._num_ids:
                 raise ValueError(
-                    f"{pair.where(number)} has the id {smallest if smallest < 0 else largest}, and the "
-                    f"tokenizer's ids are 0 to {self._num_ids - 1}; train with the tokenizer that made "
-                    "these tokens"
+                    f"{self.where(index)} has the id {min(smallest, 0) or largest}, and the tokenizer's ids "
+                    f"are 0 to {self._num_ids - 1}; train with the tokenizer that made these tokens"
                 )
         return ids
 
     @property
     def num_tokens(self) -> int:
-        return sum(pair.num_tokens for pair in self._pairs)
+        return sum(pair.num_tokens for pair in self._files)
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of ids of each document, int64."""
-        return np.concatenate([pair.lengths() for pair in self._pairs])
-
-    def where(self, index: int) -> str:
-        pair, number = self._locate(index)
-        return pair.where(number)
+        return np.concatenate([pair.lengths() for pair in self._files])
 
     def check(self) -> None:
         """Raise ValueError for the first file that differs from what was written."""
         if not self._has_sums:
             raise ValueError(
-                f"{self._path} has no check sums to compare with, because another program or an earlier "
-                "version wrote it; tokenize the text again"
+                f"{self._path} has no check sums to compare with; tokenize the text again"
             )
-        for pair in self._pairs:
+        for pair in self._files:
             pair.check()
 
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        Without tokens.json, or check sums of the ids, that is unknown, which is logged once. Then up to
-        100 documents must have ids of the tokenizer's vocabulary now, and each document when it is read.
+        If that is unknown, or whether the ids are damaged, it is logged once. Then up to 100 documents
+        must have ids of the tokenizer's vocabulary now, and each document when it is read.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
-        is_known = written_with is not None and given is not None
-        if is_known and written_with != given:
-            raise ValueError(
-                f"{self._path} was written with another tokenizer: {ABOUT_FILE} has the hash "
-                f"{written_with}, and the tokenizer of this job has {given}; train with the tokenizer "
-                "that wrote the folder, or tokenize the text again"
-            )
-        if is_known and self._has_sums:
-            return
-        unknown = "whether these tokens are damaged, because an earlier version wrote them, without check sums"
-        if not is_known:
+        if None not in (written_with, given):
+            if written_with != given:
+                raise ValueError(
+                    f"{self._path} was written with another tokenizer, of the hash {written_with}, and that "
+                    f"of this job has {given}; train with that one, or tokenize the text again"
+                )
+            if self._has_sums:
+                return
+            unknown = "are damaged, because an earlier version wrote them, without check sums"
+        else:
             lack = "the tokenizer has no hash" if written_with else f"there is no {ABOUT_FILE}"
-            unknown = f"whether these tokens were made with this job's tokenizer, because {lack}"
-        warn_once(logger, f"{self._path}: it is unknown {unknown}")
+            unknown = f"were made with this job's tokenizer, because {lack}"
+        warn_once(logger, f"{self._path}: it is unknown whether these tokens {unknown}")
         self._num_ids = vocabulary_size(tokenizer)
         for index in range(0, len(self), -(-len(self) // _DOCUMENTS_CHECKED) or 1):
             self[index]
 
-    def _locate(self, index: int) -> tuple["Pair", int]:
-        """Return (the pair, the number of the document in it)."""
-        pair, number = locate(index, self._ends)
-        return self._pairs[pair], number
-
     def _compare_with_about(self, folder: Path) -> None:
-        """Raise ValueError if the opened pairs of `folder` are not those that its tokens.json lists."""
         listed = {p["name"]: (p["documents"], p["tokens"]) for p in self._about["parts"]}
-        opened = {os.path.basename(p.prefix): (p.num_documents, p.num_tokens) for p in self._pairs}
+        opened = {os.path.basename(p.prefix): (len(p), p.num_tokens) for p in self._files}
         names = listed.keys() | opened.keys() if folder == Path(self._path) else opened.keys()
         for name in sorted(names):
             if listed.get(name) != opened.get(name):
                 raise ValueError(
-                    f"{folder / ABOUT_FILE} lists {listed.get(name, 'nothing')} as the documents and tokens "
-                    f"of {name}, and the folder has {opened.get(name, 'nothing')} there; copy the whole "
-                    "folder again, or move other files out of it"
+                    f"{folder / ABOUT_FILE} lists (documents, tokens) of {name} = {listed.get(name)}, and "
+                    f"the folder has {opened.get(name)}; copy the whole folder again, or move other files "
+                    "out of it"
                 )
 
 
 class Pair:
-    """A `.bin` file, its `.idx` file and, with `has_sums`, its `.crc32` file.
-
-    prefix: their path without these endings.
-    """
+    """The files `prefix`.bin, .idx and, with `has_sums`, .crc32."""
 
     def __init__(self, prefix: str, has_sums: bool = False) -> None:
         self.prefix, self._seed, self._sums = prefix, _seed_of(prefix), None
         files = [prefix + ".idx", prefix + ".bin", *[prefix + SUMS] * has_sums]
         missing = [file for file in files if not os.path.exists(file)]
-        if missing[:2] == files[:2]:
-            raise ValueError(
-                f"there are no token files at {prefix!r} (looked in {os.getcwd()}): need a folder "
-                "with pairs of .bin and .idx files, or one such pair; write some with `python -m "
-                "torchtitan.data.tokenize`, or correct the path"
-            )
         if missing:
             raise ValueError(
-                f"{missing[0]} is missing, and its pair cannot be read without it; copy it there, or "
-                "remove the rest of the pair"
+                f"{' and '.join(missing)}: missing (looked in {os.getcwd()}), and a pair of .bin and .idx "
+                "files is needed; write pairs with `python -m torchtitan.data.tokenize`, or correct the path"
             )
         self._map_index(files[0])
         self._data, last_byte = _mapped(files[1]), 0
         if len(self._lengths):
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
-        if len(self._data) != last_byte:
-            raise ValueError(
-                f"{files[1]} has {len(self._data)} bytes, and its index lists {last_byte}: one of the two "
-                "files was cut off, or they are of different pairs; copy both again"
-            )
-        self.num_documents = len(self._documents) - 1
         self.num_tokens = len(self._data) // self._type.itemsize
-        if has_sums:
-            sums = _mapped(files[2])
-            if len(sums) != 4 * self.num_documents:
+        sums = _mapped(files[2]) if has_sums else b""
+        sizes = {files[1]: (self._data, last_byte), prefix + SUMS: (sums, has_sums * 4 * len(self))}
+        for file, (data, size) in sizes.items():
+            if len(data) != size:
                 raise ValueError(
-                    f"{files[2]} has {len(sums)} bytes, and 4 for each of {self.num_documents} documents are "
-                    f"needed; {_AGAIN}"
+                    f"{file} has {len(data)} bytes, and its index lists {size}: one of the two files was cut "
+                    f"off, or they are of different pairs; {_AGAIN}"
                 )
-            self._sums = np.frombuffer(sums, "<u4", self.num_documents)
+        self._sums = np.frombuffer(sums, "<u4") if has_sums else None
+
+    def __len__(self) -> int:
+        return len(self._documents) - 1
 
     def _map_index(self, path: str) -> None:
         index = _mapped(path)
-        header, size = index[: _HEADER.size], len(index)
-        if not header.startswith(_MAGIC):
-            raise ValueError(
-                f"{path} must begin with {_MAGIC!r}, got {header[: len(_MAGIC)]!r}: it is not an "
-                "index of Megatron-LM's memory-mapped format; write the pair in that format"
-            )
-        version, code, num_sequences, num_starts = _VERSION, next(iter(_TYPES)), 0, 0
-        if len(header) == _HEADER.size:
-            _, version, code, num_sequences, num_starts = _HEADER.unpack(header)
-        if version != _VERSION or code not in _TYPES:
-            raise ValueError(
-                f"{path} has version {version}, and the code {code} for the type of its ids, and version "
-                f"{_VERSION} with the codes of integers, {', '.join(map(str, _TYPES))}, is known; write the "
-                "pair with these"
-            )
+        header = index[: _HEADER.size].ljust(_HEADER.size, b"\0")
+        magic, version, code, num_sequences, num_starts = _HEADER.unpack(header)
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
-        if size != expected:
-            is_multimodal = size == expected + num_sequences > expected
-            reason = "it was cut off or overwritten; copy it again"
-            if is_multimodal:
-                reason = "it also has a mode for each sequence; only corpora of text can be read"
-            raise ValueError(
-                f"{path} has {size} bytes, and {expected} are needed for its {num_sequences} "
-                f"sequences and {max(num_starts - 1, 0)} documents: {reason}"
+        problem = None
+        if magic != _MAGIC:
+            problem = f"begins with {magic!r}, and an index of Megatron-LM's format with {_MAGIC!r}"
+        elif version != _VERSION or code not in _TYPES:
+            problem = (
+                f"has version {version}, and the code {code} for the type of its ids, and version {_VERSION} "
+                f"with the codes of integers, {', '.join(map(str, _TYPES))}, is known"
             )
-        self._type = np.dtype(_TYPES[code])
-        at = _HEADER.size
-        self._lengths = np.frombuffer(index, "<i4", num_sequences, at)
-        self._pointers = np.frombuffer(index, "<i8", num_sequences, at + 4 * num_sequences)
-        self._documents = np.frombuffer(index, "<i8", num_starts, at + 12 * num_sequences)
-        bounds = self._documents[[0, -1]].tolist() if num_starts else []
-        if bounds != [0, num_sequences]:
-            raise ValueError(
-                f"{path}: the documents must begin with sequence 0 and end with {num_sequences}, got "
-                f"{bounds}; write the pair again"
+        elif len(index) != expected:
+            problem = (
+                f"has {len(index)} bytes, and {expected} are needed for its {num_sequences} sequences and "
+                f"{num_starts - 1} documents (one more for each sequence is its mode, of a corpus of images)"
             )
+        else:
+            self._type, at = np.dtype(_TYPES[code]), _HEADER.size
+            self._lengths = np.frombuffer(index, "<i4", num_sequences, at)
+            self._pointers = np.frombuffer(index, "<i8", num_sequences, at + 4 * num_sequences)
+            self._documents = np.frombuffer(index, "<i8", num_starts, at + 12 * num_sequences)
+            bounds = self._documents[[0, -1]].tolist() if num_starts else []
+            if bounds != [0, num_sequences]:
+                problem = f"lists documents of the sequences {bounds}, not 0 to {num_sequences}"
+        if problem:
+            raise ValueError(f"{path} {problem}; copy or write the pair again")
 
     def read(self, number: int) -> np.ndarray:
         """Return a document's ids; ValueError if they, or the index, are damaged."""
@@ -258,38 +213,28 @@ class Pair:
             else:  # the document begins where the sequence before it ends
                 del begins[0]
             start, end = ends[0], ends[-1]
-            problem = (
-                f"sequences at bytes {begins[:5]} for bytes {start} to {end} of {len(self._data)}"
-            )
+            problem = f"sequences at bytes {begins[:5]} for {start} to {end} of {len(self._data)}"
             if 0 <= start <= end <= len(self._data) and begins == ends[:-1]:
                 ids = np.frombuffer(self._data, self._type, (end - start) // size, start)
                 if self._sums is None or zlib.crc32(ids, self._seed) == self._sums[number]:
                     return ids
-                raise ValueError(
-                    f"{self.where(number)}: the ids differ from those that were written, because a file "
-                    f"of the pair is damaged, or is of another pair; {_AGAIN}"
-                )
+                problem += ", or the ids differ from those that were written"
         raise ValueError(
-            f"{self.where(number)}: the index is damaged, because it lists {problem}; "
-            "copy the .idx file again, or write the pair again"
+            f"{self.where(number)}: a file of the pair is damaged, or of another pair: the index lists "
+            f"{problem}; {_AGAIN}"
         )
 
     def check(self) -> None:
         """Raise ValueError if a file differs from what `write_pair` wrote."""
         if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
             raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
-        data, start = memoryview(self._data), 0
-        ends = np.cumsum(self._lengths, dtype=np.int64) * self._type.itemsize
-        for number, (end, check_sum) in enumerate(zip(ends.tolist(), self._sums, strict=True)):
-            if zlib.crc32(data[start:end], self._seed) != check_sum:
-                self.read(number)  # raises
-            start = end
+        for number in range(len(self)):
+            self.read(number)
 
     def lengths(self) -> np.ndarray:
         if (np.diff(self._documents, append=len(self._lengths)) < 0).any():
             raise ValueError(
-                f"{self.prefix}.idx is damaged: a document begins with an earlier sequence than the one "
-                "before it; copy the file again, or write the pair again"
+                f"{self.prefix}.idx is damaged: a document begins before the last one; {_AGAIN}"
             )
         ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         return np.diff(ends[self._documents])
@@ -305,7 +250,6 @@ def _mapped(path: str) -> mmap.mmap | bytes:
 
 
 def _prefixes_of(path: str) -> list[str]:
-    """Return the paths, without endings, of the pair at `path`, or of the pairs in that folder."""
     files = [Path(path)]
     if files[0].is_dir():
         files = [file for file in files[0].iterdir() if file.name[0] != "."]
@@ -319,31 +263,21 @@ def read_about(path: Path) -> dict[str, Any] | None:
         return None
     about = read_json_object(path)
     try:
-        if about.get("format") != ABOUT_FORMAT:
-            raise ValueError(f"its format is {about.get('format')}, and {ABOUT_FORMAT} is known")
-        if missing := {"finished", "tokenizer", "parts"} - about.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        kinds = {"name": str, "documents": int, "tokens": int}
-        parts = about["parts"] if isinstance(about["parts"], list) else [None]
-        for part in parts:
-            if not isinstance(part, dict) or not all(type(part.get(k)) is kinds[k] for k in kinds):
-                raise ValueError(
-                    f"its parts must be a list of objects with name, documents and tokens, got {part!r}"
-                )
-        if not isinstance(about["tokenizer"], dict):
-            raise ValueError("its tokenizer must be an object")
-    except ValueError as error:
+        if about["format"] != ABOUT_FORMAT:
+            raise ValueError(f"its format is {about['format']}, and {ABOUT_FORMAT} is known")
+        # Raises if something is missing or of another type.
+        parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
+        hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} cannot be read: {error}; copy it again, or tokenize the text again"
+            f"{path} cannot be read ({type(error).__name__}: {error}); copy it again, or tokenize the text "
+            "again"
         ) from None
     return about
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return the SHA-256 of what decides a text's ids; None for a tokenizer of another library.
-
-    It covers the `tokenizers` library's whole JSON, and the ids that begin and end a document.
-    """
+    """Return the SHA-256 of what decides a text's ids; None for a tokenizer of another library."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None
@@ -366,10 +300,8 @@ def smallest_type(num_ids: int) -> np.dtype:
     return np.dtype("<u2" if num_ids < 65_500 else "<i4")
 
 
-def write_pair(
-    prefix: str, documents: Iterable[Iterable[Sequence[int]]], id_type: np.dtype
-) -> None:
-    """Write `prefix`.bin, .crc32 and .idx; a killed writer leaves no file `prefix`.idx.
+def write_pair(prefix: str, documents: Iterable[Iterable[Sequence[int]]], id_type: np.dtype) -> int:
+    """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx.
 
     documents: the ids of each document in pieces, which are written as they come.
     """
@@ -389,6 +321,7 @@ def write_pair(
             sums.append(check_sum)
         sums_file.write(np.array(sums, "<u4").tobytes())
         index_file.writelines(_index(np.array(lengths, "<i4"), id_type))
+    return sum(lengths)
 
 
 def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:

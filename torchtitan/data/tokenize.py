@@ -3,12 +3,12 @@
     python -m torchtitan.data.tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
     python -m torchtitan.data.tokenize --check /data/books_tokens
 
-The ids are those of training on the text itself. Run the same command again after it was stopped:
-parts that are whole are kept. --check compares a finished folder with its check sums. `token_files` has
-the format.
+The ids are those of training on the text itself, in the format of `token_files`. Run the same command
+again after it was stopped: parts that are whole are kept.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -32,6 +32,7 @@ from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of
+from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
@@ -41,16 +42,11 @@ from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import init_logger, logger
 
 MOST_DOCUMENTS_PER_PART = 100_000
-SECONDS_BETWEEN_REPORTS = 5
 _IDS_AT_A_TIME = 2**16
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the command line and write the folder.
-
-    Exit code 2: the command cannot run as it stands; 1: a document, file or process failed; 130:
-    interrupted by Ctrl-C.
-    """
+    """Exit code 2: the command cannot run as it stands; 1: a document, file or process failed; 130: Ctrl-C."""
     init_logger()
     try:
         _plan(_parser().parse_args(arguments)).write()
@@ -71,26 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", help="a data file, a folder of data files, or the name of a registered dataset"
     )
-    parser.add_argument("out", help="the folder to write")
-    parser.add_argument(
-        "--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums"
-    )
-    parser.add_argument("--tokenizer", required=True, help="a folder with tokenizer.json")
-    parser.add_argument("--bos_token", help="as training.bos_token")
-    parser.add_argument("--eos_token", help="as training.eos_token")
-    parser.add_argument(
-        "--processes", type=_positive, default=os.cpu_count(), help="default: one per CPU"
-    )
-    parser.add_argument(
-        "--documents_per_part",
-        type=_positive,
-        help="documents of one pair of files; default: four parts per process, of at most "
-        f"{MOST_DOCUMENTS_PER_PART:,} documents",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="remove what this program wrote to the folder"
-    )
-    parser.add_argument("--custom_import", help="a module to import, which registers a dataset")
+    add = parser.add_argument
+    add("out", help="the folder to write")
+    add("--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums")
+    add("--tokenizer", required=True, help="a folder with tokenizer.json")
+    add("--bos_token", help="as training.bos_token")
+    add("--eos_token", help="as training.eos_token")
+    add("--processes", type=_positive, default=os.cpu_count(), help="default: one per CPU")
+    size = f"default: four parts per process, of at most {MOST_DOCUMENTS_PER_PART:,} documents"
+    add("--documents_per_part", type=_positive, help=f"documents of one pair of files; {size}")
+    add("--overwrite", action="store_true", help="remove what this program wrote to the folder")
+    add("--custom_import", help="a module to import, which registers a dataset")
     return parser
 
 
@@ -98,11 +85,11 @@ class _Check(argparse.Action):
     """Checks a folder and ends, like --help, whatever the other arguments are."""
 
     def __call__(self, parser: Any, namespace: Any, folder: Any, option: Any = None) -> None:
-        tokens, started = token_files.TokenDocuments(folder), time.monotonic()
+        tokens = token_files.TokenDocuments(folder)
         tokens.check()
         logger.info(
             f"{folder}: all {len(tokens):,} documents of {tokens.num_tokens:,} tokens are as they were "
-            f"written ({time.monotonic() - started:.1f} s)"
+            "written"
         )
         parser.exit()
 
@@ -115,19 +102,15 @@ def _positive(text: str) -> int:
 
 @dataclass
 class _Job:
-    """A folder to be written. `documents` and `tokenizer` are pickled for other processes."""
+    """A folder to be written. about: the content of tokens.json. dataset: a name in the registry."""
 
-    documents: Any  # with len() and [i]
+    documents: Any  # with len() and [i]; pickled for other processes
     tokenizer: HuggingFaceTokenizer
-    dataset: str  # its name in the registry
+    dataset: str
     custom_import: str | None
     folder: Path
-    about: dict[str, Any]  # the content of tokens.json
+    about: dict[str, Any]
     processes: int
-
-    @property
-    def num_parts(self) -> int:
-        return math.ceil(len(self.documents) / self.about["documents_per_part"])
 
     def prefix(self, part: int) -> str:
         return str(self.folder / f"part-{part:05d}")
@@ -139,24 +122,29 @@ class _Job:
     def write(self) -> None:
         """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
         self._remove_unfinished()
-        sizes = {part: self._size(part) for part in range(self.num_parts)}
+        num_parts = math.ceil(len(self.documents) / self.about["documents_per_part"])
+        sizes = {part: self._size(part) for part in range(num_parts)}
         missing = [part for part, size in sizes.items() if size is None]
         if missing:
             self._write_about(finished=False, parts=[])
-            kept = self.num_parts - len(missing)
-            logger.info(f"{len(missing)} parts to write" + (f", {kept} are whole" if kept else ""))
-        progress = _Progress(sum(len(self.numbers(part)) for part in missing))
+            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are whole")
+        started, num_tokens = time.monotonic(), 0
+        in_turn = ((part, self.write_part(part)) for part in missing)
+        is_shared = missing and self.processes > 1
+        written = _written_in_processes(self, missing) if is_shared else in_turn
         try:
-            if self.processes == 1:
-                for part in missing:
-                    self.write_part(part, progress.add)
-            elif missing:
-                _write_in_processes(self, missing, progress)
+            with contextlib.closing(written):
+                for number, (part, tokens) in enumerate(written, 1):
+                    sizes[part] = tokens
+                    num_tokens += tokens
+                    seconds = time.monotonic() - started
+                    left = seconds / number * (len(missing) - number) / 60
+                    logger.info(
+                        f"{number:,} of {len(missing):,} parts, {num_tokens:,} tokens, "
+                        f"{num_tokens / seconds:,.0f} tokens/s, {left:.1f} min left"
+                    )
         finally:
             self._remove_unfinished()
-        sizes |= {part: self._size(part, checks=False) for part in missing}  # just written
-        if None in sizes.values():
-            raise RunError(f"a part in {self.folder} has changed; run the same command again")
         parts = [
             {"name": f"part-{part:05d}", "documents": len(self.numbers(part)), "tokens": tokens}
             for part, tokens in sizes.items()
@@ -169,60 +157,50 @@ class _Job:
             f"training.dataset_path = {str(self.folder)!r}"
         )
 
-    def write_part(self, part: int, count: Callable[[int, int], None]) -> None:
-        """Write a part; calls `count(1, ids)` after each document."""
+    def write_part(self, part: int) -> int:
+        """Write a part, and return its number of tokens."""
         id_type = token_files.smallest_type(self.about["tokenizer"]["vocabulary_size"])
-        encode = text_encoder(self.dataset)
-        source = Source(self.dataset, self.documents, encode, self.tokenizer)
-        documents = (self._pieces(source, number, count) for number in self.numbers(part))
+        source = Source(self.dataset, self.documents, text_encoder(self.dataset), self.tokenizer)
         try:
-            token_files.write_pair(self.prefix(part), documents, id_type)
+            return token_files.write_pair(
+                self.prefix(part), map(_pieces, map(source.read, self.numbers(part))), id_type
+            )
         except OSError as error:
             raise RunError(
                 f"{self.prefix(part)} cannot be written: {error}; the same command goes on after the "
                 "cause is removed"
             ) from error
 
-    def _pieces(
-        self, source: Source, number: int, count: Callable[[int, int], None]
-    ) -> Iterator[NDArray[Any]]:
-        """Yield the ids of a document, in pieces of bounded size."""
-        document, length = source.read(number), 0
-        while len(ids := document.take(_IDS_AT_A_TIME).ids):
-            length += len(ids)
-            yield ids
-        count(1, length)
-
-    def _size(self, part: int, checks: bool = True) -> int | None:
-        """Return the number of tokens of a part that is whole, else None. checks: its check sums."""
+    def _size(self, part: int) -> int | None:
+        """Return the number of tokens of a part that is whole, else None."""
         try:
             pair = token_files.Pair(self.prefix(part), has_sums=True)
-            if checks:
-                logger.debug(f"checking {self.prefix(part)}")
-                pair.check()
+            pair.check()
         except ValueError:
             return None
-        return pair.num_tokens if pair.num_documents == len(self.numbers(part)) else None
+        return pair.num_tokens if len(pair) == len(self.numbers(part)) else None
 
     def _remove_unfinished(self) -> None:
         for file in self.folder.glob(f"*{UNFINISHED}"):
             file.unlink()
 
     def _write_about(self, **more: Any) -> None:
-        """Replace tokens.json in one instant."""
-        path = self.folder / token_files.ABOUT_FILE
-        with whole_file(path, "w") as file:
+        with whole_file(self.folder / token_files.ABOUT_FILE, "w") as file:
             json.dump(self.about | more, file, indent=1)
 
 
+def _pieces(document: OpenDocument) -> Iterator[NDArray[Any]]:
+    """Yield the ids of a document, in pieces of bounded size."""
+    while len(ids := document.take(_IDS_AT_A_TIME).ids):
+        yield ids
+
+
 def _plan(options: argparse.Namespace) -> _Job:
-    """Open source, tokenizer and folder; ConfigError if the command cannot run."""
     if options.custom_import:
         import_named("--custom_import", options.custom_import)
+    chosen = {"bos_token": options.bos_token, "eos_token": options.eos_token}
     try:
-        tokenizer = HuggingFaceTokenizer(
-            options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
-        )
+        tokenizer = HuggingFaceTokenizer(options.tokenizer, **chosen)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"--tokenizer: {error}") from None
     if tokenizer.eos_id is None:
@@ -237,19 +215,16 @@ def _plan(options: argparse.Namespace) -> _Job:
         name, path = "local", os.path.abspath(name)
     else:
         raise ConfigError(
-            f"SOURCE must be a data file, a folder of them or a registered dataset "
+            "SOURCE must be a data file, a folder of them or a registered dataset "
             f"({', '.join(DATASETS)}), got {name!r}{guess(name, DATASETS)} (looked in {os.getcwd()})"
         )
     text_encoder(name)
     documents = DATASETS[name].loader(path)
-    if not hasattr(documents, "__len__"):
+    if not hasattr(documents, "__len__") or len(documents) == 0:
         raise ConfigError(
-            f"dataset {name!r} is a stream, and parts need documents with len() and [i]; download "
-            "its files and give their folder as SOURCE"
+            f"{options.source} has no documents, or is a stream without len() and [i]; download its files "
+            "and give their folder as SOURCE"
         )
-    if len(documents) == 0:
-        raise ConfigError(f"{options.source} holds no documents; correct SOURCE")
-
     about = {
         "format": token_files.ABOUT_FORMAT,
         "source": {"dataset": name, "path": path} | record_of(path),
@@ -277,8 +252,7 @@ def _plan(options: argparse.Namespace) -> _Job:
         raise ConfigError(f"the folder {folder} cannot be made: {error}; name another") from error
     old = _old_about(folder, options.overwrite)
     if about["documents_per_part"] is None:
-        for_processes = math.ceil(len(documents) / (4 * options.processes))
-        size = min(for_processes, MOST_DOCUMENTS_PER_PART)
+        size = min(math.ceil(len(documents) / (4 * options.processes)), MOST_DOCUMENTS_PER_PART)
         about["documents_per_part"] = (old or {}).get("documents_per_part") or size
     for key in about if old is not None else ():
         if old.get(key) != about[key]:
@@ -290,7 +264,7 @@ def _plan(options: argparse.Namespace) -> _Job:
 
 
 def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
-    """Return what tokens.json says about an earlier run; with `overwrite`, remove its files."""
+    """Return the tokens.json of an earlier run; with `overwrite`, remove its files."""
     about_file = folder / token_files.ABOUT_FILE
     old = token_files.read_about(about_file)
     if overwrite and old is not None:
@@ -308,41 +282,16 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
     return old
 
 
-class _Progress:
-    """Counts documents and ids, and logs them every few seconds."""
-
-    def __init__(self, num_documents: int) -> None:
-        self._num_documents = num_documents
-        self._documents = self._tokens = 0
-        self._started = self._reported = time.monotonic()
-
-    def add(self, documents: int, tokens: int) -> None:
-        self.report(self._documents + documents, self._tokens + tokens)
-
-    def report(self, documents: int, tokens: int) -> None:
-        self._documents, self._tokens = documents, tokens
-        now = time.monotonic()
-        if now - self._reported < SECONDS_BETWEEN_REPORTS or not documents:
-            return
-        self._reported, seconds = now, now - self._started
-        left = seconds * (self._num_documents - documents) / documents
-        logger.info(
-            f"{documents:,} of {self._num_documents:,} documents, {tokens:,} tokens, "
-            f"{tokens / seconds:,.0f} tokens/s, {left / 60:.1f} min left"
-        )
-
-
 # ---- several processes ----
 
 
-def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> None:
-    """Write parts in `job.processes` processes, each of which takes the next part when it is free."""
+def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, int]]:
+    """Write parts in `job.processes` processes; yield (part, its number of tokens) when it is written."""
     try:
         pickled = pickle.dumps(job)
     except Exception as error:  # pickle raises several types
-        raise ConfigError(
-            f"dataset {job.dataset!r} cannot be sent to other processes ({error}); use --processes 1"
-        ) from error
+        reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
+        raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
     # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
@@ -350,23 +299,16 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
-    counts = context.Array("q", 2)
-    num_processes = min(job.processes, len(parts))
     of_caller = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num_processes, context, _begin, (pickled, counts))
+    pool = ProcessPoolExecutor(min(job.processes, len(parts)), context, _begin, (pickled,))
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until all of them have started
-        waiting = {pool.submit(_write_part, part) for part in parts}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while waiting:
-            done, waiting = wait(waiting, SECONDS_BETWEEN_REPORTS / 5, FIRST_COMPLETED)
-            progress.report(*counts)
-            for future in done:
-                future.result()
+        futures = [pool.submit(_write_part, part) for part in parts]
+        for future in as_completed(futures):
+            yield future.result()
     except (BrokenProcessPool, ConnectionError, EOFError) as error:  # while it ran, or started
         raise RunError(
-            "a tokenizing process was killed, most often for lack of host memory; run the same "
-            "command with fewer --processes"
+            "a tokenizing process was killed, most often for lack of host memory; run the same command "
+            "with fewer --processes"
         ) from error
     finally:
         for worker in set(multiprocessing.active_children()) - of_caller:
@@ -374,16 +316,16 @@ def _write_in_processes(job: _Job, parts: list[int], progress: _Progress) -> Non
         pool.shutdown()
 
 
-_in_process: dict[str, Any] = {}  # the job and the counts of a process of the pool
+_job_of_process: list[_Job] = []
 
 
-def _begin(pickled: bytes, counts: Any) -> None:
+def _begin(pickled: bytes) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     init_logger()
     job = pickle.loads(pickled)
     if job.custom_import:
         import_named("--custom_import", job.custom_import)
-    _in_process.update(job=job, counts=counts)
+    _job_of_process.append(job)
 
 
 def _end_with_parent() -> None:
@@ -391,15 +333,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _write_part(part: int) -> None:
-    counts = _in_process["counts"]
-
-    def count(documents: int, tokens: int) -> None:
-        with counts.get_lock():
-            counts[0] += documents
-            counts[1] += tokens
-
-    _in_process["job"].write_part(part, count)
+def _write_part(part: int) -> tuple[int, int]:
+    return part, _job_of_process[0].write_part(part)
 
 
 if __name__ == "__main__":

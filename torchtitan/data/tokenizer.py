@@ -1,7 +1,4 @@
-"""Text to token ids and back, from the files that Hugging Face models ship.
-
-`tokenizer_files` says which files these are.
-"""
+"""Text to token ids and back, from the files of Hugging Face models that `tokenizer_files` reads."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -13,6 +10,9 @@ from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+# Keys of tokenizer_config.json that name one special token each, in the order of the ids of new tokens.
+SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class BaseTokenizer(ABC):
@@ -32,17 +32,15 @@ class BaseTokenizer(ABC):
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
-    """A tokenizer read from a folder of Hugging Face files.
+    """A tokenizer read from a folder of Hugging Face files; `tokenizer` is the `tokenizers.Tokenizer`.
 
-    `tokenizer` is the `tokenizers.Tokenizer` inside. `encode` adds a begin- or end-of-text id if
-    called with `add_bos` or `add_eos`, unless the files' own post-processor adds it anyway
-    (`hf_adds_bos`, `hf_adds_eos`). The defaults of these arguments (`default_add_bos`,
-    `default_add_eos`) are `add_bos_token` and `add_eos_token` of tokenizer_config.json, else False.
+    `encode` adds a begin- or end-of-text id if called with `add_bos` or `add_eos`, unless the files'
+    own post-processor adds it anyway (`hf_adds_bos`, `hf_adds_eos`). The defaults of these arguments
+    (`default_add_bos`, `default_add_eos`) are those of tokenizer_config.json, else False.
 
     bos_token, eos_token: replace the tokens that the files name.
     begins_documents: whether documents begin with the begin-of-text token: not if the files say
         `add_bos_token = false`, or if it is the end-of-text token, too.
-
     Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
     file cannot be read, or if the vocabulary lacks bos_token or eos_token.
     """
@@ -56,13 +54,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.bos_id: int | None = None
         folder = Path(tokenizer_path)
         if not folder.is_dir():
-            hint = "set model.hf_assets_path to a folder that holds tokenizer.json"
-            if "assets/tokenizer" in tokenizer_path:
-                hint += (
-                    "; this path is from before a model's files moved to assets/hf/<model name>, "
-                    "where scripts/download_hf_assets.py puts them"
-                )
-            raise FileNotFoundError(f"tokenizer folder {tokenizer_path!r} does not exist: {hint}")
+            raise FileNotFoundError(
+                f"tokenizer folder {tokenizer_path!r} does not exist: set model.hf_assets_path to a folder "
+                "that holds tokenizer.json, such as assets/hf/<model name> of scripts/download_hf_assets.py"
+            )
         try:
             self._read(folder)
         except Exception as error:  # for bad content the library raises several types
@@ -112,8 +107,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
     ) -> list[int]:
         """Return the token ids of `text`; None for `add_bos` or `add_eos` is this tokenizer's default.
 
-        add_special_tokens: False returns only the text's own ids, as for a text that continues
-            another text.
+        add_special_tokens: False returns only the text's own ids.
         """
         # The only method that computes no offsets, which take a fifth of the time.
         (encoding,) = self.tokenizer.encode_batch_fast(
@@ -131,7 +125,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return token_ids
 
     def decode(self, token_ids: list[int], **options) -> str:
-        """Return the text of `token_ids`; options: of `tokenizers.Tokenizer.decode`."""
         return self.tokenizer.decode(token_ids, **options)
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -165,17 +158,13 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
     """
     training = job_config.training
     tokenizer = HuggingFaceTokenizer(
-        job_config.model.hf_assets_path,
-        bos_token=training.bos_token,
-        eos_token=training.eos_token,
+        job_config.model.hf_assets_path, bos_token=training.bos_token, eos_token=training.eos_token
     )
     if tokenizer.eos_id is None:
-        special = ", ".join(map(repr, tokenizer.special_tokens)) or "none"
         logger.warning(
-            "the tokenizer in %s names no end-of-text token, so packed documents run together; set "
-            "training.eos_token to a token of its vocabulary (special tokens: %s)",
-            job_config.model.hf_assets_path,
-            special,
+            f"the tokenizer in {job_config.model.hf_assets_path} names no end-of-text token, so packed "
+            "documents run together; set training.eos_token to a token of its vocabulary (special tokens: "
+            f"{', '.join(map(repr, tokenizer.special_tokens)) or 'none'})"
         )
     elif tokenizer.bos_id is not None and not tokenizer.hf_adds_bos:
         begin = f"begin with bos_token {tokenizer.bos_token!r}, which transformers does not add"

@@ -4,8 +4,8 @@ tokenizer.json is the whole tokenizer. Without it, vocab.json and merges.txt are
 `_OWN_RULES`. tokenizer_config.json (with special_tokens_map.json and added_tokens.json in folders that are
 older than `added_tokens_decoder`) names special tokens and adds those that tokenizer.json lacks.
 
-`transformers` builds some classes by rules of their own, whatever tokenizer.json says. A folder in which
-the two differ, or whose class is unknown here, is refused.
+`transformers` builds some classes by rules of their own. A folder in which these differ from
+tokenizer.json, or whose class is unknown here, is refused.
 """
 
 import json
@@ -25,7 +25,7 @@ from tokenizers import (
     processors,
 )
 
-from torchtitan.data.special_tokens import SPECIAL_TOKEN_KEYS
+from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
 from torchtitan.tools.files import read_json_object, read_text, regular_file
 from torchtitan.tools.logging import logger
 
@@ -44,7 +44,7 @@ _OWN_RULES = {
 
 
 def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]:
-    """Return the tokenizer in a folder and its config, in which special tokens of older files are merged.
+    """Return the tokenizer in a folder, and its config with the special tokens of older files.
 
     name: of the class without "Fast"; None: the one that transformers takes.
     """
@@ -55,7 +55,11 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
     if older is not None:
         config = (config or {}) | older
     stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
-    name = _class_of(folder, stated) if name is None else name
+    if name is None:
+        # transformers reads the model's type first for qwen2, and if no class is stated.
+        model = (read_json(folder / "config.json") or {}).get("model_type")
+        is_qwen = model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe"))
+        name = "Qwen2Tokenizer" if is_qwen else stated
     if name in _OWN_RULES:
         config = dict.fromkeys(_OWN_RULES[name][2], _END) | (config or {})
     backend = _backend(folder, name, config or {})
@@ -90,15 +94,6 @@ def _convert(folder: Path) -> str:
         f"t = A.from_pretrained('{folder}'); type(t).__name__ = 'PreTrainedTokenizerFast'; "
         "t.save_pretrained('NEW_FOLDER')\" and set model.hf_assets_path to the new folder"
     )
-
-
-def _class_of(folder: Path, stated: str) -> str:
-    """Return the class that transformers takes for a folder, without "Fast", "" if there is none."""
-    model = (read_json(folder / "config.json") or {}).get("model_type")
-    # transformers reads the model's type first for qwen2, and if no class is stated.
-    if model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe")):
-        return "Qwen2Tokenizer"
-    return stated
 
 
 def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
@@ -140,7 +135,7 @@ def _words(pattern: str | None, config: dict) -> pre_tokenizers.PreTokenizer:
 
 
 def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, AddedToken]) -> str:
-    """Return in what a tokenizer differs from the one that a class builds of its vocabulary, or "".
+    """Return how a tokenizer differs from the one that a class builds of its vocabulary, or "".
 
     in_file: the added tokens of tokenizer.json, which the class ignores if the config declares some.
     """
@@ -168,17 +163,14 @@ def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, 
 
 
 def _byte_level(folder: Path, normalizer: Any, pattern: str | None, config: dict) -> Tokenizer:
-    vocab = read_json(folder / "vocab.json") or {}
-    if wrong := [entry for entry in vocab.items() if type(entry[1]) is not int]:
-        raise ValueError(f"{folder / 'vocab.json'} must give each token a number, got {wrong[0]}")
-    path = folder / "merges.txt"
+    vocab, path = read_json(folder / "vocab.json") or {}, folder / "merges.txt"
     try:
         # Not splitlines, because tokens may hold Unicode's other line separators.
         lines = read_text(path).split("\n")
         pairs = [line.split() for line in lines if not line.startswith("#version")]
         merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
         backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # bad UTF-8; a bare Exception for a merge of unknown tokens
+    except Exception as error:  # the library raises bare Exception for any bad content
         raise ValueError(f"{path} does not fit the vocabulary beside it: {error}") from error
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -196,13 +188,12 @@ def read_json(path: Path) -> dict | None:
 def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Iterator[AddedToken]:
     """Yield the tokens that a config declares, in the order in which new ones get ids.
 
-    Those of `added_tokens_decoder` replace the flags in tokenizer.json. The others, which have a name or
-    are in a list, are new, or else they have flags already.
+    Those of `added_tokens_decoder` replace the flags in tokenizer.json; the others are yielded if new.
     """
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(
-            f"{config_path}: added_tokens_decoder must be an object, got a {type(by_id).__name__}"
+            f"{config_path}: added_tokens_decoder must be an object, got {by_id!r:.80}"
         )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for number in sorted(by_id, key=int):

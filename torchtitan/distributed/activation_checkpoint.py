@@ -44,11 +44,9 @@ def apply_ac(
 ) -> None:
     """Checkpoint the blocks in `model.layers`, in place. The mode is `ac_config.mode`:
 
-    full: every block keeps only its input.
-    selective: if selective_ac_option is a number n, every n-th block keeps only its input (0 or
-    1: every block). If it is "op", every block keeps the outputs of the ops in
-    `op_sac_save_list`, except for every second matrix product, and recomputes the rest.
-    memory_budget: the compiler decides what to keep; blocks aren't wrapped.
+    full: every block keeps only its input. memory_budget: the compiler decides.
+    selective: if selective_ac_option is a number n, every n-th block keeps only its input. If it is
+    "op", every block keeps the outputs of `op_sac_save_list`, except every second matrix product.
 
     reads_device: blocks call `read_once`, and are not compiled as a whole.
 
@@ -145,12 +143,10 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """Return the factory of the contexts for a block's forward and for its recomputation.
+    """Return the factory of contexts of forward and recomputation.
 
-    Cached, so that all blocks with the same policy share one object: dynamo would compile again
-    for every new object.
+    Cached, because dynamo compiles again for every new object.
     """
-
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
@@ -182,11 +178,7 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return a recomputation mode that also runs ops that the forward pass did not run.
-
-    Source of torch 2.13: torch's own mode raises on such ops. We override its dispatch because hooks
-    that exist only in backward (a FLOP counter's, say) run additional views.
-    """
+    """Return torch's mode, made to run ops that forward did not run (views of a FLOP counter's hook)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
         # Torch registers flex attention and compiled regions for the exact type of its own mode.

@@ -28,21 +28,14 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: s
 
 
 def start_all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Gather x [n, ...] of every rank into [size * n, ...], in rank order.
-
-    Call `wait_tensor` on the result before reading it. On the CPU the result is complete already,
-    and waiting does nothing.
-    """
+    """Gather x [n, ...] of every rank into [size * n, ...], in rank order; `wait_tensor` ends it."""
     if x.device.type != "cpu":
         return OPS.all_gather_into_tensor(x.contiguous(), size, group)
     return torch.ops.torchtitan.all_gather(x, size, group)
 
 
 def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Sum x [size * n, ...] over ranks, and return this rank's part [n, ...] of the sum.
-
-    Call `wait_tensor` on the result before reading it, as for `start_all_gather`.
-    """
+    """Sum x [size * n, ...] over ranks; returns this rank's part [n, ...]. `wait_tensor` ends it."""
     if x.device.type != "cpu":
         return OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
     return torch.ops.torchtitan.reduce_scatter(x, size, group)

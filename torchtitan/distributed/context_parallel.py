@@ -8,15 +8,12 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both methods compute what one process computes: "alltoall" under every mask, "allgather" under causal
-masks with known document boundaries, because it masks by the boundaries and the window. The mask
-passed to attention has a `ContextPart`, which says which tokens the rank holds.
+Both compute what one process computes: "alltoall" under every mask, "allgather" under causal masks
+with known document boundaries. The mask passed to attention has a `ContextPart`.
 
-This file has the chunks of a row and the communication of attention. `batch.context` shards a
-batch and its masks, and `config.context_layout` has the row lengths.
+`batch.context` shards a batch and its masks; `config.context_layout` has the row lengths.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +30,7 @@ from torchtitan.distributed.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from torchtitan.tools import torch_parts
-from torchtitan.tools.host_copy import pinned, to_device
+from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.lazy_names import load_on_access
 
 # The reference has these two functions here. Ours need masks, which are in a higher layer.
@@ -52,13 +48,10 @@ __getattr__ = load_on_access(
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The chunks of a row that each rank of the axis holds.
+    """The chunks of a row that each rank of the axis holds. Tensors are on the axis's device.
 
-    chunks: int64 [cp, n]. A row is cut into cp * n equal chunks, and rank r holds chunks[r], in
-        this order.
+    chunks: int64 [cp, n]. A row is cut into cp * n equal chunks; rank r holds chunks[r], in order.
     place_of_chunk: int64 [cp * n], the position of each chunk in the flattened `chunks`.
-    mesh, group_name: the axis, and its process group. Both tensors are on the axis's device,
-        because every attention layer reads them.
     """
 
     # Plain fields only: compiled blocks cannot trace a cached_property, and FSDP copies the object
@@ -86,8 +79,8 @@ class TokenShards:
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all ranks' tokens in row order, [.., T/cp, ..] -> [.., T, ..].
 
-        Collective over the axis, with tensors of one shape. Each rank gets the gradient of its own
-        tokens, not a sum over ranks, so all ranks must compute the same from the result.
+        Collective. Each rank gets the gradient of its own tokens, not a sum over ranks, so all ranks
+        must compute the same from the result.
         """
         return _Unshard.apply(x, self, dim)
 
@@ -126,8 +119,7 @@ def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
 def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor | None) -> Tensor:
     """Return the chunks that each rank holds, [cp, n] on the host.
 
-    starts: [1 or B, T] on the host, the column where each token's document begins; only "ptrr" needs
-        it. Windows are not considered, so the work of layers with a window is overestimated.
+    starts: [1 or B, T] on the host, the column where each token's document begins, for "ptrr".
     Raises ValueError for an unknown balancer, for rows that it cannot cut into equal chunks, and
     for "ptrr" without `starts`.
     """
@@ -163,10 +155,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """The communication of attention on rows of which this rank holds only some tokens.
 
-    shards: how the rows' tokens are spread.
-    rotate_method: "allgather" or "alltoall".
-    keys: for "allgather", the keys that this rank's queries need.
-    gathering: keys and values that are being gathered; see `start_gathering`.
+    keys: for "allgather", the keys that this rank's queries need. gathering: see `start_gathering`.
     """
 
     shards: TokenShards
@@ -203,9 +192,8 @@ class ContextPart:
     def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
         """Start to gather keys and values [B, K, T/cp, D or Dv]; returns the part to attend with.
 
-        On accelerators, communication overlaps with whatever is computed between this call and
-        attention, and in backward with that work's gradients. On the CPU the call returns only
-        when the keys have arrived.
+        On accelerators, communication overlaps with what is computed until attention, and in backward
+        with that work's gradients.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
@@ -224,8 +212,7 @@ class ContextPart:
 class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
-    A stretch is a run of consecutive queries of one document. The last query of a stretch sees the
-    stretch's last key.
+    A stretch is a run of consecutive queries of one document; its last query sees its last key.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
         max_q, max_k: the most queries and the most keys of a stretch.
@@ -242,29 +229,12 @@ class NeededKeys(NamedTuple):
 def needed_keys(
     starts: Tensor, n_rows: int, chunks: Tensor, rank: int, window: int | None
 ) -> NeededKeys:
-    """Return the keys that a rank needs.
+    """Return the keys that a rank needs. Computes on the host.
 
-    starts: [1 or B, T], the first key that each query sees if there is no window. chunks:
-        [cp, n]. All tensors are on the host, where sizes that depend on values cost no wait.
+    starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
     """
-    if starts.any():
-        return _needed_keys(starts.expand(n_rows, -1), chunks, rank, window)
-    layout = tuple(map(tuple, chunks.tolist()))
-    return _needed_keys_of_whole_rows(n_rows, starts.shape[1], layout, rank, window)
-
-
-# The cache is bounded, and holds only numbers and host tensors: it keeps no process group alive.
-@functools.lru_cache(maxsize=8)
-def _needed_keys_of_whole_rows(
-    n_rows: int, seq_len: int, chunks: tuple[tuple[int, ...], ...], rank: int, window: int | None
-) -> NeededKeys:
-    starts = torch.zeros((n_rows, seq_len), dtype=torch.int32, device="cpu")
-    needed = _needed_keys(starts, torch.tensor(chunks, device="cpu"), rank, window)
-    return torch_parts.pytree.tree_map_only(Tensor, pinned, needed)
-
-
-def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) -> NeededKeys:
-    n_rows, seq_len = starts.shape
+    starts = starts.expand(n_rows, -1)
+    seq_len = starts.shape[1]
     columns = torch.arange(seq_len, device="cpu").expand(n_rows, -1)
     place = _take_chunks(columns, chunks, rank, dim=1).flatten()
     row = torch.arange(n_rows, device="cpu").repeat_interleave(seq_len // len(chunks))
@@ -285,8 +255,7 @@ def _needed_keys(starts: Tensor, chunks: Tensor, rank: int, window: int | None) 
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    # where[column]: the position of the first row's token in all ranks' packed tokens. A rank packs
-    # n_local tokens of each row, row after row.
+    # where[column]: the position of the first row's token in all ranks' packed tokens.
     columns = torch.arange(seq_len, device="cpu")
     by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
     n_local = seq_len // len(chunks)
@@ -309,7 +278,6 @@ def _cumulative(lengths: Tensor) -> Tensor:
 def apply_cp_to_attention_module(
     attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
 ) -> None:
-    """Raises NotImplementedError: the mask tells attention modules that tokens are spread."""
     raise NotImplementedError(
         "attention modules need no change for context parallelism here; drop this call, and give "
         "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "

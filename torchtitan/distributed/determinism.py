@@ -45,9 +45,8 @@ def set_determinism(
     torch.manual_seed(seed)
     # For child processes only: this interpreter fixed its hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
-    # DTensor has a generator of its own, except on the CPU. A job whose only parallelism is the
-    # pipeline makes no DTensors. Source of torch 2.13: seeding replaces the private tracker,
-    # which we restore with the last engine, because nothing else resets it.
+    # DTensor has a generator of its own, except on the CPU. Seeding replaces its tracker, which nothing
+    # else puts back.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":
@@ -85,10 +84,8 @@ def use_deterministic_kernels(warn_only: bool) -> None:
     )
     host.change_attribute(torch.backends.cudnn, "deterministic", True)
     host.change_attribute(torch.backends.cudnn, "benchmark", False)
-    # By default cuBLAS picks its workspace by stream; see torch's reproducibility notes.
     host.change_environment("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Compile flex attention again without autotuning, which may choose another kernel in each run.
-    # If the attention module isn't loaded, no kernel has been compiled yet.
     attention = sys.modules.get("torchtitan.models.attention")
     if attention is not None:
         host.change_attribute(

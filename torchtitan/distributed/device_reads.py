@@ -13,8 +13,7 @@ T = TypeVar("T")
 def read_once(read: Callable[[], T]) -> T:
     """Return `read()`; in the recomputation of a checkpointed block, the value that forward read.
 
-    Forward and recomputation must make the same calls in the same order. Outside
-    `reading_contexts` every call reads.
+    Forward and recomputation must make the same calls. Outside `reading_contexts` every call reads.
     """
     reads = _Reads.current.get()
     return read() if reads is None else reads.take(read)

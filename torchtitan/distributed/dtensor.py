@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,13 @@ from torchtitan.tools import torch_parts
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True if `x` is a DTensor.
-
-    Does not import DTensor's module, because that takes a third as long as `import torch` and a
-    run of one process may not need it. While the module isn't loaded, no DTensor exists.
-    """
+    """Return True if `x` is a DTensor, without importing that slow module: no DTensor exists before."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def load_dtensor(part: str = "") -> ModuleType:
-    """Import `torch.distributed.tensor`, or its submodule `part`, such as ".parallel".
-
-    Slow the first time; see `is_dtensor`.
-    """
+    """Import `torch.distributed.tensor`, or its submodule `part`, such as ".parallel"."""
     return importlib.import_module(f"torch.distributed.tensor{part}")
 
 
@@ -35,6 +28,25 @@ def local_shape_and_offsets(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a DTensor, and where the part begins in the whole."""
     return torch_parts.local_shape_and_offset(shape, mesh, placements)
+
+
+class LocalShard(NamedTuple):
+    """A block of a larger tensor of `shape`; the block begins at `offsets` (one per dim)."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def local_shard(tensor: Tensor) -> LocalShard | None:
+    """Return this rank's part of a DTensor, None if that is empty; all of a plain tensor."""
+    if not is_dtensor(tensor):
+        return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    local = tensor.to_local()
+    if not local.numel():
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    return LocalShard(local, tuple(chunk.offsets), tuple(tensor.shape))
 
 
 def whole_tensor(x: Tensor) -> Tensor:
@@ -57,26 +69,21 @@ def local_tensor(x: Tensor) -> Tensor:
 def forget_scales(weights: Iterable[Tensor]) -> None:
     """Drop the float8 scales that the last optimizer step computed in advance.
 
-    Call it after any other change of weights. FSDP then computes the scales when it gathers, until
-    the next optimizer step. Weights without such scales are left alone.
+    Call it after any other change of weights: FSDP then computes the scales when it gathers.
     """
     for weight in weights:
-        # FSDP reads the tensor that a DTensor holds; `to_local` returns a new object each time if the
-        # weight needs a gradient.
+        # Not `to_local`, which returns a new object if the weight needs a gradient.
         stored = torch_parts.held_tensor(weight) if is_dtensor(weight) else weight
         if getattr(stored, "_precomputed_scale", None) is not None:
             stored._precomputed_scale = None
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
-    """Return this rank's part of a DTensor parameter as a plain tensor to compute with.
+    """Return this rank's part of a DTensor parameter as a plain tensor; others as they are.
 
-    A plain parameter, or None, is returned as it is.
-
-    Ranks that hold the whole parameter each use it on their own tokens, heads or hidden units, so
-    its gradient is summed over these ranks.
-    added_once: for a bias that each of these ranks adds to its summand of one sum. Each rank gets
-        the bias divided by the number of ranks.
+    Ranks that hold the whole parameter use it on their own tokens, heads or hidden units, so its
+    gradient is summed over these ranks.
+    added_once: divide by their number, for a bias that each of them adds to its summand of one sum.
     """
     if not is_dtensor(parameter):
         return parameter

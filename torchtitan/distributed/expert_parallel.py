@@ -7,13 +7,12 @@ them come two exchanges:
     dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for this rank's e experts
     combine    sends the results back: [M, D] -> [N, D]
 
-Every rank enters every exchange, in backward too, even without any pairs. An expert's gradient
-thus covers the pairs of all R ranks; FSDP sums it over the ranks that hold the same experts.
+Every rank enters every exchange, in backward too, even without any pairs.
 
 Under tensor parallelism all ranks of its axis have the same pairs. Either each rank dispatches a
-share of the pairs (`ReordererSequenceParallel`), or experts are split by hidden units over an axis
-`etp` of the same ranks (`ExpertTensorParallel`). In both cases, and with `TensorParallel`, a rank's
-result is one summand of the whole result, and so is the gradient of its input.
+share of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp`
+of the same ranks (`ExpertTensorParallel`). Then, and with `TensorParallel`, a rank's result is one
+summand of the whole result, and so is the gradient of its input.
 """
 
 from abc import ABC, abstractmethod
@@ -60,8 +59,8 @@ class TensorParallel(ParallelStyle):
 class BaseExpertParallel(ParallelStyle, ABC):
     """Splits a module of experts, and wraps its forward in dispatch and combine.
 
-    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Each module
-    needs its own object, because combine uses what the last dispatch stored.
+    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Use one object
+    per module: combine uses what the last dispatch stored.
     """
 
     @abstractmethod
@@ -103,11 +102,7 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Start to exchange the counts [E] that the next dispatch will be called with.
-
-            Work issued between this call and the dispatch keeps the device busy while the host
-            waits for the counts.
-            """
+            """Start to exchange the counts [E] of the next dispatch, while the device has work."""
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
         module.announce_counts = announce_counts
@@ -161,8 +156,7 @@ class ExpertTensorParallel(ExpertParallel):
 class ReordererSequenceParallel(ParallelStyle):
     """Has each rank of a 1-D mesh reorder a share of the tokens, all of which every rank has.
 
-    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens.
-    Each rank sorts the pairs of T / R tokens, rounded up; the last ranks may have fewer. Pairs
+    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens. Pairs
     keep their numbers among all T * k pairs.
     """
 
@@ -186,8 +180,7 @@ class ReordererSequenceParallel(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=own_tokens, output_fn=number_in_all)
 
 
-class DeepEPExpertParallel(ExpertParallel):
-    __init__ = dispatch_tokens
+DeepEPExpertParallel = dispatch_tokens
 
 
 def _split(
@@ -209,7 +202,6 @@ def _split(
 
 
 def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis along which experts are dealt, of a mesh [ep] or [ep, etp]."""
     return mesh if mesh.ndim == 1 else mesh["ep"]
 
 

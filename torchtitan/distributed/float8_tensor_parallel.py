@@ -1,12 +1,9 @@
 """float8 linear layers that are split over the ranks of a tensor-parallel mesh.
 
-Layers with one scale per tensor use the scale of the whole tensor: where ranks hold parts of an
-input, a weight or a gradient, an all-reduce of one number finds the largest magnitude. Every value
-is thus rounded as in one process. If all linear layers of a block have one scale per tensor, the
-block gathers its hidden states and gradients in float8, half the bytes of bf16.
-
-Layers with one scale per row compute the scales of this rank's part, which are at least as fine.
-Their hidden states are gathered in high precision.
+Layers with one scale per tensor use that of the whole tensor: where ranks hold parts, an all-reduce
+finds the largest magnitude. If all linear layers of a block are such, it gathers hidden states and
+gradients in float8. Layers with one scale per row compute the scales of this rank's part, and
+their hidden states are gathered in high precision.
 
 B rows, T tokens, t = T / tp tokens on this rank, K inputs and N outputs of this rank's part.
 """
@@ -45,11 +42,7 @@ def has_one_scale_per_tensor(linear: Float8Linear) -> bool:
 
 
 class LocalFloat8Linear(Float8Linear):
-    """A Float8Linear that computes with this rank's part of its parameters.
-
-    If the layer is split along its inputs, its result is one summand, and each rank's summand
-    includes the bias divided by the number of ranks.
-    """
+    """A Float8Linear that computes with this rank's part of its parameters, as `LocalLinear` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., K], in high precision or float8. Returns [..., N]."""
@@ -77,10 +70,7 @@ def to_float8(
     mm_config: LinearMMConfig,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """Return `x` rounded to float8, with one scale for the parts on all ranks of `group`.
-
-    group: None if no other rank has a part. An `x` that is in float8 already is returned as it is.
-    """
+    """Return `x` in float8, with one scale for the parts on all ranks of `group` (None: only this)."""
     if isinstance(x, Float8TrainingTensor):
         return x
     cast = {
@@ -95,8 +85,7 @@ def to_float8(
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 
 
-# allow_in_graph: dynamo puts a call of these functions into its graph without looking inside, so it
-# never meets a float8 tensor's subclass; a later stage of torch.compile traces their operations.
+# allow_in_graph: dynamo doesn't look inside, so it never meets a float8 tensor's subclass.
 
 
 @torch.compiler.allow_in_graph
@@ -144,10 +133,7 @@ class _TensorwiseLinear(torch.autograd.Function):
 
 
 class Float8SequenceShards(SequenceShards):
-    """`SequenceShards` that gathers hidden states and gradients in float8.
-
-    linear: any of the block's linear layers; its config says how to round.
-    """
+    """`SequenceShards` that gathers in float8, rounded as in `linear`, any of the block's layers."""
 
     def __init__(self, mesh: DeviceMesh, linear: Float8Linear):
         super().__init__(mesh, overlap=True)
@@ -207,10 +193,7 @@ _REDUCED = ("attention.wo", "feed_forward.w2")
 
 
 def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
-    """Return shards that gather the block's hidden states in float8.
-
-    Returns None unless all of its linear layers have one scale per tensor, and wo and w2 no bias.
-    """
+    """Return shards that gather the block's hidden states in float8; None if a layer doesn't fit."""
     modules = dict(block.named_modules())
     linears = [modules.get(name) for name in _READ + _REDUCED]
     fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)

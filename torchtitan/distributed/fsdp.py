@@ -1,11 +1,10 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
-All three SUM gradients over ranks; `scale_gradients` can turn the sum into a mean. The loss is a
-sum over tokens divided by the number of valid tokens in the global batch. The sum over ranks is
-therefore the gradient of the global mean, however unevenly the valid tokens are spread.
+All three SUM gradients over ranks: the loss is a sum over tokens divided by the number of valid tokens
+in the global batch, so the sum is the gradient of the global mean. `scale_gradients` can undo that.
 
-The functions below expect a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`,
-and `output` or `score`. On a pipeline stage all but `layers` may be None.
+The model is a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`, and `output` or
+`score`. On a pipeline stage all but `layers` may be None.
 """
 
 import contextlib
@@ -94,15 +93,12 @@ def apply_fsdp(
     param_dtype, reduce_dtype: parameters are gathered in the first, gradients reduced in the second.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
-        parallelism, where every microbatch would gather again, and on a mesh of one rank without
-        cpu_offload, where gathering casts and copies them; otherwise "always". A number n
-        keeps them spread over n successive ranks of the shard axis, such as the ranks of a node,
-        and backward gathers them from there; experts are then freed as with "always", because
-        each rank has its own.
-    ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's
-        experts are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same
-        experts.
-    gradient_divide_factor: accepted for compatibility; gradients are never divided.
+        parallelism, and on a mesh of one rank without cpu_offload; otherwise "always". A number n
+        keeps them spread over n successive ranks of the shard axis, such as those of a node, for
+        backward to gather; experts are then freed as with "always".
+    ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
+        are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
+    gradient_divide_factor: ignored; gradients are never divided.
     register_buffers: let the process group allocate the buffers that are sent and received.
 
     Raises ValueError for another policy, and for a number that does not divide the shard axis.
@@ -130,8 +126,7 @@ def apply_fsdp(
         norm = output = None
     elif embeddings is not None:
         shard_unit(embeddings, reshard_after_forward=reshard, **options)
-    # No cast of a block's inputs: hidden states are in param_dtype already (from the embeddings or
-    # the root's cast), and position tables must stay in fp32, because bf16 is too coarse for them.
+    # No cast of a block's inputs: hidden states are in param_dtype, and RoPE tables must stay in fp32.
     block_options = options | {
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
@@ -159,8 +154,7 @@ def apply_fsdp(
         if register_buffers:
             logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
     elif register_buffers:
-        # NCCL registers such memory with the network; where it cannot, torch allocates. NCCL can
-        # allocate only once its communicator exists, which the first collective makes.
+        # NCCL can allocate only once its communicator exists, which the first collective makes.
         for mesh in (dp_mesh, edp_mesh):
             if mesh is not None:
                 group = mesh.get_group(mesh.ndim - 1)
@@ -192,11 +186,7 @@ def _expert_placement(
 def _prefetch_in_order(
     embeddings: nn.Module | None, blocks: list[nn.Module], output: nn.Module | None
 ) -> None:
-    """Make each unit prefetch the parameters of the next unit.
-
-    By default FSDP gathers when the host reaches a unit, which is early enough while the host runs
-    ahead of the device. With dealt experts the host waits for the device in each block.
-    """
+    """Make each unit prefetch the next unit's parameters: the host waits for experts in each block."""
     units = [[block, block.moe.experts] if block.moe_enabled else [block] for block in blocks]
     units = [[embeddings], *units, [output]]
     # Leave out None, and modules that are part of another module's unit.
@@ -207,10 +197,7 @@ def _prefetch_in_order(
 
 
 def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """Return `fully_shard`'s argument: True, False, or the number of ranks to reshard to.
-
-    keeps: "default" is "never".
-    """
+    """Return `fully_shard`'s argument. keeps: "default" is "never"."""
     num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
     if isinstance(policy, int) or policy.isdecimal():
         kept_on = int(policy)
@@ -234,8 +221,7 @@ def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) 
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
     """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
 
-    For a number, torch makes a mesh with new process groups for each unit, on this rank's dp_mesh only.
-    We replace its function because process groups have to be made by all ranks of the world together.
+    Torch makes a mesh for each unit on this rank's dp_mesh only, where all ranks must make groups together.
     """
     axis = dp_mesh.ndim - 1
     names = "fsdp_between", "fsdp_within"
@@ -266,13 +252,12 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 def reshard_model(model: nn.Module) -> None:
     """Free all gathered parameters, so that the model has its sharded parameters again.
 
-    A forward without backward leaves the last unit gathered, with plain parameters that optimizers
-    and checkpoints don't know. No-op without FSDP.
+    A forward without backward leaves the last unit gathered, which optimizers and checkpoints don't
+    know. No-op without FSDP.
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Source of torch 2.13: backward prefetches parameters in the recorded order of the forwards since
-    # the last backward. Without clearing it, a forward without backward is prefetched too.
+    # Backward prefetches the recorded forwards: clear those without a backward (torch 2.13).
     for group in _param_groups(_units_of(model)):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
@@ -298,8 +283,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end.
 
-    FSDP keeps a unit gathered if its mesh after forward is None (read in torch 2.11 to 2.15). We set
-    it, because the public `set_reshard_after_forward` forgets a mesh of fewer ranks.
+    Sets the mesh after forward to None: `set_reshard_after_forward` forgets a mesh of fewer ranks.
     """
     groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
@@ -314,7 +298,6 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _param_groups(units: list[FSDPModule]) -> list[Any]:
-    """Return the private parameter groups of these units; there is no public access."""
     states = map(torch_parts.fsdp_state, units)
     return [group for state in states for group in torch_parts.fsdp_groups_of(state)]
 
@@ -339,8 +322,8 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 def accumulate_gradients(model: nn.Module) -> None:
     """Make backwards leave gradients on each rank, and parameters gathered. No-op without FSDP.
 
-    Call `reduce_accumulated_gradients` after the last backward. A pipeline needs this pair, because
-    the backward of a stage may end with gradients of weights only, and then runs no hook of FSDP.
+    For a pipeline: a stage's backward of weights only runs no hook of FSDP. After the last backward
+    call `reduce_accumulated_gradients`.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -391,8 +374,8 @@ def recover_model(model: nn.Module) -> None:
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)
-    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep even gradients
-    # of gathered parameters, which the next backward would reduce with its own.
+    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep those of gathered
+    # parameters, which the next backward would reduce with its own.
     for shard, grad in zip(shards, reduced, strict=True):
         shard.grad = grad
     field = torch_parts.attribute("fsdp_gradient")
@@ -407,25 +390,19 @@ def recover_model(model: nn.Module) -> None:
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
     """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh.
 
-    The model keeps plain parameters under their old names. enable_compile: blocks are compiled, so
-    let the compiler split graphs where DDP's buckets end.
+    enable_compile: blocks are compiled; let the compiler split graphs where DDP's buckets end.
     """
     if enable_compile:
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast: each rank counts its experts' tokens in one, summed over ranks later.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP averages. Its communication hook cannot undo that, because it also gets the gradients of
-    # earlier microbatches, reduced before. So scale gradients where backward begins.
+    # DDP averages. Its communication hook also gets gradients reduced before, so it can't undo that.
     scale_gradients(model, float(dp_mesh.size()))
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply all gradients of the model by `factor`, however the model is spread over ranks.
-
-    Scales the gradient of the model's output, where backward begins. For a pipeline, pass the last
-    stage.
-    """
+    """Multiply all gradients of the model by `factor`. For a pipeline, pass the last stage."""
 
     def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
         for leaf in torch_parts.pytree.tree_leaves(output):
@@ -438,8 +415,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero.
 
-    For pipeline stages, where DDP does not work because forwards and backwards of several
-    microbatches alternate.
+    For pipeline stages: DDP cannot alternate forwards and backwards.
     """
     buckets: list[list[Tensor]] = []  # of one dtype each
     open_buckets: dict[torch.dtype, list[Tensor]] = {}

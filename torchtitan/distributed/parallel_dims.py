@@ -37,9 +37,8 @@ def _is_above_one(degree: str) -> property:
 class ParallelDims:
     """Degrees of parallelism of a world of `world_size` ranks; meshes are built at first use.
 
-    dp_shard = -1 takes all ranks that the other degrees leave. Expert parallelism (ep, etp)
-    reuses ranks of fsdp and tp, so its degrees are not factors of the world size. always_fsdp:
-    let FSDP hold the parameters even if there is nothing to shard.
+    dp_shard = -1 takes all ranks that the other degrees leave. ep and etp reuse ranks of fsdp and tp.
+    always_fsdp: let FSDP hold the parameters even if there is nothing to shard.
 
     Raises AssertionError (which clients of the interface catch) for degrees below 1, for degrees
     whose product is not the world size, and for etp that is neither tp nor 1.
@@ -140,8 +139,7 @@ class ParallelDims:
         return world_mesh
 
     def _axis_exists(self, name: str, size: int) -> bool:
-        # With ep, experts have their own meshes, even of size 1. Without ep, experts are on the dense
-        # meshes, whatever the size of efsdp.
+        # With ep, experts have their own meshes, even of size 1; without, they are on the dense meshes.
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
@@ -187,8 +185,7 @@ class ParallelDims:
         """Return the mesh to shard ordinary parameters on: [fsdp], or [dp_replicate, fsdp].
 
         Unlike `get_mesh` it also returns an fsdp axis of size 1, on which FSDP runs without
-        communication. Expert parallelism without data parallelism needs that, and so do clients
-        that treat every model as an FSDP model.
+        communication.
         """
         if not self._meshes:
             self.build_mesh()
@@ -229,11 +226,7 @@ class ParallelDims:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP holds the parameters: to shard them, or where DDP cannot sum gradients.
-
-        DDP works only for plain parameters of one mesh, so not for matrices that tensor
-        parallelism splits, nor for experts that are dealt to ranks.
-        """
+        """True if FSDP holds the parameters: to shard them, or because DDP needs plain parameters."""
         replicates_split = self.dp_replicate_enabled and self.tp_enabled
         return self.always_fsdp or self.fsdp_enabled or replicates_split or self.ep_enabled
 
@@ -249,9 +242,5 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """A divisor of row lengths that suits these degrees with any load balancer except "ptrr".
-
-        The reference's number, for its clients. Here tp takes rows of any length, and the divisor
-        for cp depends on the balancer (`sequence_multiple`).
-        """
+        """The divisor of row lengths of 0.2.x, for its clients; here see `sequence_multiple`."""
         return self.tp * (self.cp * 2)

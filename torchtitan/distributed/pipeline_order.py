@@ -1,8 +1,7 @@
 """The order in which a rank of a pipeline computes and communicates, as lists of actions.
 
-Torch's schedules are used as data: each is a table of what every rank computes, in order. This module
-reads such a table (1F1B and GPipe, which have none, are written here), and adds the messages.
-Nothing here touches a tensor or a process group.
+Each of torch's schedules is a table of what every rank computes, in order. This module reads it (1F1B
+and GPipe, which have none, are written here), and adds the messages.
 """
 
 import csv
@@ -19,14 +18,12 @@ Order = dict[int, list["Action"]]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One thing that a rank does for a stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
-        gradients of the stage's input, and those of its weights. SEND_F, RECV_F, SEND_B, RECV_B: send
-        hidden states to the next stage, receive them, and the same for gradients, towards the
-        first stage. REDUCE: all backwards of the stage are done. RESHARD: the stage is needed again
-        only later, and may free its gathered parameters.
-    stage: the stage that this rank computes or communicates for.
+        gradients of the stage's input, and those of its weights. SEND_F, RECV_F, SEND_B, RECV_B: of
+        hidden states to the next stage, and of gradients to the previous one. REDUCE: all backwards
+        of the stage are done. RESHARD: free the stage's gathered parameters for a while.
     microbatch: -1 for REDUCE and RESHARD.
     """
 
@@ -105,11 +102,8 @@ def rank_of_stages(order: Order) -> dict[int, int]:
 def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     """Add sends and receives between ranks, in an order in which no rank waits for ever.
 
-    All ranks are played side by side. A send is entered when its stage has computed, and the
-    receive is entered on the other rank at the same moment: any two ranks therefore have their
-    common messages in the same order, and a rank waits only for what was sent before in the play.
-
-    Raises ValueError if some action can never start.
+    All ranks are played side by side; a send and its receive are entered at the same moment, so any
+    two ranks have their messages in the same order. Raises ValueError if an action can never start.
     """
     result: Order = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)

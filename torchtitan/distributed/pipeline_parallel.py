@@ -1,8 +1,7 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
-A train spec names `pipeline_llm` as its `pipelining_fn`. `pipeline_schedule` describes the schedule
-that it returns. FSDP and torch's schedules are imported inside functions: every train spec imports
-this module, and config errors have to be reported before slow modules are loaded.
+A train spec names `pipeline_llm` as its `pipelining_fn`. Slow modules are loaded by `distributed` at
+first use: every train spec imports this module.
 """
 
 import copy
@@ -97,9 +96,9 @@ def pipeline_module_split(
 ) -> "tuple[list[PipelineStage], list[nn.Module]]":
     """Return this rank's stages and their modules: copies of the model, without the other stages.
 
-    module_names_per_stage: names of children of the model, or `<child>.<key>` for an entry of a
-    ModuleDict, which keeps its key, or of a ModuleList. Other children become None. Every stage
-    keeps all buffers. Raises ValueError if the schedule cannot place the stages on the ranks.
+    module_names_per_stage: names of the model's children, or `<child>.<key>` for an entry of a
+        ModuleDict, which keeps its key, or of a ModuleList. Other children become None.
+    Raises ValueError if the schedule cannot place the stages on the ranks.
     """
     num_stages = len(module_names_per_stage)
     ids = stage_ids_of_rank(pp_schedule, pp_mesh.get_local_rank(), pp_mesh.size(), num_stages)

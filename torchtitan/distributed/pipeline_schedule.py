@@ -1,9 +1,8 @@
 """Running torch's pipeline schedules on any number of microbatches, of any shapes.
 
-Any schedule of torch.distributed.pipelining runs here. The caller splits the batch: each microbatch
-has its own positions and masks, and its own number of rows and tokens. No microbatch is padded, and
-stages don't negotiate shapes (see `pipeline_stage`). Torch gives the order of the work, as a table
-(see `pipeline_order`); stages and messages are ours, on every version of torch.
+The caller splits the batch: each microbatch has its own positions and masks, and its own number of
+rows and tokens. No microbatch is padded. Torch gives the order of the work, as a table (see
+`pipeline_order`); stages (`pipeline_stage`) and messages are ours, on every version of torch.
 
 B rows, T tokens of a microbatch's input.
 """
@@ -11,7 +10,7 @@ B rows, T tokens of a microbatch's input.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,17 +46,6 @@ LossFunction = Callable[[Any, Any], Any]
 _MAX_ORDERS = 16  # cached, one per number of microbatches
 
 
-class Microbatches(NamedTuple):
-    """What one call computes: entry i of each list belongs to microbatch i.
-
-    targets: None on ranks without the last stage, and in calls that compute no loss.
-    """
-
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[dict[str, Any]]
-    targets: Sequence[Any] | None
-
-
 class PipelineSchedule:
     """Runs a schedule of torch on microbatches of any number and any shapes.
 
@@ -66,15 +54,12 @@ class PipelineSchedule:
 
     name: the name of torch's schedule, in upper or lower case.
     stages: this rank's stages, in the order of the model.
-    loss_fn: (output, target) -> loss, a sum over tokens: gradients are not scaled here. Used by calls
-        without a loss_fn of their own, as clients of 0.2.x make them.
-    n_microbatches: the number of microbatches that a whole batch is split into; only clients of 0.2.x
-        call with a whole batch.
+    loss_fn: (output, target) -> loss, a sum over tokens, for calls without a loss_fn of their own.
+    n_microbatches: the number of microbatches that a whole batch is split into.
     csv_path: a file with an order of actions, which replaces the named schedule's order.
 
-    Attribute, set after construction:
-    replicas: a mesh of ranks that hold the same stages unsharded and read different data. Each `step`
-        sums gradients over it. None by default.
+    Attribute `replicas`: a mesh of ranks that hold the same stages unsharded and read different data.
+    Each `step` sums gradients over it. None by default.
     """
 
     def __init__(
@@ -97,8 +82,8 @@ class PipelineSchedule:
         self.has_last_stage = any(stage.is_last for stage in self.stages)
         self._is_connected = False
         # If torch's schedule refuses these stages, it raises here.
-        self._rank_of = rank_of_stages(self._compute_order(n_microbatches))
-        ours = sorted(stage for stage, rank in self._rank_of.items() if rank == self._rank)
+        self.rank_of = rank_of_stages(self._compute_order(n_microbatches))
+        ours = sorted(stage for stage, rank in self.rank_of.items() if rank == self._rank)
         held = [stage.stage_index for stage in self.stages]
         if ours != held:
             raise ValueError(
@@ -111,8 +96,7 @@ class PipelineSchedule:
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
-        They are reduced over data-parallel ranks once, after the last microbatch of the call: by FSDP,
-        or over `replicas`.
+        They are reduced over data-parallel ranks once, after the last microbatch of the call.
 
         Call it with lists, where entry i of each list belongs to microbatch i:
 
@@ -121,9 +105,8 @@ class PipelineSchedule:
         arg_mbs: inputs [B, T]; only the rank of the first stage reads them.
         kwarg_mbs: keywords of the model's forward, on every rank.
         target_mbs: targets of the loss function, any objects; on the rank of the last stage.
-        losses: a list, to which the rank of the last stage appends the losses.
-        return_outputs: keep the outputs, and return them in order, on the rank of the last stage.
-            True by default, as in torch. Logits are large.
+        losses: a list, filled with the losses on the rank of the last stage.
+        return_outputs: return the outputs, in order, on the rank of the last stage (the default).
         loss_fn: replaces the schedule's loss function in this call.
         input_shapes: (B, T) of every microbatch, on all ranks or on none. If it is missing, the
             rank of the first stage broadcasts it, and the other ranks wait.
@@ -174,61 +157,17 @@ class PipelineSchedule:
         self,
         forward_only: bool,
         *args: Any,
+        target: Tensor | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_fn: LossFunction | None = None,
         input_shapes: list[InputShape] | None = None,
         context_mbs: Sequence[ContextFactory] | None = None,
-        **inputs: Any,
-    ) -> list[Any] | Any | None:
-        lists = {"input_shapes": input_shapes, "context_mbs": context_mbs}
-        is_split, microbatches = self._microbatches(forward_only, args, lists, **inputs)
-        if self.has_last_stage and not forward_only and (loss_fn or self.loss_fn) is None:
-            raise ValueError(
-                "a pipeline's step needs a loss function, got None; give loss_fn to this call or to the "
-                "schedule"
-            )
-        self._connect()
-        n = len(microbatches.args)
-        if input_shapes is None:
-            input_shapes = self._exchange_input_shapes(microbatches.args, n)
-        for stage in self.stages:
-            stage.begin_step(input_shapes, not forward_only, context_mbs)
-        computed: list[Any] = []
-        outputs: list[Any] | None = [] if return_outputs and self.has_last_stage else None
-        try:
-            with self._summed(forward_only):
-                self._run_actions(
-                    self._actions(n, forward_only),
-                    microbatches,
-                    loss_fn or self.loss_fn,
-                    computed,
-                    outputs,
-                )
-        finally:
-            for stage in self.stages:
-                stage.end_step()
-                if forward_only:
-                    # Without backward, parameters stay gathered, and neither the optimizer nor a
-                    # checkpoint knows gathered parameters.
-                    reshard_model(stage.submod)
-        if losses is not None:
-            losses[:] = computed
-        return outputs if is_split or outputs is None else torch.cat(outputs)
-
-    def _microbatches(
-        self,
-        forward_only: bool,
-        args: tuple[Any, ...],
-        more_lists: dict[str, Sequence[Any] | None],
-        *,
-        target: Tensor | None = None,
-        arg_mbs: list[tuple[Any, ...]] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
         **kwargs: Any,
-    ) -> tuple[bool, Microbatches]:
-        """Return (did the caller split the batch?, the microbatches), after checks of their number."""
+    ) -> list[Any] | Any | None:
         is_split = not (arg_mbs is None and kwarg_mbs is None and target_mbs is None)
         if is_split and (args or kwargs or target is not None):
             raise ValueError(
@@ -237,114 +176,69 @@ class PipelineSchedule:
             )
         if not is_split:
             n = self.n_microbatches
-            kwarg_mbs = [{}] * n
             if args or kwargs:
                 arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, n)
+            else:
+                kwarg_mbs = [{}] * n
             target_mbs = None if target is None else list(torch.tensor_split(target, n))
-        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs} | more_lists
+        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        lists |= {"input_shapes": input_shapes, "context_mbs": context_mbs}
+        loss_fn = loss_fn or self.loss_fn
+        n = self._check_lists(lists, needs_loss=not forward_only, loss_fn=loss_fn)
+
+        self._connect()
+        if input_shapes is None:
+            input_shapes = self._exchange_input_shapes(arg_mbs, n)
+        for stage in self.stages:
+            stage.begin_step(input_shapes, not forward_only, context_mbs)
+        call = _Call(
+            self, arg_mbs, kwarg_mbs or [{}] * n, target_mbs, loss_fn, keeps_outputs=return_outputs
+        )
+        try:
+            with self._summed(forward_only):
+                call.run(self._actions(n, forward_only))
+        finally:
+            for stage in self.stages:
+                stage.end_step()
+                if forward_only:
+                    # Without backward, parameters stay gathered, and neither the optimizer nor a
+                    # checkpoint knows gathered parameters.
+                    reshard_model(stage.submod)
+        if losses is not None:
+            losses[:] = call.losses
+        if not (return_outputs and self.has_last_stage):
+            return None
+        return call.outputs if is_split else torch.cat(call.outputs)
+
+    def _check_lists(
+        self, lists: dict[str, Sequence[Any] | None], needs_loss: bool, loss_fn: LossFunction | None
+    ) -> int:
+        """Return the number of microbatches. Raises ValueError for lists that this rank cannot use."""
         lengths = {name: len(entries) for name, entries in lists.items() if entries is not None}
-        if not lengths or len(set(lengths.values())) > 1 or 0 in lengths.values():
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(
                 f"a pipeline step needs lists of equal length, at least 1, got {lengths}; give every "
                 "microbatch one entry in each list"
             )
-        n = next(iter(lengths.values()))
-        if self.has_first_stage and arg_mbs is None:
+        if self.has_first_stage and lists["arg_mbs"] is None:
             raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
-        if self.has_last_stage and target_mbs is None and not forward_only:
+        if self.has_last_stage and needs_loss and lists["target_mbs"] is None:
             raise ValueError("the rank with a pipeline's last stage needs target_mbs, got None")
-        return is_split, Microbatches(
-            [()] * n if arg_mbs is None else arg_mbs,
-            [{}] * n if kwarg_mbs is None else kwarg_mbs,
-            target_mbs if self.has_last_stage else None,
-        )
-
-    def _run_actions(
-        self,
-        actions: list[Action],
-        microbatches: Microbatches,
-        loss_fn: LossFunction | None,
-        losses: list[Any],
-        outputs: list[Any] | None,
-    ) -> None:
-        """Carry out this rank's actions; append the last stage's losses, and outputs unless None."""
-        stages = {stage.stage_index: stage for stage in self.stages}
-        # (F or B, stage, microbatch) -> the hidden states, or their gradient, that the stage needs.
-        hidden: dict[tuple[str, int, int], Tensor] = {}
-        receiving: dict[tuple[str, int, int], dist.Work] = {}
-        sending: list[tuple[dist.Work, Tensor]] = []  # tensors have to live until they are sent
-
-        def take(direction: str, index: int, microbatch: int) -> Tensor | None:
-            key = direction, index, microbatch
-            if key in receiving:
-                receiving.pop(key).wait()
-            return hidden.pop(key, None)
-
-        def compute_loss(output: Any) -> Any:
-            losses.append(loss_fn(output, microbatches.targets[microbatch]))
-            return losses[-1]
-
-        computes_loss = loss_fn is not None and microbatches.targets is not None
-        for kind, index, microbatch in actions:
-            stage = stages[index]
-            following = ("F", index + 1, microbatch)
-            preceding = ("B", index - 1, microbatch)
-            with record_function(f"{kind} of stage {index}, microbatch {microbatch}"):
-                if kind == "F":
-                    args = microbatches.args[microbatch]
-                    args = args if stage.is_first else (take("F", index, microbatch),)
-                    loss = compute_loss if stage.is_last and computes_loss else None
-                    output = stage.forward(microbatch, args, microbatches.kwargs[microbatch], loss)
-                    if not stage.is_last:
-                        hidden[following] = output.detach()
-                    elif outputs is not None:
-                        outputs.append(output)
-                    del output
-                elif kind in ("B", "I"):
-                    backward = stage.backward if kind == "B" else stage.backward_input
-                    gradient = backward(microbatch, take("B", index, microbatch))
-                    if gradient is not None:
-                        hidden[preceding] = gradient
-                elif kind == "W":
-                    stage.backward_weight(microbatch)
-                elif kind == "REDUCE":
-                    stage.reduce_gradients()
-                elif kind == "RESHARD":
-                    reshard_model(stage.submod)
-                elif kind.startswith("SEND"):
-                    target = following if kind == "SEND_F" else preceding
-                    tensor = hidden.pop(target).contiguous()
-                    sending.append((self._message(dist.isend, tensor, target[1]), tensor))
-                else:
-                    key = kind[-1], index, microbatch
-                    source = index - 1 if kind == "RECV_F" else index + 1
-                    hidden[key] = stage.empty_hidden(microbatch)
-                    receiving[key] = self._message(dist.irecv, hidden[key], source)
-            # gloo completes a send only when it is waited for. All receives precede what follows, so
-            # waiting for an old send ends.
-            while sending and (sending[0][0].is_completed() or len(sending) > 4 * self.num_stages):
-                sending.pop(0)[0].wait()  # raises if the message got lost
-        for work, _ in sending:
-            work.wait()
-
-    def _message(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.Work:
-        """Start to send to, or receive from, the rank of another stage."""
-        message = dist.P2POp(operation, tensor, group=self.group, group_peer=self._rank_of[stage])
-        (work,) = dist.batch_isend_irecv([message])
-        return work
+        if self.has_last_stage and needs_loss and loss_fn is None:
+            raise ValueError(
+                "a pipeline's step needs a loss function, got None; give loss_fn to this call or to the "
+                "schedule"
+            )
+        return next(iter(lengths.values()))
 
     def _connect(self) -> None:
-        """Make the group's communicator, with all ranks taking part.
-
-        NCCL makes it when the group is first used. Without this call that would be by a send to one
-        neighbour, while the other ranks still wait for their first input.
-        """
+        """Make the group's communicator: NCCL needs all ranks for it, and a send has only two."""
         if not self._is_connected:
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
             self._is_connected = True
 
     def _exchange_input_shapes(
-        self, arg_mbs: Sequence[tuple[Any, ...]], n: int
+        self, arg_mbs: Sequence[tuple[Any, ...]] | None, n: int
     ) -> list[InputShape]:
         device = self.stages[0].device
         shapes = torch.zeros(n, 2, dtype=torch.int64, device=device)
@@ -355,7 +249,7 @@ class PipelineSchedule:
 
     def _global_rank_of(self, stage: int) -> int:
         group = self.group or dist.group.WORLD
-        return dist.get_global_rank(group, self._rank_of[stage])
+        return dist.get_global_rank(group, self.rank_of[stage])
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
@@ -380,7 +274,7 @@ class PipelineSchedule:
                 sum_gradients(parameters, self.replicas)
             if copies:
                 other = self.num_stages - 1 if self.has_first_stage else 0
-                other_rank = self._rank_of[other]
+                other_rank = self.rank_of[other]
                 tied_copies.sum_gradients(copies, self.group, other_rank)
         except BaseException:
             # Drop the gradients of the failed call, and keep those of the calls before it.
@@ -400,12 +294,11 @@ class PipelineSchedule:
     def _make_actions(self, n: int, forward_only: bool) -> list[Action]:
         """Return this rank's actions for n microbatches.
 
-        Torch's table is made for the next number of microbatches that its schedule accepts, and
-        actions of microbatches that don't exist are removed.
+        Torch's table may be for more: actions of microbatches that don't exist are removed.
         """
         order = select(self._compute_order(n), n, forward_only)
         order[self._rank] = with_reductions(order[self._rank])
-        return with_resharding(with_messages(order, self._rank_of)[self._rank])
+        return with_resharding(with_messages(order, self.rank_of)[self._rank])
 
     def _compute_order(self, n: int) -> Order:
         planned = self._num_to_plan_for(n)
@@ -428,3 +321,103 @@ class PipelineSchedule:
             num_ranks = self.stages[0].group_size
             return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
         return n
+
+
+class _Call:
+    """One call of `step` or `eval` on this rank: its microbatches, and the tensors on their way.
+
+    target_mbs: None on ranks without the last stage, and in calls that compute no loss.
+    losses, outputs: of the last stage, filled by `run`.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        arg_mbs: Sequence[tuple[Any, ...]] | None,
+        kwarg_mbs: Sequence[dict[str, Any]],
+        target_mbs: Sequence[Any] | None,
+        loss_fn: LossFunction | None,
+        keeps_outputs: bool,
+    ):
+        self.losses: list[Any] = []
+        self.outputs: list[Any] = []
+        self._args, self._kwargs, self._targets = arg_mbs, kwarg_mbs, target_mbs
+        self._loss_fn, self._keeps_outputs = loss_fn, keeps_outputs
+        self._schedule = schedule
+        self._stages = {stage.stage_index: stage for stage in schedule.stages}
+        # (F or B, stage, microbatch) -> the hidden states, or their gradient, that the stage needs.
+        self._hidden: dict[tuple[str, int, int], Tensor] = {}
+        self._receiving: dict[tuple[str, int, int], dist.Work] = {}
+        self._sending: list[
+            tuple[dist.Work, Tensor]
+        ] = []  # tensors have to live until they are sent
+
+    def run(self, actions: list[Action]) -> None:
+        for action in actions:
+            name = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
+            with record_function(name):
+                self._do(*action)
+            # gloo completes a send only when it is waited for. All receives precede what follows, so
+            # waiting for an old send ends.
+            longest = 4 * self._schedule.num_stages
+            sending = self._sending
+            while sending and (sending[0][0].is_completed() or len(sending) > longest):
+                sending.pop(0)[0].wait()  # raises if the message got lost
+        for work, _ in self._sending:
+            work.wait()
+
+    def _do(self, kind: str, index: int, microbatch: int) -> None:
+        stage = self._stages[index]
+        following, preceding = ("F", index + 1, microbatch), ("B", index - 1, microbatch)
+        match kind:
+            case "F":
+                output = self._forward(stage, microbatch)
+                if not stage.is_last:
+                    self._hidden[following] = output.detach()
+                elif self._keeps_outputs:
+                    self.outputs.append(output)
+            case "B" | "I":
+                backward = stage.backward if kind == "B" else stage.backward_input
+                gradient = backward(microbatch, self._take("B", index, microbatch))
+                if gradient is not None:
+                    self._hidden[preceding] = gradient
+            case "W":
+                stage.backward_weight(microbatch)
+            case "REDUCE":
+                stage.reduce_gradients()
+            case "RESHARD":
+                reshard_model(stage.submod)
+            case "SEND_F" | "SEND_B":
+                target = following if kind == "SEND_F" else preceding
+                tensor = self._hidden.pop(target).contiguous()
+                self._sending.append((self._message(dist.isend, tensor, target[1]), tensor))
+            case "RECV_F" | "RECV_B":
+                key = kind[-1], index, microbatch
+                source = index - 1 if kind == "RECV_F" else index + 1
+                self._hidden[key] = stage.empty_hidden(microbatch)
+                self._receiving[key] = self._message(dist.irecv, self._hidden[key], source)
+
+    def _forward(self, stage: PipelineStage, microbatch: int) -> Any:
+        def compute_loss(output: Any) -> Any:
+            self.losses.append(self._loss_fn(output, self._targets[microbatch]))
+            return self.losses[-1]
+
+        if stage.is_first:
+            args = self._args[microbatch]
+        else:
+            args = (self._take("F", stage.stage_index, microbatch),)
+        computes_loss = stage.is_last and self._loss_fn is not None and self._targets is not None
+        loss = compute_loss if computes_loss else None
+        return stage.forward(microbatch, args, self._kwargs[microbatch], loss)
+
+    def _take(self, *key: Any) -> Tensor | None:
+        if key in self._receiving:
+            self._receiving.pop(key).wait()
+        return self._hidden.pop(key, None)
+
+    def _message(self, operation: Callable[..., Any], tensor: Tensor, stage: int) -> dist.Work:
+        """Start to send to, or receive from, the rank of another stage."""
+        peer = self._schedule.rank_of[stage]
+        message = dist.P2POp(operation, tensor, group=self._schedule.group, group_peer=peer)
+        (work,) = dist.batch_isend_irecv([message])
+        return work

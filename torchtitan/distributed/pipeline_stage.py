@@ -4,6 +4,7 @@ Hidden states [B, T, dim] go forward from stage to stage, and their gradients go
 follows from the shape [B, T] of the microbatch's input, so microbatches may differ in shape.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -30,10 +31,9 @@ class PipelineStage:
 
     submod: the stage's part of the model, called with the microbatch's inputs on the first stage,
         and with the hidden states of the previous stage on the others.
-    group: the pipeline's process group; the default group if None.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    The attributes are those that torch's schedules read when they make their tables.
+    Torch's schedules read the attributes when they make their tables.
     """
 
     def __init__(
@@ -185,15 +185,12 @@ def _gradient_of(hidden: Tensor) -> Tensor:
 # ---- backward in two halves ----
 #
 # The first half propagates the gradient from the stage's output to its input along a path of autograd
-# nodes, and skips the products that give weights' gradients. Where a branch leads from the path to a
-# weight, the gradients that arrive at the node are kept. The second half continues from there.
+# nodes. Where a branch leads from the path to a weight, it keeps the gradients that arrive at the
+# node. The second half continues from there.
 
 
 class _WeightHalf(NamedTuple):
-    """Weights, and the nodes of the path from which they are reached.
-
-    arrived: node -> the gradients of its outputs. weights: leaves of the graph.
-    """
+    """Weights, and the nodes of the path from which they are reached -> gradients of their outputs."""
 
     arrived: dict[Node, tuple[Tensor | None, ...]]
     weights: list[Tensor]
@@ -209,7 +206,7 @@ def _backward_input(
     assert root in path, "the output of a stage does not depend on its input"
     halves = _group_weights(users, path)
     handles = [
-        node.register_prehook(lambda gradients, node=node, half=half: _keep(half, node, gradients))
+        node.register_prehook(functools.partial(half.arrived.__setitem__, node))
         for half in halves
         for node in half.arrived
     ]
@@ -220,10 +217,6 @@ def _backward_input(
         for handle in handles:
             handle.remove()
     return halves
-
-
-def _keep(half: _WeightHalf, node: Node, gradients: tuple[Tensor | None, ...]) -> None:
-    half.arrived[node] = gradients
 
 
 def _users_of_nodes(root: Node) -> dict[Node, list[Node]]:
@@ -280,8 +273,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # A node gets the kept gradients as they are: hooks of its outputs have changed them already, and
-    # another node of the path would add its own share.
+    # A node gets the kept gradients as they are: another node of the path would add its own share.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()

@@ -1,12 +1,10 @@
 """Initial weights that don't depend on how the model is spread over ranks.
 
 An element's value depends only on the seed, the parameter's name, the number of earlier draws into
-the parameter, and the element's global index. Every layout and every number of ranks thus starts
-from the same weights, bit for bit, and each rank generates only its own shard.
+the parameter, and the element's global index. Each rank generates only its own shard.
 
-The random numbers are a function of the index: SplitMix64's output function (Steele, Lea, Flood
-2014, with the constants of Stafford's variant 13) of `key + index * golden`, where `key` is a hash
-of the other three. A stateful generator could not jump to an element in the middle.
+The random numbers are SplitMix64's output function (Steele, Lea, Flood 2014, with the constants of
+Stafford's variant 13) of `key + index * golden`, where `key` is a hash of the other three.
 """
 
 import hashlib
@@ -23,9 +21,6 @@ from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
-# What activation checkpointing and compile add to names.
-_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 # On the CPU a chunk and its temporaries fit the L2 cache; accelerators prefer few, large kernels.
 _CHUNK_ELEMENTS_CPU = 2**14
 _CHUNK_ELEMENTS_ACCELERATOR = 2**24
@@ -40,21 +35,12 @@ _Transform = Callable[[Tensor], Tensor]
 _active: "seeded_init | None" = None
 
 
-def name_without_wrappers(name: str) -> str:
-    """Return a parameter's or buffer's name in the model without compile and checkpointing."""
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
 class seeded_init(torch_parts.DispatchMode):
     """Context in which the model's `init_weights()` sets the same weights on every layout.
 
     Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
-    and our `trunc_normal_` fill parameters of `model` from `seed`, the parameter's name and the
-    element's global index. Parameters may be plain or DTensors, in any dtype. Tied parameters
-    use the first of their names, even on two pipeline stages. Other random draws use torch's
-    generator, with one warning, because their result depends on the layout.
+    and our `trunc_normal_` fill parameters of `model`, plain or DTensors. Tied parameters use the
+    first of their names. Other draws use torch's generator, with a warning: they depend on the layout.
 
     Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
     """
@@ -66,7 +52,7 @@ class seeded_init(torch_parts.DispatchMode):
         self._name_by_id: dict[int, str] = {}
         self._name_by_memory: dict[tuple, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            name = name_in_whole_model(model, name_without_wrappers(name))
+            name = name_in_whole_model(model, torch_parts.name_without_wrappers(name))
             self._name_by_id.setdefault(id(parameter), name)
             memory = _memory_of(parameter)
             if memory is not None:
@@ -107,7 +93,7 @@ class seeded_init(torch_parts.DispatchMode):
         return tensor
 
     def fill_outside(self, tensor: Any, transform: _Transform) -> bool:
-        """Call `fill` with this mode off, so that it doesn't intercept every operation."""
+        """Call `fill` with this mode off."""
         super().__exit__(None, None, None)
         try:
             return self.fill(tensor, transform)
@@ -138,8 +124,7 @@ def trunc_normal_(
 ) -> Tensor:
     """Fill with N(mean, std) truncated to the absolute bounds [a, b]; returns the tensor.
 
-    Computes in at least fp32, and rounds to the tensor's dtype at the end, because bf16 loses the
-    tails of the inverse error function. Call under `torch.no_grad()`.
+    Computes in at least fp32: bf16 loses the tails. Call under `torch.no_grad()`.
     """
     if _active is not None and not tensor.is_meta:
         if _active.fill_outside(tensor, _truncated_normal(mean, std, a, b)):
@@ -152,8 +137,7 @@ def trunc_normal_(
 def _truncated_normal(
     mean: float = 0.0, std: float = 1.0, a: float = -math.inf, b: float = math.inf
 ) -> _Transform:
-    # Inverse transform sampling: the inverse of the normal distribution function, between its
-    # values at the bounds, written with erf.
+    # Inverse transform sampling, with the distribution function written with erf.
     low, high = (
         math.erf((bound - mean) / (std * math.sqrt(2))) if std else 0.0 for bound in (a, b)
     )

@@ -6,13 +6,10 @@ own tokens (Korthikanti et al. 2022, arXiv:2205.05198):
     whole    [B, T, M]
     a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
 
-If tp does not divide T, the last shards end in rows of zeros. They influence no other row, because
-norms and sums treat rows separately, and gathering drops them.
+If tp does not divide T, the last shards end in rows of zeros, which gathering drops.
 
-Hidden states are plain tensors. There are two ways to gather shards, depending on the gradient.
-In a split module each rank's gradient is one summand of the whole gradient: use `gather`.
-Elsewhere (logits, the hand-over between pipeline stages) every rank has the whole gradient: use
-`join`.
+There are two ways to gather. In a split module each rank's gradient is one summand of the whole
+gradient: use `gather`. Elsewhere (logits, pipeline stages) every rank has the whole one: use `join`.
 """
 
 from typing import Any
@@ -79,10 +76,7 @@ def join_shards(
 
 
 class _Move(torch.autograd.Function):
-    """Apply one of `_MOVES` in forward, and another, `back`, to the gradient in backward.
-
-    where: the moves' other arguments: the dim that is split, the whole tensor's length along it, ...
-    """
+    """Apply one of `_MOVES` in forward, and another, `back`, to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, move: str, back: str, x: Tensor, *where: Any) -> Tensor:

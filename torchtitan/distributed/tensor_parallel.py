@@ -11,9 +11,8 @@ a block of a decoder (B rows, T tokens, t = T / tp tokens on this rank, M model 
     wo, w2                      -> one summand of [B, T, M]          split by columns
     reduce                      -> [B, t, M]
 
-A parameter that every rank holds whole is used on different tokens or heads by each rank, so its
-gradient is always summed over ranks. A value that every rank computes from all tokens (such as an
-auxiliary loss) must therefore be divided by the number of ranks.
+The gradient of a parameter that every rank holds whole is always summed over ranks. A value that
+every rank computes from all tokens (an auxiliary loss) must be divided by their number.
 """
 
 import functools
@@ -89,20 +88,17 @@ def distribute_modules(
 ) -> None:
     """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`.
 
-    plan: module name (where `*` stands for a layer's number) -> row. It may have rows for modules
-        that this model, or this pipeline stage, doesn't have.
+    plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored.
     loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
         whole plain logits.
     overlap: use the form of collectives that asynchronous tensor parallelism needs in blocks.
     float8_gather: gather hidden states in float8 in blocks whose linear layers all support it.
 
-    Parameters that are DTensors already are left as they are. Other parameters that are not on
-    the meta device must have the same values on every rank; nothing is communicated. Modules that
-    share a parameter still share it afterwards.
+    Parameters that are DTensors already are left as they are. Others that are not on the meta device
+    must have the same values on every rank. Modules that share a parameter still share it afterwards.
 
-    Raises ValueError for a module with parameters and no row, a parameter that is missing in its
-    module's row, a size that the mesh doesn't divide, and a class that cannot compute with a part
-    of its parameters (such as a float8 output projection).
+    Raises ValueError for parameters without a row, a size that the mesh doesn't divide, and a class
+    that cannot compute with a part of its parameters (such as a float8 output projection).
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -161,8 +157,7 @@ def _find_row(
 def _compute_locally(name: str, module: nn.Module) -> None:
     """Make the module's forward read this rank's part of its parameters, by changing its class.
 
-    `nn.Module` has no other way to replace a forward that compiled blocks can share, and a wrapper
-    would change parameter names. `__class__ =` is safe because the new class adds no attributes.
+    A wrapper would change parameter names, and an own forward per module could not share compiled code.
     """
     if getattr(module, "reads_local_parameters", False):
         return
@@ -222,10 +217,7 @@ class VocabularyEmbedding(nn.Embedding):
 class VocabularyOutput(nn.Linear):
     """An output projection whose vocabulary is split over ranks. [B, T, M] -> logits [B, T, V].
 
-    keeps_shards: return a DTensor, in which each rank has the logits of its vocabulary entries.
-        Otherwise each rank returns a plain tensor of all logits.
-    in_fp32: as in `OutputProjection`. low_rank: as in `Linear`.
-
+    keeps_shards: return a DTensor split along the vocabulary, instead of a plain tensor of all logits.
     With a head, returns head(h, this rank's weight, its bias, group=...) instead.
     """
 
@@ -254,12 +246,8 @@ class VocabularyOutput(nn.Linear):
 class NoParallel(ParallelStyle):
     """Every rank of the mesh computes the whole module, on parameters that are DTensors.
 
-    For modules that are too small to split, such as a router gate or a norm in a tensor-parallel
-    block. It puts all parameters of the block on one mesh.
-
     input_layout: the layout of the module's first input, if that is a plain tensor.
-    output_layout: the layout of the output, which is returned as a plain local tensor unless
-        `use_local_output` is False.
+    output_layout: the layout of the output. use_local_output: return it as a plain local tensor.
     """
 
     def __init__(
@@ -301,9 +289,8 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces a gather and the
-    products that read it, or a product and the reduction of its result, by one operator that sends
-    in pieces through symmetric memory. The ranks must share memory, so they must be on one node.
+    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces them by one operator that
+    sends in pieces through symmetric memory, so the ranks must be on one node.
     Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:

@@ -1,8 +1,6 @@
 """A tied embedding in a pipeline: two copies of a parameter, on the first and the last stage.
 
-Without a pipeline the embedding and the output projection share one tensor. In a pipeline the first
-and the last stage each have a copy, on two ranks, or on one rank if the stages form a V. The copies
-act as one parameter:
+The two stages are on two ranks, or on one if they form a V. The copies act as one parameter:
 
     initial weights     both are drawn under the first name                     `name_in_whole_model`
     gradients           both get the sum, in each call of the schedule          `sum_gradients`

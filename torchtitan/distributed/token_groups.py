@@ -39,8 +39,8 @@ def permute_tokens(
 
     counts: [R * E] int.
     Returns (shape of x with one more row; reordered x [M, D], with zeros as padding; the input row of
-    each of its M rows, -1 for padding; slot sizes [E] int32). M depends only on N, so the host
-    doesn't wait for the device. Rows after the last slot belong to no expert.
+    each of its M rows, -1 for padding; slot sizes [E] int32). M depends only on N. Rows after the last
+    slot belong to no expert.
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
     padded_len = (padded_len + alignment - 1) // alignment * alignment
@@ -53,10 +53,7 @@ def permute_tokens(
 
 
 def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
-    """Undo `permute_tokens`: [M, D] -> [N, D], without padding, which may have any values.
-
-    D may differ from the input's.
-    """
+    """Undo `permute_tokens`: [M, D] -> [N, D], without padding, which may have any values."""
     rows = inverse_rows(indices, input_shape[0] - 1)
     return take_rows(out, rows, indices.unsqueeze(1), places_have_gaps=True)
 
@@ -82,8 +79,7 @@ def take_rows(
     """Return x[rows]: [N, D] -> [M, D], with zeros where the row is -1.
 
     places: [N, c], the rows of the result that are copies of each row of x; -1 for none. The gradient
-        of x is gathered from there and summed in fp32. That of torch's indexing is added row by row
-        to zeros: with atomic instructions on accelerators, in the dtype of x and in any order.
+        of x is gathered from there and summed in fp32, where torch's indexing would add in any order.
     rows_have_gaps, places_have_gaps: they may contain -1.
     """
     return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
@@ -124,11 +120,8 @@ def generate_permute_indices(
     """Return (indices, sizes, ends) of the aligned slots, all int32, without waiting for the device.
 
     tokens_per_expert_group: [R * E] int, the number of tokens from each rank for each expert.
-    max_len: length of the regrouped buffer.
     alignment: slot sizes are multiples of it; an expert without tokens has a slot of this size.
-
-    indices [max_len]: the token at each place of the buffer, -1 for none. sizes [E], ends [E]: the
-    slots' sizes and ends, in order.
+    indices [max_len]: the token at each place of the buffer, -1 for none. sizes, ends: [E].
     """
     if use_cpu:
         tokens_per_expert_group = tokens_per_expert_group.cpu()

@@ -48,10 +48,9 @@ def get_train_context(enable_loss_parallel: bool) -> TrainContext:
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that is entered around every forward.
+    """Return the context of every forward: autocast to `mixed_precision_param`, if FSDP casts nothing.
 
-    Without FSDP it is autocast to `mixed_precision_param`. With FSDP, which casts parameters itself,
-    it does nothing. Tensor and pipeline parallelism without FSDP run in full precision.
+    Tensor and pipeline parallelism without FSDP run in full precision.
     """
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
     if dtype == torch.bfloat16 and device_type == "cpu" and not cpu_multiplies_bf16():
@@ -82,7 +81,6 @@ def create_context_parallel_ctx(
     cp_rotate_method: str,
 ) -> Generator[None, None, None]:
     """Return torch's own context-parallel context, which shards `cp_buffers` on `cp_seq_dims`."""
-    # Imported here, because torch may rename these experimental functions.
     torch_parts.set_rotate_method(cp_rotate_method)
     return load_dtensor(".experimental").context_parallel(
         cp_mesh,
@@ -135,13 +133,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
-    The norm is that of the whole model: of all shards of a gradient and, with `pp_mesh`, of all
-    pipeline stages, where a tied embedding counts once. Collective over the meshes of the gradients
-    and `pp_mesh`. Parameters may be on different meshes; plain tensors are allowed unless
-    `ep_enabled`.
-
-    Returns a plain scalar tensor. Raises RuntimeError if the norm is not finite and
-    `error_if_nonfinite`.
+    The norm is that of the whole model: of all shards and, with `pp_mesh`, of all pipeline stages,
+    where a tied embedding counts once. Collective over the meshes of the gradients and `pp_mesh`.
+    Plain tensors are allowed unless `ep_enabled`.
+    Returns a plain scalar. Raises RuntimeError if it is not finite and `error_if_nonfinite`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
@@ -161,9 +156,8 @@ def clip_grad_norm_(
 
     norms = []
     for axes, grads in parts.items():
-        # On the CPU, first compute the norm of each row. The CPU kernel sums a whole fp32 tensor in a
-        # few fp32 accumulators: for 6 million elements the norm is 2e-4 too small, by an amount that
-        # depends on the sharding. By rows the error is 5e-7, in a thirtieth of the time.
+        # On the CPU, first compute the norm of each row: for 6 million elements the error is 5e-7, where
+        # the CPU kernel's is 2e-4 and depends on the sharding.
         rows = [
             torch.linalg.vector_norm(grad, norm_type, dim=-1)
             if grad.device.type == "cpu" and grad.ndim > 1

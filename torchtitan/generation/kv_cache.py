@@ -1,11 +1,11 @@
 """A cache of keys and values, so that a new token costs the forward of one token.
 
 B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
-query heads, K key/value heads, D head size, V vocabulary.
+query heads, K key/value heads, D head size, V vocabulary, L mixtures of experts, k experts per token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,13 +14,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, map_masks
-from torchtitan.generation.expert_record import ExpertRecord
-from torchtitan.generation.one_token import OneTokenForward, is_plain
 from torchtitan.models.decoder import Decoder
 from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 
 
-class CachedAttention(nn.Module):
+class _Store:
+    """Tensors [B, _, max_length, _] of all tokens in a cache, after the first call.
+
+    The caller sets `slots` and `end` before each call: the slots of its tokens, [1 or B, T], and the
+    number of filled slots after it.
+    """
+
+    max_length: int
+    stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
+    slots: Tensor
+    end = 0
+
+    def put_rows(self, places: Tensor, other: "_Store", rows: Tensor) -> None:
+        """Overwrite the rows at `places` with `rows` of another store; an empty one is allocated first."""
+        self.stored = self.stored or [
+            x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
+        ]
+        for stored, given in zip(self.stored, other.stored, strict=True):
+            stored[places, :, : other.end] = given[rows, :, : other.end]
+        self.end = max(self.end, other.end)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        for i, x in enumerate(self.stored):
+            self.stored[i] = x.new_zeros(len(rows), *x.shape[1:])
+            self.stored[i][:, :, : self.end] = x[:, :, : self.end][rows]
+
+
+class CachedAttention(_Store, nn.Module):
     """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
 
     max_length: the longest row, in tokens. batch_invariant: with the sums of `numerics.batch_invariant`.
@@ -31,14 +56,7 @@ class CachedAttention(nn.Module):
     def __init__(self, max_length: int, batch_invariant: bool):
         super().__init__()
         self.max_length = -(-max_length // KEYS) * KEYS if batch_invariant else max_length
-        self.batch_invariant = batch_invariant
-        # Keys and values [B, K, max_length, D], after the first call. In a list because buffers
-        # would appear in the model's state dict.
-        self.stored: list[Tensor] = []
-        # The caller sets `slots` and `end` before each call: the slots of its tokens, [1 or B, T], and
-        # the number of filled slots after it.
-        self.slots: Tensor | None = None
-        self.end = 0
+        self.batch_invariant, self.stored = batch_invariant, []
 
     def forward(
         self,
@@ -58,7 +76,6 @@ class CachedAttention(nn.Module):
         """
         if not self.stored:  # only now are batch size, heads, dtype and device known
             self._allocate(k, v)
-        assert self.slots is not None
         for stored, new in zip(self.stored, (k, v), strict=True):
             if len(self.slots) == 1:  # the same slots in all rows
                 stored[:, :, self.end - new.shape[2] : self.end] = new
@@ -66,7 +83,11 @@ class CachedAttention(nn.Module):
                 index = self.slots[:, None, :, None].expand_as(new)
                 stored.scatter_(2, index, new.to(stored.dtype))
         if self.batch_invariant:
-            return self._in_tiles(q, block_mask, scale)
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            visible = F.pad(block_mask[:, 0], (0, -self.end % KEYS))
+            k, v = (x[:, :, : visible.shape[-1]] for x in self.stored)
+            with torch.autocast(q.device.type, enabled=False):
+                return attend_to_visible(q, k, v, visible, scale)[0].to(q.dtype)
         k, v = (x[:, :, : self.end] for x in self.stored)
         if not return_lse:
             with torch.autocast(q.device.type, enabled=False):
@@ -89,50 +110,47 @@ class CachedAttention(nn.Module):
             x.new_zeros(*x.shape[:2], self.max_length, x.shape[3], dtype=dtype) for x in (k, v)
         ]
 
-    def attend_one(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-        """`forward` for one token per row: q [B, H, D]; k, v [B, K, D] -> [B, H, D].
 
-        hidden: bool [B, 1, S], True for the slots that a row does not see; None if it sees all.
-        """
-        n_rows, n_heads, head_dim = q.shape
-        assert self.slots is not None
-        for stored, new in zip(self.stored, (k, v), strict=True):
-            if len(self.slots) == 1:
-                stored[:, :, self.end - 1] = new
-            else:
-                stored[torch.arange(n_rows), :, self.slots[:, 0]] = new.to(stored.dtype)
-        if self.batch_invariant:
-            visible = torch.ones(1, 1, 1, self.end, dtype=torch.bool)
-            visible = visible if hidden is None else ~hidden[:, None]
-            return self._in_tiles(q[:, :, None], visible, None)[:, :, 0]
-        k, v = (x[:, :, : self.end].flatten(0, 1) for x in self.stored)
-        queries = (q.to(k.dtype) * head_dim**-0.5).reshape(len(k), -1, head_dim)
-        scores = torch.bmm(queries, k.transpose(1, 2))
-        if hidden is not None:
-            scores.view(n_rows, n_heads, -1).masked_fill_(hidden, -torch.inf)
-        return torch.bmm(scores.softmax(dim=-1), v).view(n_rows, n_heads, -1).to(q.dtype)
+class ExpertRecord(_Store):
+    """The experts that routers chose for the tokens in a cache: one tensor int16 [B, L, max_length, k].
 
-    def _in_tiles(self, q: Tensor, visible: Tensor, scale: float | None) -> Tensor:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        visible = F.pad(visible[:, 0], (0, -self.end % KEYS))
-        k, v = (x[:, :, : visible.shape[-1]] for x in self.stored)
-        with torch.autocast(q.device.type, enabled=False):
-            return attend_to_visible(q, k, v, visible, scale)[0].to(q.dtype)
+    It holds 0 for layers of other pipeline stages.
+    """
 
-    def put_rows(self, places: Tensor, other: "CachedAttention", rows: Tensor) -> None:
-        """Overwrite the rows at `places` with `rows` of another cache; an empty cache is allocated first."""
-        self.stored = self.stored or [
-            x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
-        ]
-        for stored, given in zip(self.stored, other.stored, strict=True):
-            stored[places, :, : other.end] = given[rows, :, : other.end]
-        self.end = max(self.end, other.end)
+    def __init__(self, parts: Sequence[Decoder], max_length: int):
+        moe_layers = parts[0].moe_layers
+        assert moe_layers, "a dense model has no experts to record"
+        self._routers = {
+            moe_layers.index(int(name)): layer.moe.router
+            for part in parts
+            for name, layer in part.layers.items()
+            if layer.moe_enabled
+        }
+        self.max_length, self.stored = max_length, []
+        self._sizes = (len(moe_layers), max_length, parts[0].model_args.moe_args.top_k)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep these rows of the cache, in this order; a row may be repeated."""
-        for i, x in enumerate(self.stored):
-            self.stored[i] = x.new_zeros(len(rows), *x.shape[1:])
-            self.stored[i][:, :, : self.end] = x[:, :, : self.end][rows]
+    @contextmanager
+    def recording(self, n_rows: int) -> Iterator[None]:
+        """Record the experts of the tokens at `slots` while the model runs inside."""
+        if not self.stored:
+            self.stored = [self.slots.new_zeros(n_rows, *self._sizes, dtype=torch.int16)]
+        (stored,), rows = self.stored, torch.arange(n_rows, device=self.slots.device)[:, None]
+
+        def record_in(number: int, router: nn.Module) -> Any:
+            def record(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+                experts = outputs[1].view(n_rows, self.slots.shape[1], -1)
+                stored[rows, number, self.slots] = experts.to(stored.dtype)
+
+            return router.register_forward_hook(record)
+
+        with ExitStack() as hooks:
+            for number, router in self._routers.items():
+                hooks.callback(record_in(number, router).remove)
+            yield
+
+    def of_row(self, place: int, length: int) -> Tensor:
+        """Return a copy of the experts of a row's first tokens, [length, L, k]."""
+        return self.stored[0][place, :, :length].transpose(0, 1).clone()
 
 
 class CachedForward:
@@ -162,37 +180,29 @@ class CachedForward:
         self._device = getattr(parts[0], parts[0].rope_buffer_name).device
         row = DocumentMask.from_rows(1, max_length, self._device)
         self._masks = parts[0].layer_masks(row)
-        self._output = parts[-1].output
-        self._is_plain = is_plain(parts)
-        self._of_one_token: OneTokenForward | None = None
 
     def __call__(
         self, tokens: Tensor, n_tokens: Sequence[int] | None = None, *, last_only: bool = False
     ) -> Any:
-        """Return the result of `run`: logits [B, T, V] of new tokens [B, T].
+        """Return the result of `run`: logits [B, T, V] of new tokens [B, T], which continue the rows.
 
-        The tokens continue the rows kept since the last call (see `keep_rows`).
-
-        n_tokens: the number of new tokens in each row; the rest is padding, whose logits are
-            undefined. None: T.
+        n_tokens: the number of new tokens in each row, T by default; the rest is padding, whose logits
+            are undefined.
         last_only: return only the logits of each row's last new token, [B, 1, V].
-
         Raises ValueError if a row gets longer than the cache.
         """
         n_rows, width = tokens.shape
         starts = self.lengths or [0] * n_rows
         counts = [width] * n_rows if n_tokens is None else n_tokens
-        first, end = min(starts), max(starts) + width
+        end = max(starts) + width
         if end > self.max_length:
             raise ValueError(
                 f"the cache holds {self.max_length} tokens per row, got {end}; raise max_length"
             )
         slots = torch.arange(end - width, end, device=self._device)[None]
-        if first != end - width:
+        if min(starts) != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
-        if width == 1 and self._is_plain and self.kernels[0].stored:
-            return self._one_token(tokens, slots, starts, end)
         # A mask depends only on slots, so evaluate it for the new tokens' slots.
         keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -200,31 +210,18 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
+        for store in self._stores:
+            store.slots, store.end = slots, end
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
-            kernel.slots, kernel.end = slots, end
             if layer.inner_attention is not kernel:  # it may be the kernel of a second cache
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        only_last = self._only_last(counts) if last_only and width > 1 else nullcontext()
-        experts = self.experts
-        with only_last, experts.recording(slots, n_rows) if experts else nullcontext():
+        with ExitStack() as hooks:
+            if last_only and width > 1 and self._parts[-1].output is not None:
+                hooks.callback(self._only_last(counts).remove)
+            if self.experts is not None:
+                hooks.enter_context(self.experts.recording(n_rows))
             return self._run(tokens, attention_masks=masks, positions=slots)
-
-    def _one_token(self, tokens: Tensor, slots: Tensor, starts: list[int], end: int) -> Tensor:
-        if self._of_one_token is None:
-            amp = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            self._of_one_token = OneTokenForward(self._parts[0], amp)
-        for kernel in self.kernels:
-            kernel.slots, kernel.end = slots, end
-        self.lengths = [start + 1 for start in starts]
-        hidden = None
-        if len(slots) > 1:
-            hidden = torch.arange(end) > slots[:, None]
-        return self._of_one_token(tokens, slots, self.kernels, hidden)
-
-    def weights_changed(self) -> None:
-        """Call after the model's weights were changed, because copies of them may exist."""
-        self._of_one_token = None
 
     def aside(self, max_length: int) -> "CachedForward":
         """Return the forward of a second, empty cache for the same model."""
@@ -234,8 +231,7 @@ class CachedForward:
     def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
         """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
 
-        Copies only the slots that the other cache uses. The first call on an empty cache sets its
-        number of rows.
+        The first call on an empty cache sets its number of rows.
         """
         at, index = torch.tensor([places, rows], device=self._device)
         self.lengths = self.lengths or [0] * len(places)
@@ -251,23 +247,15 @@ class CachedForward:
         for store in self._stores:
             store.keep_rows(index)
 
-    @contextmanager
-    def _only_last(self, counts: Sequence[int]) -> Iterator[None]:
-        """Pass only each row's last hidden state to the output: logits of all tokens are large."""
-        if self._output is None:
-            yield
-            return
+    def _only_last(self, counts: Sequence[int]) -> Any:
+        """Pass only each row's last hidden state to the output, because logits of all tokens are large."""
 
         def keep_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             h, *head = args
             last = torch.tensor(counts, device=h.device) - 1
             return h[torch.arange(len(h), device=h.device), last][:, None], *head
 
-        hook = self._output.register_forward_pre_hook(keep_last)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return self._parts[-1].output.register_forward_pre_hook(keep_last)
 
 
 @contextmanager
@@ -279,18 +267,15 @@ def kv_cache(
 ) -> Iterator[CachedForward]:
     """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
 
-    Each call takes only the tokens that follow the tokens of earlier calls. A row is one document,
-    masked by the model's `layer_masks`, so every family and every attn_type works. Inside the
-    context the model must not be called in another way, and a change of its weights has to be
-    followed by `weights_changed`.
+    A row is one document, masked by the model's `layer_masks`, so every family and every attn_type
+    works. Inside the context the model must not be called in another way.
 
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.
     run: called instead of the model, as run(tokens, attention_masks=..., positions=...); required
-        for pipeline stages. Not called for one token per row of a model for which
-        `one_token.is_plain` is True.
+        for pipeline stages.
     records_experts: keep the experts of all tokens, see `ExpertRecord`.
-    Raises ValueError for layers without an attention kernel to replace, for a value head, and for
+    Raises ValueError for models without an attention kernel to replace or with a value head, and for
     max_length beyond the RoPE table.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -317,8 +302,7 @@ def kv_cache(
         )
     kernels = [layer.inner_attention for layer in layers]
     try:
-        run = parts[0] if run is None else run
-        yield CachedForward(parts, layers, max_length, run, records_experts)
+        yield CachedForward(parts, layers, max_length, run or parts[0], records_experts)
     finally:
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.inner_attention = kernel

@@ -1,8 +1,8 @@
 """Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
 
 The server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
-a folder of Hugging Face files, or the adapters to a folder in PEFT's format. The server's machine must
-see the folder, whose path is posted.
+a folder of Hugging Face files, or the adapters to a folder in PEFT's format; the server's machine must
+see the folder, whose path is posted. `vllm_lane` sends weights without files.
 """
 
 import base64
@@ -16,7 +16,7 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.distributed.processes.ranks import from_rank_zero
@@ -32,16 +31,16 @@ from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_transport import Pairs
+from torchtitan.rl.weight_transport import Pairs, buckets_of, copied
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file, save_tensors
 
 _TRIES, _SECONDS_BETWEEN_TRIES = 3, 1.0
+_DEV_MODE = "the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 _HOW_VLLM_RELOADS = {
-    "hf": "; without rl.generator.reload_url the server must be vLLM with VLLM_SERVER_DEV_MODE=1 in its "
-    "environment",
-    "transfer": "; with rl.generator.weight_transfer the server must be vLLM with VLLM_SERVER_DEV_MODE=1 "
-    "in its environment and this backend in its --weight-transfer-config",
+    "hf": f"; without rl.generator.reload_url {_DEV_MODE}",
+    "transfer": f"; with rl.generator.weight_transfer {_DEV_MODE}, and this backend in its "
+    "--weight-transfer-config",
     "adapters": "; with rl.generator.adapters the server must be vLLM with --enable-lora, a "
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
@@ -52,25 +51,16 @@ _MAX_FILE_BYTES = 4 * 2**30  # of tensors
 class OpenAIGenerator(ForeignGenerator):
     """Samples with an HTTP server. Each rank sends the requests for its own share of prompts.
 
-    url: the server's; requests go to url/v1/completions. model: the model's name on the server.
-    reload_url: rank 0 posts {"path": folder, "version": n} here after it has written all weights to
-        the folder; the answer must come after the server has loaded them. "" reloads through the
-        development endpoints of vLLM at `url`, started with VLLM_SERVER_DEV_MODE=1.
+    The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
+    Arguments are those of `[rl.generator]`, and:
+
     folder: gets a subfolder per version; each update removes those of earlier versions.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
     dtype: of the weights in the files; None keeps the trainer's.
-    max_requests: the most requests of a rank at the same time.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
-    weight_transfer: "nccl" or "gloo" sends whole weights to a vLLM server by `vllm_lane.WeightLane`,
-        and writes no files. delta: with "gloo", send only what changed since the last update.
-    adapters: send only adapters, to vLLM's endpoints for LoRA. The server needs --enable-lora and
-        VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and serves the base as `model`.
-    records_experts: completions have the experts of their tokens; the server must be vLLM, started
-        with --enable-return-routed-experts.
-
-    The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
-    Truncation (top_p, top_k) is refused, as in `VLLMGenerator`.
+    delta: with `weight_transfer` = "gloo", send only what changed since the last update.
+    records_experts: the server must be vLLM, started with --enable-return-routed-experts.
     """
 
     engine_name = "the server"
@@ -96,11 +86,11 @@ class OpenAIGenerator(ForeignGenerator):
         super().__init__(dtype, seed, folder, adapters, records_experts)
         self._weight_transfer, self._delta = weight_transfer, delta and weight_transfer == "gloo"
         self._lane: WeightLane | None = None
-        self._adapter = ""  # name of the adapters that the server has
         if not reload_url:
             self.remedy = _HOW_VLLM_RELOADS["transfer" if weight_transfer else self.weight_names]
-        # Drawn anew, because the server may hold adapters of an earlier run.
+        # Drawn per run, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
+        self._adapter = ""  # name of the adapters that the server has
         self._vocab_size = vocab_size
         self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
         self._hf_assets_path = hf_assets_path
@@ -140,24 +130,21 @@ class OpenAIGenerator(ForeignGenerator):
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         url = f"{self._url}/v1/completions"
         answer = _post(url, request, self._timeout_seconds)
-        # The answer may be any JSON: parts that are missing or of another type count as empty.
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        choice = choice if isinstance(choice, dict) else {}
-        details = choice.get("logprobs")
-        details = details if isinstance(details, dict) else {}
-        token_ids = choice.get("token_ids")
-        if not isinstance(token_ids, list):  # then tokens are texts such as "token_id:17"
-            texts = [str(text).rpartition(":") for text in details.get("tokens") or ()]
-            are_ids = all(label == "token_id" and number.isdecimal() for label, _, number in texts)
-            token_ids = [int(number) for *_, number in texts] if are_ids else []
-        values = details.get("token_logprobs") or []
-        logprobs = [value for value in values if isinstance(value, int | float)]
+        try:
+            choice = answer["choices"][0]
+            token_ids = choice.get("token_ids")
+            details = choice.get("logprobs") or {}
+            logprobs = [float(value) for value in details.get("token_logprobs") or ()]
+            if token_ids is None:  # then tokens are texts such as "token_id:17"
+                texts = details.get("tokens") or ()
+                token_ids = [int(text.removeprefix("token_id:")) for text in texts]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            choice, token_ids, logprobs = {}, [], []
         if not token_ids or len(token_ids) != len(logprobs):
             raise RunError(
                 f"{url} has to answer with the id and the log-prob of every new token, got "
-                f"{len(token_ids)} ids and {len(logprobs)} log-probs; use a server that supports "
-                '"return_token_ids" or "return_tokens_as_token_ids", and "logprobs"'
+                f'{json.dumps(answer)[:500]}; use a server that supports "return_token_ids" or '
+                '"return_tokens_as_token_ids", and "logprobs"'
             )
         limit = math.inf if self._vocab_size is None else self._vocab_size
         wrong = [x for x in token_ids if type(x) is not int or not 0 <= x < limit]
@@ -173,17 +160,7 @@ class OpenAIGenerator(ForeignGenerator):
         if dist.is_initialized() and dist.get_rank() > 0:
             return  # rank 0 sends the weights for all
         if self._weight_transfer:
-            if self._lane is None:
-                self._lane = WeightLane(
-                    self._weight_transfer, self._call, self._url, self._timeout_seconds, self._delta
-                )
-            try:
-                self._lane.send(pairs, version)
-            except BaseException:  # parts of the update may be on the way: never send after them
-                self._lane.close()
-                self._lane = None
-                raise
-            self._call("reset_prefix_cache", {})
+            self._send(pairs, version)
             return
         folder, takes_adapters = self._folder_of(version), self.weight_names == "adapters"
         if takes_adapters:
@@ -206,14 +183,27 @@ class OpenAIGenerator(ForeignGenerator):
             self._command(f"{self._url}/reset_prefix_cache", {})
         self._remove_other_versions(version)
 
+    def _send(self, pairs: Pairs, version: int) -> None:
+        def call(name: str, message: dict[str, Any] | None) -> Any:
+            # Once, because a second transfer would find no sender.
+            return _post(f"{self._url}/{name}", message, self._timeout_seconds, tries=1)
+
+        if self._lane is None:
+            self._lane = WeightLane(
+                self._weight_transfer, call, self._url, self._timeout_seconds, self._delta
+            )
+        try:
+            self._lane.send(pairs, version)
+        except BaseException:  # parts of the update may be on the way: never send after them
+            self._lane.close()
+            self._lane = None
+            raise
+        call("reset_prefix_cache", {})
+
     def _command(self, url: str, message: dict[str, Any]) -> None:
         answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
-
-    def _call(self, name: str, message: dict[str, Any] | None) -> Any:
-        """Post to an endpoint of vLLM, or get; once, because a second transfer would find no sender."""
-        return _post(f"{self._url}/{name}", message, self._timeout_seconds, tries=1)
 
     def _name_of(self, version: int) -> str:
         """Return the name under which the server has a version of the policy."""
@@ -229,7 +219,7 @@ def _array(text: Any) -> np.ndarray | None:
     return array if isinstance(array, np.ndarray) and array.dtype.kind in "iu" else None
 
 
-def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str) -> None:
+def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
     """Write a model's folder: weights, their index, and the other files of `hf_assets_path`."""
     shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left it
     os.makedirs(folder)
@@ -238,20 +228,12 @@ def _write(pairs: Iterable[tuple[str, Tensor]], folder: str, hf_assets_path: str
             shutil.copy(entry.path, folder)
     weight_map: dict[str, str] = {}
     n_bytes = 0
-    file: dict[str, Tensor] = {}
-
-    def write_file() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_tensors(file, os.path.join(folder, name))
-        weight_map.update(dict.fromkeys(file, name))
-        file.clear()
-
-    for name, tensor in pairs:
-        if file and sum(t.nbytes for t in file.values()) + tensor.nbytes > _MAX_FILE_BYTES:
-            write_file()
-        file[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        n_bytes += tensor.nbytes
-    write_file()
+    files = buckets_of(copied(pairs, torch.device("cpu")), _MAX_FILE_BYTES)
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05}.safetensors"
+        save_tensors(dict(tensors), os.path.join(folder, name))
+        weight_map |= {key: name for key, _ in tensors}
+        n_bytes += sum(tensor.nbytes for _, tensor in tensors)
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
     with open_file(os.path.join(folder, HF_INDEX), "w", encoding="utf-8") as text:
         json.dump(index, text)
@@ -267,15 +249,13 @@ def _post(
     """Return the answer's JSON, None for an empty answer; retry errors that may be temporary.
 
     message: None makes it a GET. is_json: False does not read the answer.
-
     Raises RunError with the last try's problem.
     """
     body = None if message is None else json.dumps(message).encode()
-    headers = {"Content-Type": "application/json"}
     # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for number in range(1, tries + 1):
-        request = urllib.request.Request(url, body, headers)
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
                 text = response.read()

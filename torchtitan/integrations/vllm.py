@@ -20,22 +20,15 @@ from torchtitan.tools.errors import ConfigError, RunError
 class VLLMGenerator(ForeignGenerator):
     """Samples with a vLLM engine inside this process; each rank has an engine on its own device.
 
+    Arguments are those of `[rl.generator]`, and:
+
     hf_assets_path: folder with the model's config.json and tokenizer. Its weights are read only if
         updates bring adapters; otherwise all weights come from `update_weights`.
     dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
-    memory_share: share of the device's memory for weights and cache; the trainer needs the rest.
-    tensor_parallel_degree: number of consecutive ranks that split one model. Their engines get the
-        same prompts and draw the same completions.
-    max_seq_len: most tokens of a prompt and its completion; None takes config.json's.
     folder: each rank writes the adapters to a subfolder of it.
     adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
-    records_experts: completions have the experts of their tokens, by vLLM's
-        `enable_return_routed_experts`. vLLM refuses it for dense models and some layouts.
+    records_experts: vLLM refuses it for dense models and some layouts.
     options: further arguments of `vllm.LLM`.
-
-    Log-probs are those after temperature. Truncation (top_p, top_k) is refused, because vLLM does
-    not report the probability mass of the tokens that it kept. An update checks versions and names
-    of weights but no digest, because vLLM changes the layout of weights.
 
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
     divide the number of ranks.
@@ -74,11 +67,9 @@ class VLLMGenerator(ForeignGenerator):
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
         if adapter_rank:
-            options |= {
-                "enable_lora": True,
-                "max_loras": 1,
-                "max_lora_rank": _allowed(adapter_rank),
-            }
+            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM's, up to 512
+            rank = next((n for n in choices if n >= adapter_rank), 512)
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if records_experts:
             options["enable_return_routed_experts"] = True
         self.ranks_per_copy = tensor_parallel_degree
@@ -108,11 +99,9 @@ class VLLMGenerator(ForeignGenerator):
             enable_prefix_caching=True,
             **options,
         )
-        # vLLM's finalizer destroys the default process group when the engine is collected. That
-        # group is the trainer's, and may be gone by then, so the finalizer is detached.
+        # When the engine is collected, vLLM would destroy the default process group, the trainer's.
         engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
-        finalizer = getattr(engine_core, "_finalizer", None)
-        if finalizer is not None:
+        if finalizer := getattr(engine_core, "_finalizer", None):
             finalizer.detach()
         host.at_last_move_out(_destroy_groups_of_vllm)
 
@@ -141,21 +130,20 @@ class VLLMGenerator(ForeignGenerator):
             lora_request=self._adapters,
         )
         completions = []
-        outputs = [output for request in requests for output in request.outputs]
-        for i, output in enumerate(outputs):
-            token_ids = tuple(output.token_ids)
-            pairs = zip(output.logprobs, token_ids, strict=True)
+        for i, output in enumerate(output for request in requests for output in request.outputs):
+            pairs = zip(output.logprobs, output.token_ids, strict=True)
             logprobs = [by_token[token].logprob for by_token, token in pairs]
-            experts = getattr(output, "routed_experts", None)
+            experts, prompt = getattr(output, "routed_experts", None), prompts[i // num_samples]
             completions.append(
-                self._completion(token_ids, logprobs, sampling, prompts[i // num_samples], experts)
+                self._completion(output.token_ids, logprobs, sampling, prompt, experts)
             )
         return completions
 
     def _load(self, pairs: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self.weight_names == "adapters":
             # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
-            name, path = f"version-{version}", self._write_adapters(pairs, version)
+            self._write_adapters(pairs, version)
+            name, path = f"version-{version}", self._folder_of(version)
             self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
             self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
             self._remove_other_versions(version)
@@ -167,16 +155,15 @@ class VLLMGenerator(ForeignGenerator):
             raise RunError("it did not read all weights")
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
-                "it kept its prefix cache, which holds keys and values of earlier weights, "
-                "because a request was still running; end all requests before an update"
+                "it kept its prefix cache, with keys and values of earlier weights, because a request "
+                "was still running; end all requests before an update"
             )
 
 
 def _pack_experts_again(worker: Any) -> None:
-    """Let a vLLM worker on a CPU pack the experts of the next weights that it loads.
+    """Let a vLLM worker on a CPU pack the experts of the next weights, as of a layer without a kernel.
 
-    Otherwise it copies them unpacked over the packed ones, and log-probs are wrong without an error.
-    Private to vLLM: it packs experts of a layer that has no kernel yet. Tested with vLLM 0.32.0.
+    Otherwise it copies them unpacked over the packed ones. Private to vLLM; tested with vLLM 0.32.0.
     """
     if worker.device.type != "cpu":
         return
@@ -186,15 +173,10 @@ def _pack_experts_again(worker: Any) -> None:
             method.moe_kernel = None
 
 
-def _allowed(rank: int) -> int:
-    """Return the smallest `max_lora_rank` of vLLM's choices that holds `rank`."""
-    return next((n for n in (8, 16, 32, 64, 128, 256, 320) if n >= rank), 512)
-
-
 def _destroy_groups_of_vllm() -> None:
     """Destroy vLLM's process groups, which it would use again after the default group is gone.
 
-    Private to vLLM: it has no public call that forgets `_WORLD`. Tested with vLLM 0.32.0.
+    Private to vLLM, which has no public call that forgets `_WORLD`; tested with vLLM 0.32.0.
     """
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():

@@ -3,8 +3,8 @@
 The server is told over HTTP what comes: `init_weight_transfer_engine` once, then for each update
 `start_weight_update`, `update_weights` for some tensors at a time, and `finish_weight_update`. The
 tensors go from the sending rank to the server's workers: with "nccl" between GPUs, received by vLLM's
-own engine, or with "gloo" from host memory over TCP, received by `torchtitan.integrations.vllm_receiver`
-(the word is the setting's of earlier releases, which used that library). Written for vLLM 0.32.0.
+own engine, or with "gloo" (the setting's word of earlier releases) from host memory over TCP, received
+by `torchtitan.integrations.vllm_receiver`. Written for vLLM 0.32.0.
 
 Over TCP, the sender listens at one address until all workers have connected, each with a secret derived
 from a token in the first message. With NCCL, torch's store listens for anybody: keep its port closed to
@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
-from torchtitan.rl.weight_transport import buckets_of, copied
+from torchtitan.rl.weight_transport import Pairs, WeightChanges, buckets_of, bytes_of, copied
 from torchtitan.tools.admission import admit, digest_of
 from torchtitan.tools.utils import get_device_type, run_beside, use_device
 
@@ -45,10 +44,7 @@ def register() -> None:
 
 
 def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
-    """Return this worker's connection to the sender, given the message that announced it.
-
-    info: with the keys of `WeightLane`'s message as attributes. timeout_seconds: for each wait.
-    """
+    """Return this worker's connection to the sender. info: `WeightLane`'s message, as attributes."""
     connection = socket.create_connection((info.master_address, info.master_port), timeout_seconds)
     connection.sendall(_secret(info.token, info.rank_offset + worker))
     return connection
@@ -74,11 +70,9 @@ class WeightLane:
 
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
     call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
-        where the message is None. It raises if the server refuses.
+        where the message is None. After it has raised, the lane cannot be used again.
     url: the server's; the lane listens at the address of this machine that reaches it.
     delta: send only what changed since the last update; for "gloo".
-
-    Raises what `call` raises. After that the lane cannot be used again.
     """
 
     def __init__(
@@ -126,7 +120,7 @@ class WeightLane:
             meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )
 
-    def send(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def send(self, pairs: Pairs, version: int) -> None:
         """Send all weights, under Hugging Face names; `/weight_info` then tells their version."""
         self._call("start_weight_update", {})
         pairs = copied(pairs, self._device)
@@ -144,11 +138,10 @@ class WeightLane:
 
     def close(self) -> None:
         """End the connections over TCP, and a thread that sends on one."""
-        if self._device.type == "cpu":
-            for worker in self._workers:
-                with contextlib.suppress(OSError):  # the worker has gone
-                    worker.shutdown(socket.SHUT_RDWR)
-                worker.close()
+        for worker in self._workers if self._device.type == "cpu" else ():
+            with contextlib.suppress(OSError):  # the worker has gone
+                worker.shutdown(socket.SHUT_RDWR)
+            worker.close()
 
     def _broadcast(self, tensors: Iterator[Tensor]) -> None:
         if self._device.type == "cpu":

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from torchtitan.integrations.vllm_lane import join, receive
-from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_transport import WeightChanges
 
 _SECONDS_TO_SEND = 600  # for the trainer's next tensor
 

@@ -1,8 +1,5 @@
-"""Means over tokens, sequences or prompts as weighted sums over tokens.
-
-`aggregation_weights` computes a weight for every token of an optimizer step, before the step's
-first forward. The loss is then the same for any split into ranks, microbatches, rows and pipeline
-stages.
+"""Means over tokens, sequences or prompts as weighted sums over tokens, so that the loss is the same for
+any split into ranks, microbatches, rows and pipeline stages.
 
 B sequences, T tokens, V vocabulary entries.
 """
@@ -89,19 +86,15 @@ def aggregation_weights(
         seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
         prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
 
-    masks: [T_i] of each of this rank's sequences in the optimizer step, possibly none; nonzero
-        tokens are in the loss. The weights have the same shapes and devices.
-    norm: for seq-mean-token-sum-norm, a length that is the same in every step (the largest response
-        length, say).
-    prompt_ids: for prompt-mean, one per sequence, the same for a prompt on every rank; a sequence
-        or a tensor [S].
+    masks: [T_i] of each of this rank's sequences in the optimizer step; nonzero tokens are in the loss.
+        The weights have the same shapes and devices.
+    norm: for seq-mean-token-sum-norm, a length that is the same in every step.
+    prompt_ids: for prompt-mean, one per sequence, the same for a prompt on every rank.
     group: the ranks that have other sequences of the step; counts are summed over it (collective).
     normalize: False if the step has further sequences. Then returns (weights without the last
-        denominator, this rank's share of that denominator). The caller adds up the shares of a
-        step, and `TrainingEngine.optim_step(denominator=...)` divides the gradients by their sum
-        over ranks. The share is 0 for token-sum. All sequences of a prompt must be in one call.
-    count_empty: S and G include sequences and prompts without a token in the loss, as in verl's
-        trainers, whose `agg_loss` divides by the samples of the batch (`global_batch_size`).
+        denominator, this rank's share of that denominator, 0 for token-sum) for
+        `TrainingEngine.optim_step(denominator=...)`. All sequences of a prompt must be in one call.
+    count_empty: S and G include sequences and prompts without a token in the loss, as in verl.
 
     Raises ValueError for an unknown mode, or if the mode's norm or prompt_ids are missing.
     """
@@ -141,7 +134,6 @@ def aggregation_weights(
     for mask, n in zip(masks, counts, strict=True):
         # Integers up to a single division, so that every split of the step gives the same bits.
         denominator = (n if divides_sequences else 1) * total
-        # The denominator is 0 for token-sum, or if no token is in the loss.
         weights.append(mask.to(dtype) / (denominator or 1))
     return weights if normalize else (weights, float(share))
 
@@ -152,10 +144,7 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return the tokens of every prompt of the step, and the number of prompts this rank counts.
-
-    A prompt is counted by the first rank that has sequences of it.
-    """
+    """Return the tokens of every prompt of the step, and the number of prompts that no rank before has."""
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
         own[prompt] += n

@@ -1,23 +1,21 @@
 """Numbers per token from logits [B, T, V] that never exist whole.
 
-Heads reduce logits to one or two numbers per token. Here these numbers are computed in chunks of tokens
-from hidden states and the output projection's weight, so that the largest tensor is [chunk, V].
-`LogProbs` computes each chunk's logits again in backward. `SummedLoss` returns a scalar, whose gradient is
-known in forward up to a factor, so it computes the gradient from the same logits in forward.
+Numbers per token are computed in chunks of tokens from hidden states and the output projection's weight,
+so that the largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward.
+`SummedLoss` is a scalar, whose gradient is known up to a factor, and is computed in forward.
 
 Under tensor parallelism each rank computes its vocabulary entries, and ranks exchange a few numbers
-per token once.
+per token once. A chunk may have tokens of several models, each with adapters of its own; a model's tokens
+are cut into chunks as if it was alone.
 
-An adapter's low-rank product is added to each chunk's logits. A chunk may have tokens of several
-models, each with adapters of its own; a model's tokens are cut into chunks as if it was alone.
-
-B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
-chunk, N tokens in all chunks; m models, r rank of their adapters.
+`head` has `temperature` (a number, or [N, 1]), `product` ((x, weight, bias) -> logits), `chunk_tokens` and
+`compile_backend`. B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
+tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,23 +29,9 @@ from torchtitan.numerics.low_rank import LowRank, add_products, gradients_of_pro
 from torchtitan.tools.torch_parts import assert_on_device
 
 
-class Head(Protocol):
-    """The settings of a head. product: (x, weight, bias) -> logits. temperature: a number, or [N, 1]."""
-
-    @property
-    def temperature(self) -> Any: ...
-    @property
-    def product(self) -> Callable[..., Tensor]: ...
-    @property
-    def chunk_tokens(self) -> int | None: ...
-    @property
-    def compile_backend(self) -> str | None: ...
-
-
 class Operands(NamedTuple):
-    """The tensors that logits are computed from. x: [N, M], or the logits [N, v] without a weight.
-
-    weight: [v, M]. bias: [v]. adapted_x, a, b: of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """x: [N, M], or the logits [N, v] without a weight. weight: [v, M]. bias: [v]. adapted_x, a, b: of a
+    `LowRank`, [N, M], [m, r, M] and [m, v, r].
     """
 
     x: Tensor
@@ -59,10 +43,7 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a head. first: the vocabulary entry that this rank's logits begin with.
-
-    sizes, scale: of the `LowRank`.
-    """
+    """first: the vocabulary entry that this rank's logits begin with. sizes, scale: of the `LowRank`."""
 
     first: int
     group: dist.ProcessGroup | None
@@ -71,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. begin: of the first token. sizes: tokens of each model, [m]."""
+    """Tokens whose logits exist at a time. begin: the first token. sizes: tokens of each model, [m]."""
 
     begin: int
     sizes: list[int]
@@ -229,22 +210,19 @@ class SummedLoss(torch.autograd.Function):
 
 
 class _Gradients:
-    """Sums the gradients of the operands, if wanted, over chunks of the logits' gradient.
-
-    scale: of the adapters' product.
-    """
+    """Sums the gradients of the operands, if wanted, over chunks. scale: of the adapters' product."""
 
     def __init__(self, operands: Operands, wanted: tuple[bool, ...], scale: float):
         self.operands, self.wanted, self.scale = operands, wanted, scale
         self.of_x = torch.empty_like(operands.x) if wanted[0] else None
+        self.of_adapted_x = torch.empty_like(operands.adapted_x) if any(wanted[3:]) else None
         self.of_weight: Tensor | None = None
         self.of_bias: Tensor | None = None
-        self.of_adapted_x = torch.empty_like(operands.adapted_x) if any(wanted[3:]) else None
         self.of_a: Tensor | None = None
         self.of_b: Tensor | None = None
 
     def add(self, chunk: Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
-        """grad_logits: [n, v] of a chunk's tokens, of any dtype; low_rank: from `add_products`."""
+        """grad_logits: [n, v] of a chunk, of any dtype; low_rank: from `add_products`."""
         rows = chunk.rows
         x, weight, _, adapted_x, a, b = self.operands
         wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
@@ -276,17 +254,14 @@ class _Gradients:
         return sums
 
 
-def chunks_of(x: Tensor, head: Head, call: Call) -> list[Chunk]:
-    # Each chunk adds a gradient of the whole weight to a sum in fp32. Accelerators, which have memory
-    # for [4096, V] in fp32, would spend much of their time on these sums if chunks were small. Compiled
-    # code stores logits in 16 bits only.
+def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
+    # Each chunk adds a gradient of the whole weight to a sum in fp32, on which accelerators would spend much
+    # time if chunks were small. Compiled code stores logits in 16 bits only.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     sizes, begin = call.sizes or [len(x)], 0
     chunks: list[Chunk] = []
     for model, n_tokens in enumerate(sizes):
-        # Parts begin at a model's first token, so that sums over its tokens have the same bits as if
-        # the model was alone.
         for start in range(0, n_tokens, size):
             n = min(size, n_tokens - start)
             if not chunks or sum(chunks[-1].sizes) + n > size:
@@ -297,12 +272,12 @@ def chunks_of(x: Tensor, head: Head, call: Call) -> list[Chunk]:
 
 
 def logits_of(
-    operands: Operands, head: Head, call: Call, chunk: Chunk
+    operands: Operands, head: Any, call: Call, chunk: Chunk
 ) -> tuple[Tensor, float | Tensor, list[Tensor]]:
     """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
 
-    As the functions below take them: to be compiled, in any dtype, because compiled code stores nothing
-    but its result; else divided by the temperature, in fp32 (fp64 if x is) and memory of their own.
+    Logits for compiled functions have any dtype; others are divided by the temperature, in fp32 (fp64 if
+    x is) and memory of their own.
     """
     x, weight, bias, adapted_x, a, b = operands
     rows, temperature, low_rank = chunk.rows, head.temperature, []
@@ -334,8 +309,7 @@ def _statistics(
     """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
 
     The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
-    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, it overwrites the logits:
-    without wants_entropy they become e.
+    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, logits become e.
     """
     if torch.compiler.is_compiling():
         logits = _in_fp32(logits, temperature, copy=True)
@@ -362,7 +336,6 @@ def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
 
     The trainer and the generator both call it, because another formula rounds differently.
     """
-    # Subtract the highest logit first, because sums of large numbers would lose digits.
     return (chosen - highest) - sums.log()
 
 

@@ -31,9 +31,8 @@ _LARGE_VOCABULARY = 32768
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of every label that is not IGNORE_INDEX, a scalar.
 
-    pred: [B, T, V] logits, within torch's `loss_parallel()` also a DTensor split along V;
-    labels: [B, T] int64, plain. Computed in fp32: bf16 has too few digits for a sum over the
-    vocabulary.
+    pred: [B, T, V] logits, within torch's `loss_parallel()` also a DTensor split along V; labels:
+    [B, T] int64, plain. In fp32: bf16 has too few digits for a sum over the vocabulary.
     """
     loss = F.cross_entropy(
         pred.flatten(0, 1).float(),
@@ -94,7 +93,6 @@ def default_head(
 ) -> SummedCrossEntropy | None:
     """Return a head that computes `loss_fn` inside the output projection, or None.
 
-    loss_fn: the engine's, which a client may have replaced.
     Returns None for another loss than `cross_entropy_loss`, on pipeline ranks without the output,
     for models whose output takes no head, for training.loss_chunk = 0, and for a small vocabulary
     with training.loss_chunk = -1.

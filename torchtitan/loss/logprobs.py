@@ -1,6 +1,4 @@
-"""Heads that return log-probabilities, entropies and the most probable tokens.
-
-They compute numbers per token from hidden states in place of logits [B, T, V]; see `loss.chunked_logits`.
+"""Heads that return log-probabilities, entropies and the most probable tokens, without whole logits.
 
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
 chunk; m models, r rank of their adapters.
@@ -52,20 +50,17 @@ class TokenLogProbs:
 
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
-    entropy: also compute the entropy, which takes about a tenth longer.
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
-    compile_backend: compile all but the matrix products with this backend of torch.compile. Then
-        logits are read twice and written once; otherwise each step passes over them in fp32.
-    exact: compute logits by `numerics.batch_invariant`, so that they do not depend on the other tokens.
+    compile_backend: compile all but the matrix products with this backend of torch.compile.
+    exact: batch-invariant logits, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
-    batch does not have. Temperatures on an accelerator are not checked, because reading them waits
-    for the device.
+    batch does not have. Temperatures on an accelerator are not read.
     """
 
     temperature: float | str | Tensor = 1.0
-    entropy: bool = False
+    entropy: bool = False  # also compute the entropy, which takes about a tenth longer
     chunk_tokens: int | None = None
     compile_backend: str | None = None
     exact: bool = False
@@ -82,8 +77,8 @@ class TokenLogProbs:
         values = batch.get(self.temperature)
         if not isinstance(values, Tensor):
             raise ValueError(
-                f"TokenLogProbs.temperature = {self.temperature!r} must name an entry of the batch, "
-                f"which has {sorted(batch)}; add a tensor [B] or [B, T] with that name"
+                f"TokenLogProbs.temperature = {self.temperature!r} must name a tensor [B] or [B, T] of the "
+                f"batch, which has {sorted(batch)}; add it"
             )
         return replace(self, temperature=values)
 
@@ -99,9 +94,8 @@ class TokenLogProbs:
     ) -> TokenOutputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
-        group: ranks that each hold a part of the vocabulary, in rank order. Then weight is [v, M],
-            h and labels are the same on all of them, the call is collective, and the gradient of h
-            is this rank's summand.
+        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
+            call is collective, and the gradient of h is this rank's summand.
         low_rank: is added to the logits; its rows are sorted by model, and its b is [m, v, r].
         """
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
@@ -117,8 +111,8 @@ class TokenLogProbs:
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(
-                f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which "
-                "only the engine's steps look up; give a tensor [B] or [B, T]"
+                f"TokenLogProbs.temperature = {temperature!r} names an entry of the batch, which only the "
+                "engine's steps look up; give a tensor [B] or [B, T]"
             )
         if not isinstance(temperature, Tensor):
             return self
@@ -130,7 +124,7 @@ class TokenLogProbs:
         if temperature.dim() == 1:
             temperature = temperature[:, None].expand(labels.shape)
         temperature = temperature.to(labels.device, torch.float32)
-        # Padding may have temperature 0, and dividing by it would put nan into the gradient.
+        # Padding may have temperature 0, which would put nan into the gradient.
         is_padding = (labels == IGNORE_INDEX) & (temperature == 0)
         temperature = temperature.masked_fill(is_padding, 1).reshape(-1, 1)
         if temperature.device.type == "cpu" and temperature.numel():
@@ -142,8 +136,7 @@ class TokenLogProbs:
 class TopTokens(TokenLogProbs):
     """A head: finds the k most probable tokens at each position, without gradients.
 
-    Returns [B, T, 2 k] fp32: k token ids, the most probable token's first, then their log-probs.
-    fp32 holds ids below 2^24 exactly. The vocabulary must have k entries.
+    Returns [B, T, 2 k] fp32: k token ids (below 2^24), the most probable first, then their log-probs.
     """
 
     k: int = 1
@@ -191,9 +184,7 @@ def token_logprobs(
 ) -> TokenOutputs:
     """Return the result of `TokenLogProbs` from existing logits [B, T, V].
 
-    logits: plain, or a DTensor split along V, which stays split: ranks exchange only a few numbers
-        per token. labels: [B, T], plain. Computed in fp32 for any dtype of the logits, without
-        copying all of them.
+    logits: plain, or a DTensor split along V, which stays split; any dtype. labels: [B, T], plain.
     Raises ValueError for a DTensor with another layout.
     """
     head = TokenLogProbs(temperature, entropy)

@@ -32,10 +32,9 @@ def dpo(
 
         loss = -(1 - e) log sigmoid(d) - e log sigmoid(-d)
 
-    Rafailov et al. 2023, arXiv:2305.18290, equation 7; the smoothed ("conservative") form is
-    Mitchell 2023, and has a minimum where the model prefers the chosen answer with probability
-    1 - e. With `length_normalized`, r is the mean over the answer's tokens (Lambert et al. 2024,
-    arXiv:2411.15124, section 5.1.2), and beta is larger, about 5.
+    Rafailov et al. 2023, arXiv:2305.18290, equation 7; smoothed as in Mitchell 2023. With
+    `length_normalized`, r is the mean over the answer's tokens (Lambert et al. 2024, arXiv:2411.15124,
+    section 5.1.2), and beta is larger, about 5.
 
     A `loss_fn` for `TrainingEngine.forward_backward_step` with `head=TokenLogProbs()`,
     `metrics=METRICS` and, under context parallelism, `whole_rows=True`. The engine divides by
@@ -48,9 +47,8 @@ def dpo(
     The two answers of a pair may be two rows, or two documents of one row.
 
     metrics: the margin d and the accuracy, which is 1 where d > 0, summed over pairs.
-    Raises ValueError for a missing entry, for settings out of range and, on a CPU, for a pair that
-    has one answer only. On an accelerator such a pair makes the loss NaN, because checking it would
-    wait for the device.
+    Raises ValueError for a missing entry, for settings out of range and for a pair that has one answer
+    only; on an accelerator such a pair makes the loss NaN.
     """
     if not beta > 0 or not 0 <= label_smoothing < 0.5:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Renames tensors between a decoder and Hugging Face (HF) files by a table.
-
-The table has templates of names, `model.layers.{}.mlp.up_proj.weight`, with `{}` for each number.
-"""
+"""Renames tensors between a decoder and Hugging Face (HF) files by a table of templates."""
 
 import copy
 import re
@@ -11,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.distributed.dtensor import is_dtensor, load_dtensor
-from torchtitan.distributed.tensor_views import (
-    LocalShard,
+from torchtitan.distributed.dtensor import LocalShard, is_dtensor, load_dtensor
+from torchtitan.models.hf_stacks import (
     StackLayout,
     as_part_of_rows,
     join_rows,
@@ -47,10 +43,7 @@ _HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "f
 
 
 class Fused(NamedTuple):
-    """One HF tensor that holds the rows of several of ours, each [E, R, C], one after another.
-
-    transposed: HF's tensor has rows and columns swapped.
-    """
+    """One HF tensor with the rows of several of ours, each [E, R, C]; perhaps transposed."""
 
     ours: tuple[str, ...]
     transposed: bool = False
@@ -72,10 +65,7 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap:
-    """Return the table of one kind of parameter, "weight" or "bias", in every block.
-
-    names: HF's name of a module in its block -> ours.
-    """
+    """Return the table of "weight" or "bias" in every block. names: HF's module -> ours."""
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
     }
@@ -106,19 +96,15 @@ class KeyMapAdapter(StateDictAdapter):
 
     If several HF templates map to one of ours, all are read and the first is written.
 
-    optional: our templates that HF files need not have. They are not written without an HF name,
-        and tensors that the files lack keep their values on reading.
+    optional: our templates that HF files need not have; they then keep their values on reading.
     ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
     rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
         order of the other RoPE convention.
-    quantized_format: for families whose published files are quantized; see `build_quantized_reader`.
+    quantized_format: of the family's published files; see `build_quantized_reader`.
 
-    Models with a value head read the files of language models, without the output weight, and of
-        classifiers with one label, with or without a bias.
-
-    Sharded models: `to_hf` returns each rank's experts as views of its memory, and the next
-        `from_hf` accepts them back. Tied models: files have no output weight; reading makes it the
-        same tensor as the embedding.
+    A value head reads files of language models, and of classifiers with one label. Of a sharded
+    model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts them back. Files of
+    tied models have no output weight; reading makes it the same tensor as the embedding.
     """
 
     from_hf_map: HFKeyMap
@@ -142,7 +128,6 @@ class KeyMapAdapter(StateDictAdapter):
         return super().get_hf_storage_reader(path, from_quantized)
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
-        """Return a copy whose `to_hf` prefers the HF names that are among `hf_names`."""
         adapter = copy.copy(self)
         adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
         return adapter
@@ -156,13 +141,8 @@ class KeyMapAdapter(StateDictAdapter):
             "model with num_labels = 1"
         )
 
-    @property
-    def _has_value_head(self) -> bool:
-        return getattr(self.model_args, "value_head", False)
-
-    @property
-    def _is_tied(self) -> bool:
-        return getattr(self.model_args, "enable_weight_tying", False)
+    _has_value_head = property(lambda self: getattr(self.model_args, "value_head", False))
+    _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
         """Return our template -> the HF template to write, which is one of possibly several."""
@@ -172,14 +152,14 @@ class KeyMapAdapter(StateDictAdapter):
             for ours in entry.ours if isinstance(entry, Fused) else filter(None, [entry]):
                 if ours not in chosen or (hf in in_files and chosen[ours] not in in_files):
                     chosen[ours] = hf
-        if not in_files:
-            return chosen
         return {
-            ours: hf for ours, hf in chosen.items() if ours not in self.optional or hf in in_files
+            ours: hf
+            for ours, hf in chosen.items()
+            if not in_files or ours not in self.optional or hf in in_files
         }
 
     def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (our name, HF template) of tensors that are written. ValueError for unknown names."""
+        """Yield (our name, HF template) of what is written; raises ValueError for unknown names."""
         to_hf_map, names = self._to_hf_map(), list(names)
         _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
         for name in names:
@@ -188,7 +168,6 @@ class KeyMapAdapter(StateDictAdapter):
                 yield name, hf_template
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Group the names: tensors that are fused into one HF tensor together, any other alone."""
         groups: dict[str, list[str]] = {}
         for name, hf_template in self._named_on_both_sides(names):
             is_fused = isinstance(self.from_hf_map[hf_template], Fused)
@@ -240,9 +219,8 @@ class KeyMapAdapter(StateDictAdapter):
             if len(fused[hf_name]) == len(entry.ours):
                 parts = fused.pop(hf_name)
                 joined = join_rows([parts[ours] for ours in entry.ours])
-                hf_state_dict[hf_name] = (
-                    swap_rows_and_columns(joined) if entry.transposed else joined
-                )
+                swapped = swap_rows_and_columns(joined) if entry.transposed else joined
+                hf_state_dict[hf_name] = swapped
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -307,8 +285,8 @@ def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -
 def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     """Reorder the rows of a query or key projection between the two RoPE conventions.
 
-    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The two rows of a RoPE
-    pair are neighbours in our order, and half a head apart in HF's.
+    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The rows of a RoPE pair
+    are neighbours in our order, and half a head apart in HF's.
     """
     if is_dtensor(tensor):
         tensor_api = load_dtensor()
@@ -331,10 +309,7 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
 
 
 def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:
-    """Yield a block of rows as the blocks that it becomes in HF's order, two for each head.
-
-    A head's even rows are the first half of the head in HF's order, its odd rows the second half.
-    """
+    """Yield the blocks that a block of rows becomes in HF's order: a head's even rows, its odd rows."""
     n_rows = shard.shape[0] // n_heads
     first, *other_offsets = shard.offsets
     end = first + shard.tensor.shape[0]

@@ -2,9 +2,8 @@
 
     python -m torchtitan.models.hf_config path/to/config.json
 
-`TYPES` has a table for each model_type, which is read in both directions. What a family cannot express
-is refused. What is written has the spelling of transformers 4 (rope_theta, rope_scaling), which
-transformers 5 and vLLM also read.
+What is written has the spelling of transformers 4 (rope_theta, rope_scaling), which transformers 5
+and vLLM also read.
 """
 
 import argparse
@@ -46,11 +45,8 @@ class HFMatch(NamedTuple):
 def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
     """Return the family, the flavor if one has the same numbers, and new args with all of them.
 
-    config: the content of a config.json, its path, or the path of its folder. Both spellings are
-        read: rope_theta and rope_scaling, or the rope_parameters of transformers 5.
-    The comparison with flavors ignores max_seq_len, the end-of-text token and the attention kernel,
-    which training sets. A classifier with one label is a model with a value head; only its body is
-    compared.
+    config: the content of a config.json, in the spelling of transformers 4 or 5, its path, or its
+        folder. A classifier with one label is a model with a value head.
     Raises ValueError, with the field and the reason, for a config that the family cannot express,
     and for numbers that no model can have.
     """
@@ -112,9 +108,8 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
 
 def to_hf_config(model_args: Any) -> dict[str, Any]:
-    """Return the content of a config.json that describes a model with these args.
+    """Return the content of a config.json that describes a model with these args, without token ids.
 
-    It has no token ids and no dtype, because the args don't have them.
     Raises ValueError if Hugging Face has no model with these args.
     """
 
@@ -156,7 +151,6 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
 
 
 def _has_value_head(config: Config) -> bool:
-    """Return True for a classifier with one label; raise ValueError if it has several."""
     names = config.get("architectures") or []
     if not any(name.endswith(_CLASSIFIERS) for name in names):
         return False
@@ -180,10 +174,8 @@ def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
 
 def names_of_choices(table: Mapping[str, Any]) -> set[str]:
     """Return the names by which `differing` knows the fields that a table of model args sets."""
-    names = set(table)
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            names |= {f"{name}.{field}" for field in value}
+    tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
+    names = {*table, *(f"{name}.{field}" for name, value in tables.items() for field in value)}
     return names | {derived for derived, fields in DERIVED.items() if names & {*fields}}
 
 
@@ -235,19 +227,19 @@ def main() -> None:
     parser.add_argument("config", help="a config.json, or its folder")
     options = parser.parse_args()
     try:
-        match = from_hf_config(options.config)
+        family, flavor, args = from_hf_config(options.config)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
-    print(f"family: {match.family}")
-    if match.model_args.value_head:
+    print(f"family: {family}")
+    if args.value_head:
         print("head: one value per token, model.value_head = true")
-    if match.flavor is not None:
-        print(f"flavor: {match.flavor}")
+    if flavor is not None:
+        print(f"flavor: {flavor}")
         return
-    flavors = get_train_spec(match.family).model_args
-    nearest = min(flavors, key=lambda name: len(differing(flavors[name], match.model_args)))
+    flavors = get_train_spec(family).model_args
+    nearest = min(flavors, key=lambda name: len(differing(flavors[name], args)))
     print(f"flavor: none has these numbers; the nearest is {nearest}, which differs in")
-    for name, (flavor_has, config_has) in differing(flavors[nearest], match.model_args).items():
+    for name, (flavor_has, config_has) in differing(flavors[nearest], args).items():
         print(f"  {name}: {flavor_has} in {nearest}, {config_has} in the config")
 
 

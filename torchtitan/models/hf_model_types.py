@@ -1,7 +1,6 @@
 """The table of each model_type of Hugging Face (HF), which is read in both directions.
 
-A table pairs the fields of a config.json with those of our args. What a family cannot express is
-refused.
+It pairs the fields of a config.json with those of our args. What a family cannot express is refused.
 """
 
 import operator
@@ -32,7 +31,7 @@ _REQUIRED = object()
 
 
 class _Field(NamedTuple):
-    """A field of Hugging Face's config, and the field of our args with the same value.
+    """A field of HF's config, and the field of our args with the same value.
 
     default: the value if a config lacks it, or a function of the config that returns it.
     """
@@ -67,9 +66,8 @@ def _is_v2(config: Config) -> bool:
 
 
 def _head_dim(config: Config) -> int:
-    if config["model_type"] == "qwen2":
-        return config["hidden_size"] // config["num_attention_heads"]
-    return 128
+    is_qwen2 = config["model_type"] == "qwen2"
+    return config["hidden_size"] // config["num_attention_heads"] if is_qwen2 else 128
 
 
 ALL_TYPES = (
@@ -363,7 +361,7 @@ def give(args: Any, fields: Iterable[_Field]) -> dict[str, Any]:
 
 
 def _rope(config: Config, name: str | None) -> Config | None:
-    """Return the table that stretches RoPE's frequencies, of the type `name`; None if there is none."""
+    """Return the table that stretches RoPE's frequencies, of type `name`; None without."""
     rope = config["rope_parameters"]
     require(rope, "rope_type", {"default", name}, "frequencies cannot be scaled that way")
     return None if rope["rope_type"] == "default" else rope

@@ -15,10 +15,7 @@ from torchtitan.tools.files import read_json_object
 def build_quantized_reader(
     path: str, number_format: Literal["fp8", "mxfp4"]
 ) -> HuggingFaceStorageReader:
-    """Return a reader of fp8 with a scale for each block, as DeepSeek-V3's, or of gpt-oss' MXFP4 experts.
-
-    Raises ValueError if config.json names blocks that are not square.
-    """
+    """Return a reader of fp8 with a scale for each block, as DeepSeek-V3's, or of gpt-oss' MXFP4."""
     file = os.path.join(path, "config.json")
     config = read_json_object(file) if os.path.isfile(file) else {}
     blocks = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
@@ -45,9 +42,8 @@ class QuantizedReader(QuantizedHuggingFaceStorageReader):
 class MXFP4Reader(QuantizedReader):
     """Reads experts as [E, out, in].
 
-    torch 2.13's reader gives a dequantized tensor the right size, but gives its one chunk the stored
-    shape [E, out, groups, 16]. As three dimensions that covers only the first `groups` columns, and
-    the remaining columns would not be read. So the chunk gets the tensor's size here.
+    torch 2.13's reader gives the one chunk of a dequantized tensor the stored shape [E, out, groups,
+    16], so that only the first `groups` columns would be read. Here it gets the tensor's size.
     """
 
     def read_metadata(self) -> Metadata:

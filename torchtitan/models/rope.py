@@ -9,7 +9,6 @@ p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers dif
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -219,16 +218,6 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     numbers = x.float()
     partners = numbers.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)
-
-
-def rotation(
-    apply_rope: Callable[..., tuple[Tensor, Tensor]],
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that turns heads [B, T, heads, D], of queries and keys alike, as `apply_rope`
-    does with the same rows of its table."""
-    if apply_rope is apply_rotary_emb:
-        return lambda x, rows: _rotate_neighbours(x, rows.unsqueeze(2))
-    return lambda x, rows: apply_rope(x, x[:, :, :0], rows)[0]
 
 
 # ---- composed of operations that round each number alike wherever it stands, for `numerics.batch_invariant` ----

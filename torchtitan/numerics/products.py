@@ -8,7 +8,6 @@ Only our own layers take part: the host's products are torch's.
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torchtitan.tools import host, torch_parts
 # For smaller products the call costs more than oneDNN gains.
 _LEAST_MULTIPLICATIONS = 2**24
 _FEW_ROWS = 256  # tokens of a small training step
-_LEAST_PACKED, _PACKED_ROWS = 2**18, 32
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("mm(Tensor a, Tensor b) -> Tensor")
@@ -75,22 +73,6 @@ def is_used(a: Tensor, b: Tensor) -> bool:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """`torch.mm`: a [M, K] times b [K, N]."""
     return torch.ops.torchtitan.mm(a, b) if is_used(a, b) else torch.mm(a, b)
-
-
-def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return a function x [R, K] -> [R, M], the product with weight [M, K] transposed, plus bias [M].
-
-    For many calls with a few rows and one weight: it may hold a copy in oneDNN's own layout.
-    """
-    is_float = weight.dtype in (torch.float32, torch.bfloat16)
-    if is_float and weight.numel() >= _LEAST_PACKED and onednn_is_faster():
-        packed = torch_parts.onednn_pack(weight.contiguous(), _PACKED_ROWS)
-        product = torch_parts.onednn_linear.default
-        return lambda x: product(x, packed, bias, "none", [], "")
-    transposed = weight.t()
-    if bias is None:
-        return lambda x: torch.mm(x, transposed)
-    return lambda x: torch.addmm(bias, x, transposed)
 
 
 def compile_options() -> dict[str, Any] | None:

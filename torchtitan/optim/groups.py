@@ -8,9 +8,9 @@ from torch import nn
 
 from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.job_config import ParameterGroup
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class ParameterGroups:

@@ -15,7 +15,6 @@ from torchtitan.config import Optimizer as OptimizerConfig
 from torchtitan.config.checks.layout import early_step_with
 from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.distributed.fault_tolerance import FTManager
 from torchtitan.optim.adam import RoundedAdam
 from torchtitan.optim.groups import ParameterGroups
 from torchtitan.optim.muon import Muon
@@ -195,7 +194,7 @@ def build_optimizers(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: FTManager | None = None,
+    ft_manager: Any = None,
 ) -> OptimizersContainer:
     """Return the config's optimizers for every model part of this rank.
 
@@ -254,7 +253,7 @@ def build_optimizers_with_moe_load_balancing(
     model_parts: list[nn.Module],
     optimizer_config: OptimizerConfig,
     parallel_dims: ParallelDims,
-    ft_manager: FTManager | None = None,
+    ft_manager: Any = None,
 ) -> OptimizersContainer:
     """Return `build_optimizers(...)` with a step hook that balances the load of the experts.
 

@@ -15,13 +15,9 @@ __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models
 
 @dataclass
 class BaseModelArgs:
-    """Sizes and choices of one model; a flavor table holds one instance per flavor.
+    """Sizes and choices of one model. Subclasses are dataclasses whose fields have defaults."""
 
-    Subclasses are dataclasses, and every field has a default.
-    """
-
-    # A subclass field without a default is a TypeError at class creation, because this field has one.
-    _enforced: str = "every field has a default"
+    _enforced: str = "every field has a default"  # or the subclass is a TypeError
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take over the job's settings. The engine calls it on a copy of the flavor."""
@@ -38,11 +34,7 @@ class ModelProtocol(nn.Module):
         super().__init__()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters and buffers in place; called under `torch.no_grad()`.
-
-        buffer_device: the device of the buffers, if they are to move: the accelerator while the
-            parameters are offloaded to the host, for example.
-        """
+        """Fill parameters and buffers in place, and move buffers if `buffer_device` is given."""
         raise NotImplementedError(f"{type(self).__name__} must define init_weights")
 
     def get_attention_masks(
@@ -51,10 +43,7 @@ class ModelProtocol(nn.Module):
         tokenizer: BaseTokenizer | None,
         extra_inputs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the masks (`AttentionMasksType`) of a batch of tokens [B, T], for flex and varlen.
-
-        extra_inputs: the batch's other entries, such as `positions` [B, T].
-        """
+        """Return the masks of tokens [B, T], for flex and varlen; extra_inputs: other batch entries."""
         raise NotImplementedError(
             f"{type(self).__name__} builds no attention masks; train it with attn_type 'sdpa'"
         )

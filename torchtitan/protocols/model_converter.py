@@ -11,25 +11,20 @@ from torchtitan.tools.logging import logger
 
 
 class ModelConverter(Protocol):
-    """The methods of a converter."""
-
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None: ...
 
     def convert(self, model: nn.Module) -> None:
         """Change `model` in place; its parameters may be on the meta device."""
-        ...
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Called after each optimizer step with the model or its parts."""
-        ...
 
 
 class UnknownConverterError(KeyError, ValueError):
     """`model.converters` holds a name that is not registered."""
 
     def __str__(self) -> str:
-        # A KeyError shows its argument's repr, quotes and all.
-        return self.args[0]
+        return self.args[0]  # a KeyError shows its repr
 
 
 # Module and class, imported on first use, so that no import registers any.
@@ -62,8 +57,7 @@ def find_model_converter(name: str) -> type[ModelConverter]:
     if name not in _BUILT_IN_CONVERTERS:
         raise UnknownConverterError(
             f"model.converters: {name!r} is unknown; the choices are {known_converter_names()}. "
-            "A converter of your own is registered in the module that experimental.custom_import "
-            "names"
+            "experimental.custom_import can name a module that registers more"
         )
     module, class_name = _BUILT_IN_CONVERTERS[name]
     return getattr(importlib.import_module(f"torchtitan.{module}"), class_name)

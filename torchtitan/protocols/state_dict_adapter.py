@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torchtitan.distributed.tensor_views import LocalShard
+from torchtitan.distributed.dtensor import LocalShard
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger
@@ -35,7 +35,7 @@ class BaseStateDictAdapter(ABC):
 
     @abstractmethod
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return HF name -> tensor. The tensors may be views of those in `state_dict`, or copies."""
+        """Return HF name -> tensor, which may be views of those in `state_dict`, or copies."""
 
     @abstractmethod
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -46,18 +46,14 @@ class BaseStateDictAdapter(ABC):
         """Return a DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Divide our names into groups that `to_hf` can translate separately; here by module.
-
-        Names without an HF name may be left out.
-        """
+        """Divide our names that have an HF name into groups that `to_hf` can translate separately."""
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """True if an export keeps the dtype of our parameter. That holds for routers, because a rounded
-        score may choose another expert."""
+        """True if an export keeps our dtype, as of routers: a rounded score may choose others."""
         return ".router." in name
 
     def hf_aliases(self) -> dict[str, str]:
@@ -72,7 +68,7 @@ class BaseStateDictAdapter(ABC):
         )
 
     def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
-        """Return an adapter that uses the names in `hf_names`, if a family has several sets of names."""
+        """Return an adapter that prefers the names in `hf_names`, if a family has several."""
         return self
 
     def for_export(self, has_untrained_parts: bool) -> "BaseStateDictAdapter":
@@ -80,17 +76,11 @@ class BaseStateDictAdapter(ABC):
         return self
 
     def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
-        """Return why files of these tensors (HF name -> shape) do not fit and what to use instead, or None.
-
-        Wrong names and shapes are found without it; it explains some of them.
-        """
+        """Explain why files of these tensors (HF name -> shape) do not fit, if there is more to say."""
         return None
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        """True if the model has no use for a tensor of this name that files may hold.
-
-        Any other tensor without a counterpart in the model fails the load.
-        """
+        """True for a tensor that files may hold without a use; any other one fails the load."""
         return False
 
     def holds_untrained_part(self, hf_key: str) -> bool:

@@ -2,9 +2,8 @@
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,9 +29,6 @@ PipeliningFunction: TypeAlias = Callable[
     tuple[Any, list[nn.Module], bool, bool],
 ]
 TokenizerBuilder: TypeAlias = Callable[[JobConfig], "BaseTokenizer"]
-MetricsProcessorBuilder: TypeAlias = Callable[  # the last is the model args
-    [JobConfig, ParallelDims, Any], Any
-]
 OptimizersBuilder: TypeAlias = Callable[
     [list[nn.Module], Optimizer, ParallelDims], "OptimizersContainer"
 ]
@@ -41,44 +37,12 @@ LRSchedulersBuilder: TypeAlias = Callable[  # the last is the number of training
 ]
 
 
-class LossFunctionBuilder(Protocol):
-    """Returns a loss function (predictions, labels) -> sum over tokens."""
-
-    def __call__(
-        self, job_config: JobConfig, /, *, parallel_dims: ParallelDims
-    ) -> "LossFunction": ...
-
-
-class DataLoaderBuilder(Protocol):
-    """Called with keywords. tokenizer: a BaseTokenizer, or None without `build_tokenizer_fn`."""
-
-    def __call__(
-        self, *, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: JobConfig
-    ) -> "BaseDataLoader": ...
-
-
-class ValidatorBuilder(Protocol):
-    """Called with keywords; returns a BaseValidator.
-
-    metrics_processor: a MetricsProcessor. The last three are None without pipeline parallelism.
-    """
-
-    def __call__(
-        self,
-        *,
-        job_config: JobConfig,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: Any,
-        parallel_dims: ParallelDims,
-        loss_fn: "LossFunction",
-        validation_context: Callable[[], AbstractContextManager[None]],
-        maybe_enable_amp: AbstractContextManager[None],
-        metrics_processor: Any,
-        pp_schedule: Any,
-        pp_has_first_stage: bool | None,
-        pp_has_last_stage: bool | None,
-    ) -> Any: ...
+# Called with keywords, those of `build_cross_entropy_loss`, `build_text_dataloader`, `Validator` and
+# `build_metrics_processor`.
+LossFunctionBuilder: TypeAlias = Callable[..., "LossFunction"]
+DataLoaderBuilder: TypeAlias = Callable[..., "BaseDataLoader"]
+ValidatorBuilder: TypeAlias = Callable[..., Any]
+MetricsProcessorBuilder: TypeAlias = Callable[..., Any]
 
 
 @dataclass
@@ -86,11 +50,8 @@ class TrainSpec:
     """One model family: its class, its flavors and the functions that build the rest.
 
     An embedder may change a field, or a flavor's args, before it builds a trainer. If a builder is
-    None, the trainer does without that part.
-
-    The last fields say what the builders can do, for the rules of a config. None takes the attribute
-    of that name which the builder itself has; this package's builders have them, so that specs of
-    0.2.x need not set any. A builder without it is a client's own, and no rule is made up for it.
+    None, the trainer does without that part. The last fields say what the builders can do, for the
+    rules of a config; None takes the builder's own attribute of that name, if it has one.
     """
 
     model_cls: type  # a ModelProtocol

@@ -1,19 +1,24 @@
 """Training with 8-bit matrix products through torchao, which is imported where it is used."""
 
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor, with_local
 from torchtitan.distributed.token_groups import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import ModelConverter
-from torchtitan.quantization.utils import import_torchao, keep_state_dicts_plain
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import has_cuda_capability
 
 # Grouped matrix products need groups of tokens that are padded to multiples of these sizes.
 FP8_GROUP_ALIGNMENT_SIZE = 16
 MXFP8_GROUP_ALIGNMENT_SIZE = 32
+# Kernels for 8-bit matrix products need weight sizes that are multiples of this.
+_DIM_MULTIPLE = 16
 
 
 class QuantizationConverter(ModelConverter):
@@ -68,3 +73,60 @@ class GroupedMMConverter(QuantizationConverter):
 
     def is_target(self, module: nn.Module, fqn: str) -> bool:
         return any(target in fqn for target in self.fqns)
+
+
+def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = False) -> None:
+    """Raise ValueError unless there is a GPU of this compute capability, or `or_else` holds."""
+    if not (has_cuda_capability(major, minor) or or_else):
+        raise ValueError(
+            f"{key} needs a GPU of compute capability {major}.{minor} or higher; {remedy}"
+        )
+
+
+def module_filter_fn(
+    mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
+) -> bool:
+    """True for a linear layer that fits the kernels and whose name contains none of `filter_fqns`.
+
+    multiple: must divide both sizes of the weight.
+    """
+    return (
+        isinstance(mod, nn.Linear)
+        and all(size % multiple == 0 for size in mod.weight.shape)
+        and not any(filter_fqn in fqn for filter_fqn in filter_fqns)
+    )
+
+
+def import_torchao(module_name: str, converter_name: str) -> ModuleType:
+    """Return a module of torchao. Raises an ImportError that names the extra to install."""
+    try:
+        return import_module(module_name)
+    except ImportError as error:
+        raise ImportError(
+            f"the converter {converter_name} needs {module_name}: pip install -U torchtitan-embeddable[float8]"
+        ) from error
+
+
+def keep_state_dicts_plain(model: nn.Module) -> None:
+    """Make the state dicts of a converted model hold plain weights, which share its memory.
+
+    torchao wraps some weights, and a checkpoint of those could be read only with the same converter.
+    """
+    for module in model.modules():
+        if any(hasattr(p, "__tensor_flatten__") for p in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(_unwrap_weights)
+            module.register_load_state_dict_post_hook(
+                lambda module, _: forget_scales(module.parameters(recurse=False))
+            )
+
+
+def _unwrap_weights(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    for own_name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        weight = state_dict.get(prefix + own_name)
+        local = None if weight is None else local_tensor(weight)
+        if hasattr(local, "__tensor_flatten__"):
+            plain = (local._tensor if hasattr(local, "_tensor") else local._data).detach()
+            plain = with_local(weight, plain) if is_dtensor(weight) else plain
+            state_dict[prefix + own_name] = plain

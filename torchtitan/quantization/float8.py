@@ -11,15 +11,13 @@ from torchtitan.quantization import (
     FP8_GROUP_ALIGNMENT_SIZE,
     GroupedMMConverter,
     QuantizationConverter,
-)
-from torchtitan.quantization.utils import (
     import_torchao,
     keep_state_dicts_plain,
     module_filter_fn,
+    require_gpu,
 )
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import has_cuda_capability
 
 # In filter_fqns, this name leaves out layers that are too small to gain from float8.
 AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
@@ -28,19 +26,17 @@ AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
 class Float8LinearConverter(QuantizationConverter):
     """Replaces linear layers by torchao's Float8Linear.
 
-    Raises ImportError without torchao. Raises ValueError on hardware without float8, unless an
-    uncompiled model emulates it, and for a recipe together with float8 all-gather.
+    Raises ValueError on hardware without float8, unless an uncompiled model emulates it, and for a
+    recipe together with float8 all-gather; ImportError without torchao.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.float8
         compiled = job_config.compile.applies_to("model")
-        if not has_cuda_capability(8, 9) and (compiled or not options.emulate):
-            raise ValueError(
-                "quantize.linear.float8 needs a GPU of compute capability 8.9 or higher; without "
-                "one, set quantize.linear.float8.emulate = true and compile.enable = false"
-            )
+        remedy = "without one, set quantize.linear.float8.emulate = true and compile.enable = false"
+        emulates = options.emulate and not compiled
+        require_gpu("quantize.linear.float8", 8, 9, remedy, or_else=emulates)
         self._torchao_float8 = import_torchao("torchao.float8", "quantize.linear.float8")
         if not compiled:
             logger.warning("float8 without torch.compile is slower than bf16: set compile.enable")
@@ -98,10 +94,9 @@ class Float8LinearConverter(QuantizationConverter):
 
 
 class Float8GroupedMMConverter(GroupedMMConverter):
-    """Makes the experts' grouped matrix products compute in float8 with row-wise scales.
+    """Makes experts' grouped matrix products compute in float8 with row-wise scales.
 
-    Converts the modules whose name contains one of `quantize.grouped_mm.float8.fqns`. Raises
-    ValueError on hardware without float8, and with pipeline or context parallelism.
+    Raises ValueError on hardware without float8, and with pipeline or context parallelism.
     """
 
     number_format, alignment = "float8", FP8_GROUP_ALIGNMENT_SIZE
@@ -109,11 +104,7 @@ class Float8GroupedMMConverter(GroupedMMConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         name = "quantize.grouped_mm.float8"
-        if not has_cuda_capability(8, 9):
-            raise ValueError(
-                f"{name} needs a GPU of compute capability 8.9 or higher; "
-                "remove it from model.converters"
-            )
+        require_gpu(name, 8, 9, "remove it from model.converters")
         for key, degree in (("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
             if degree != 1:
                 raise ValueError(

@@ -14,10 +14,12 @@ from torchtitan.quantization import (
     MXFP8_GROUP_ALIGNMENT_SIZE,
     GroupedMMConverter,
     QuantizationConverter,
+    import_torchao,
+    module_filter_fn,
+    require_gpu,
 )
-from torchtitan.quantization.utils import import_torchao, module_filter_fn
 from torchtitan.tools.logging import logger, warn_once
-from torchtitan.tools.utils import has_cuda_capability, has_rocm_capability
+from torchtitan.tools.utils import has_rocm_capability
 
 # quantize.linear.mx.recipe_name -> torchao's name.
 _LINEAR_RECIPES = {
@@ -32,8 +34,8 @@ _BLOCK_SIZE = 32  # consecutive numbers of a row, or of a column, that share a s
 class MXLinearConverter(QuantizationConverter):
     """Makes linear layers compute in MXFP8.
 
-    Raises ImportError without torchao, ValueError for an unknown recipe, and ValueError on hardware
-    without MXFP8 unless the recipe is emulated.
+    Raises ValueError for an unknown recipe, and on hardware without MXFP8 unless the recipe is
+    emulated; ImportError without torchao.
     """
 
     message = "Linear layers compute in MXFP8"
@@ -66,11 +68,7 @@ class MXLinearConverter(QuantizationConverter):
 
 
 class MXGroupedMMConverter(GroupedMMConverter):
-    """Makes the experts' grouped matrix products compute in MXFP8.
-
-    Converts the modules whose name contains one of `quantize.grouped_mm.mx.fqns`. Raises
-    ImportError without torchao, ValueError on hardware without MXFP8.
-    """
+    """Makes experts' grouped matrix products compute in MXFP8. Raises as `MXLinearConverter` does."""
 
     number_format, alignment = "MXFP8", MXFP8_GROUP_ALIGNMENT_SIZE
 
@@ -84,10 +82,7 @@ class MXGroupedMMConverter(GroupedMMConverter):
 
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
-    """torchao's config of a recipe.
-
-    Raises ValueError on torch 2.11, where torchao's own assertion asks for a nightly build.
-    """
+    """torchao's config of a recipe; its own assertion on torch 2.11 asks for a nightly build."""
     if torch.__version__ < "2.12":
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "
@@ -97,9 +92,6 @@ def _from_recipe(torchao_config: Any, name: str) -> Any:
     return torchao_config.MXFP8TrainingOpConfig.from_recipe(recipe)
 
 
-def _check_hardware(converter_name: str) -> None:
-    if not (has_cuda_capability(10, 0) or has_rocm_capability(9, 5)):
-        raise ValueError(
-            f"{converter_name} needs a GPU of compute capability 10.0 or higher (B200), or gfx950; "
-            "remove it from model.converters"
-        )
+def _check_hardware(key: str) -> None:
+    remedy = "remove it from model.converters"
+    require_gpu(key, 10, 0, f"{remedy} (B200 and gfx950 have MXFP8)", has_rocm_capability(9, 5))

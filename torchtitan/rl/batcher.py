@@ -1,9 +1,7 @@
 """Microbatches of all ranks, made of samples, with the weights that make the loss a plain sum.
 
-Tokens and sequences are counted here, because here the whole optimizer step is known: so every
-split into rows, microbatches and ranks has the same gradients.
-
-B rows, T slots per row.
+Tokens and sequences are counted over the whole optimizer step, so every split into rows, microbatches
+and ranks has the same gradients. B rows, T slots per row.
 """
 
 import math
@@ -26,8 +24,7 @@ _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "
 # Values of padding; the other entries of a microbatch are 0 there.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
-# Rows of a bucket are at least this share of its longest row: at most a quarter more slots than
-# tokens, for few more microbatches (10 for lengths from 100 to 1,000 tokens).
+# Rows of a bucket are at least this share of its longest row: at most a quarter more slots than tokens.
 _LEAST_FILLED = 0.8
 
 
@@ -35,45 +32,35 @@ _LEAST_FILLED = 0.8
 class Batcher:
     """Puts samples into rows, and deals the rows to microbatches and data-parallel ranks.
 
-    dp_size: ranks that read different microbatches. All get the same number of microbatches, of the
-        same shapes [B, T], filled up with rows of padding.
-    seq_len: the largest T. Longer samples are left out and counted.
-    rows: the largest B. max_tokens: the largest B * T, in place of `rows`.
-    packing: put several samples into a row; otherwise each has its own row, padded on the right.
-    bucketing: rows of similar length share a microbatch with a T of its own; long rows come first.
-        Otherwise all microbatches have one shape.
-    pad_multiple: T is the longest row's length, rounded up to a multiple of this.
-    skip_zero_advantage: leave out samples whose advantages are all 0. Denominators still count them,
-        so the gradient does not change if their loss is 0.
-    scores_masked: compute log-probs of labels outside the loss, too, for callers that read them.
-    agg_mode, norm, count_empty: as in `aggregation_weights`.
-    deferred: do not divide the weights by the step's denominator, for a caller that does not know
-        the whole step; see `TrainingBatch.denominator`.
+    All ranks get the same number of microbatches, of the same shapes [B, T].
     """
 
-    dp_size: int = 1
-    seq_len: int = 2048
-    rows: int = 8
-    max_tokens: int | None = None
-    packing: bool = False
+    dp_size: int = 1  # data-parallel ranks
+    seq_len: int = 2048  # the largest T; longer samples are left out
+    rows: int = 8  # the largest B
+    max_tokens: int | None = None  # the largest B * T, in place of `rows`
+    packing: bool = False  # several samples in a row; otherwise each has its own row
+    # Rows of similar length share a microbatch with a T of its own; long rows come first. Otherwise all
+    # microbatches have one shape.
     bucketing: bool = False
-    pad_multiple: int = 1
-    skip_zero_advantage: bool = False
-    scores_masked: bool = False
-    agg_mode: str = "token-mean"
+    pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
+    skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
+    scores_masked: bool = (
+        False  # keep labels outside the loss, for callers that read their log-probs
+    )
+    agg_mode: str = "token-mean"  # this and the next two as in `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
-    deferred: bool = False
+    deferred: bool = False  # leave the division by the denominator to the step; see `TrainingBatch`
 
     @classmethod
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
         """Return the batcher that the sections `[rl.batch]` and `[rl.loss]` describe."""
         batch, loss = job_config.rl.batch, job_config.rl.loss
-        rows = batch.local_batch_size
         return cls(
             dp_size=dp_size,
             seq_len=batch_seq_len(job_config),
-            rows=job_config.training.local_batch_size if rows is None else rows,
+            rows=batch.local_batch_size or job_config.training.local_batch_size,
             max_tokens=batch.max_tokens_per_microbatch,
             packing=batch.packing,
             bucketing=batch.bucketing,
@@ -91,10 +78,9 @@ class Batcher:
 
         models: of each sample, the number of the model that learns from it. Rows have samples of one
             model, and the rows of a model are next to each other.
-        A token is left out of the loss and its denominator if its log-prob by the generator, the
-        reference or the old policy is not finite. Samples with weights keep them. Without samples
-        every rank gets one microbatch of padding.
-        Raises ValueError if an optional tensor is missing in some samples and present in others.
+        A token is left out of the loss and its denominator if one of its given log-probs is not finite.
+        Samples with weights keep them. Without samples every rank gets one microbatch of padding.
+        Raises ValueError if only some samples have an optional tensor.
         """
         has = _optional_fields(samples)
         kept = self._indices_that_fit(samples)
@@ -102,7 +88,6 @@ class Batcher:
         lengths = [len(sample) for sample in fitting]
 
         def joined(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            """Concatenate the samples' entries; the empty tensor at the end is for no samples."""
             of_samples = [getattr(sample, name) for sample in fitting]
             return torch.cat([*of_samples, torch.zeros(0, dtype=dtype)])
 
@@ -171,7 +156,6 @@ class Batcher:
     def _weights(
         self, masks: Sequence[Tensor], prompt_ids: Sequence[int]
     ) -> tuple[Tensor, float | None]:
-        """Return the weights of all tokens, and the denominator if it is deferred."""
         per_sample: Any = aggregation_weights(
             masks,
             self.agg_mode,
@@ -184,10 +168,10 @@ class Batcher:
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
     def _rows_of(self, lengths: Sequence[int], models: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each row, by their index in `lengths`. A row has samples of one model."""
+        """Return the samples of each row, by their index in `lengths`."""
         if not self.packing:
             return [[place] for place in range(len(lengths))]
-        # Long samples first, each into the first row with room. `sorted` is stable.
+        # Long samples first, each into the first row of its model with room.
         rows: list[list[int]] = []
         room: list[int] = []
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -209,15 +193,14 @@ class Batcher:
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
             n_groups = max(1, -(-len(row_lengths) // (self._most_rows(n_slots) * self.dp_size)))
-            n_cells = n_groups * self.dp_size  # a cell is one rank's part of a microbatch
-            rows = range(len(row_lengths))
+            n_rows = max(1, -(-len(row_lengths) // (n_groups * self.dp_size)))
             return [
                 (
-                    [row for row in rows if row // self.dp_size % n_groups == group],
-                    max(1, -(-len(row_lengths) // n_cells)),
+                    [i for i in range(len(row_lengths)) if i // self.dp_size % n_groups == g],
+                    n_rows,
                     n_slots,
                 )
-                for group in range(n_groups)
+                for g in range(n_groups)
             ]
         groups: list[tuple[list[int], int, int]] = []
         in_order = sorted(range(len(row_lengths)), key=lambda row: -row_lengths[row])
@@ -247,8 +230,7 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Deal rows to microbatches and ranks in turn, so that their work differs by one row at most.
 
-        indices, models: of the samples, in the order of `lengths`. values: by name, of all tokens of
-            the samples, one sample after another.
+        indices, models: of the samples. values: by name, of all samples' tokens, one after another.
         """
         rows = self._rows_of(lengths, models)
         groups = self._groups_of([sum(lengths[place] for place in row) for row in rows])
@@ -274,8 +256,7 @@ class Batcher:
                     start += lengths[place]
             first_of_group += math.prod(shapes[group])
 
-        # For every token: its position in its sequence, the sequence's number in the row, and the
-        # token's slot among the slots of all microbatches.
+        # Each token's slot among the slots of all microbatches, its position, its sequence's number.
         repeats = torch.tensor(lengths, dtype=torch.int64)
 
         def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:
@@ -309,8 +290,8 @@ def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:
     experts = [sample.routed_experts for sample in samples]
     if len(shapes := {tuple(x.shape[1:]) for x in experts}) > 1:
         raise ValueError(
-            "routed_experts of all samples of a batch must have the same layers and experts per token, "
-            f"got {sorted(shapes)}; take all samples from one model"
+            "routed_experts of all samples of a batch must have one number of layers and experts per "
+            f"token, got {sorted(shapes)}; take all samples from one model"
         )
     return torch.cat(experts)
 

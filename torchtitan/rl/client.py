@@ -1,5 +1,4 @@
 """The public path of the clients in this process, `torchtitan.integrations.tinker`."""
 
 from torchtitan.integrations.tinker.client import *  # noqa: F403
-from torchtitan.integrations.tinker.local_service import LocalServiceClient  # noqa: F401
 from torchtitan.integrations.tinker.types import *  # noqa: F403

@@ -1,18 +1,10 @@
 """The loop of RL: sample, grade, learn, send the new weights to the generator.
 
-The way of a batch, in `Controller.train_step`:
+`Rollouts` take prompts from the task, have the generator complete and the task grade them: `Episode`s. An
+estimator or a critic makes advantages of their rewards, a `Batcher` rows of all ranks, and a
+`PolicyTrainer` updates the weights, which go back to the generator.
 
-1. `rollout.Rollouts` takes prompts from the task; on each rank `rollout.Draws` has the generator
-   complete its share of them and the task grade the completions: `Episode`s, gathered on all ranks.
-2. `advantages.AdvantageEstimator`, or a `critic.Critic`, turns rewards into advantages.
-3. `batcher.Batcher` puts the episodes' `TrainingSample`s into rows: a `TrainingBatch` of all ranks,
-   with weights that make the loss a plain sum.
-4. `policy.PolicyTrainer.forward_backward` (in `learner`) gives the engine this rank's microbatches,
-   and the engine calls the loss (`losses`) on their log-probs; `optim_step` updates the weights.
-5. `weight_sync.WeightSync` sends the weights to the generator.
-
-Under torchrun every rank runs this loop with the same episodes, so all ranks take the same
-decisions; only steps 4 and 5 depend on the layout.
+Under torchrun every rank runs this loop with the same episodes, so all ranks take the same decisions.
 """
 
 import json
@@ -24,6 +16,7 @@ from typing import Any
 from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.checkpoint.run_record import record_of_task
 from torchtitan.config.checks import ConfigError
+from torchtitan.config.checks.common import value_of
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
@@ -45,11 +38,7 @@ from torchtitan.rl.rollout import (
     with_advantages,
 )
 from torchtitan.rl.tasks import Task
-from torchtitan.rl.types import (
-    Episode,
-    OptimStepOutput,
-    TrainingSample,
-)
+from torchtitan.rl.types import Episode, OptimStepOutput, TrainingSample
 from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
 from torchtitan.tools.files import read_text
@@ -59,26 +48,21 @@ from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
 def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller | GeneratorRank":
-    """Build this rank's part of the job: with `rl.generator.ranks` the last ranks only generate.
-
-    task: replaces the config's. Raises ConfigError as `Controller` does.
-    """
+    """Build this rank's part of the job: with `rl.generator.ranks` the last ranks only generate."""
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
     job_config = _check(job_config)  # before the roles part, so that every rank reports the error
     role = join_role(job_config)
     if role.generates:
         return GeneratorRank(job_config, role.link, role.first_generator, task)
-    return Controller(
-        job_config, task=task, remote=RemoteGenerator(role.link, role.first_generator)
-    )
+    remote = RemoteGenerator(role.link, role.first_generator)
+    return Controller(job_config, task=task, remote=remote)
 
 
 class Controller:
     """Trains a policy according to its config.
 
-    task: replaces the config's.
-    remote: the ranks that generate, with `rl.generator.ranks`; see `build_part`.
+    task: replaces the config's. remote: the ranks that generate, with `rl.generator.ranks`.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -94,7 +78,7 @@ class Controller:
         self.job_config = job_config = _check(job_config)
         self.config = job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
-        self._num_batches: int | None = None
+        self.num_batches = 0  # trained on, each for `updates_per_batch` steps
         # With a remote generator the process group holds only the ranks that train.
         engine = None if remote is None else TrainingEngine(job_config)
         self.trainer = PolicyTrainer(job_config, engine=engine)
@@ -129,20 +113,17 @@ class Controller:
             self.checkpointer.run_record |= record_of_task(self.config, task)
             if path := self.config.task.chat_template:
                 self.checkpointer.chat_template = read_text(path)
-            self.reference = None
-            if self.config.loss.kl_coef > 0:
-                self.reference = ReferencePolicy(self.trainer)
+            self.reference = ReferencePolicy(self.trainer) if self.config.loss.kl_coef > 0 else None
             if self.reference is not None and not self.reference.is_base:
                 self.checkpointer.states["rl_reference"] = self.reference
             if self.critic is not None:
                 self.checkpointer.states["rl_critic"] = self.critic
-        debug = job_config.debug
-        for key, is_set in {
-            "training.global_batch_size": job_config.training.global_batch_size > 0,
-            "validation.enable": job_config.validation.enable,
-            "debug.check_document_isolation_freq": debug.check_document_isolation_freq > 0,
-        }.items():
-            if is_set:
+        for key in (
+            "training.global_batch_size",
+            "validation.enable",
+            "debug.check_document_isolation_freq",
+        ):
+            if value_of(job_config, key) > 0:
                 logger.warning("%s is ignored in RL; take it out", key)
 
     @property
@@ -150,23 +131,16 @@ class Controller:
         """Optimizer steps done, including those before a resume."""
         return self.trainer.engine.step
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of episodes trained on, each for `rl.epochs * rl.minibatches` steps.
-
-        The number of steps, if the checkpoint is too old to hold it.
-        """
-        return self.step if self._num_batches is None else self._num_batches
-
     # ---- the loop ----
 
     def setup(self) -> bool:
         """Load the newest checkpoint, if any, and send the generator its weights.
 
-        Returns False if the run is complete already. Raises ValueError as `load_newest_checkpoint`.
+        Returns False if the run is complete already.
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
+        self.num_batches = self.num_batches or self.step  # if "rl" is not loaded
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
@@ -260,7 +234,7 @@ class Controller:
             pairs = zip(episodes, means, strict=True)
             episodes = [replace(episode, advantage=mean) for episode, mean in pairs]
         updates = self._update(samples, measured)
-        self._num_batches = number
+        self.num_batches = number
         trained = time.perf_counter()
 
         self.trainer.push_model_state_dict(self.generator)
@@ -288,10 +262,7 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """Return the episodes of a batch; begins to draw later batches up to `rl.async_steps` ahead.
-
-        Raises RuntimeError if an episode is older than allowed.
-        """
+        """Return the episodes of a batch; begins to draw later batches up to `rl.async_steps` ahead."""
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         self.rollouts.start_until(min(number + self.config.async_steps, last))
@@ -310,7 +281,7 @@ class Controller:
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> list[OptimStepOutput]:
         """Make the optimizer steps of a batch of samples; adds metrics to `measured`."""
-        # Each part has whole prompts, because advantages compare the completions of a prompt.
+        # Each part has whole prompts, because advantages compare the completions of one.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
         part_of = {group: ((i + 1) * n_parts - 1) // len(groups) for i, group in enumerate(groups)}
@@ -322,7 +293,7 @@ class Controller:
             of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
-        # Before the first update, because these are log-probs of the policy at the step's beginning.
+        # Before the first update: log-probs of the policy at the step's beginning.
         if self.config.generator.rescore:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
@@ -377,7 +348,7 @@ class Controller:
     def _evaluate_if_due(self, before: int) -> None:
         """before: the step of the last call."""
         every, is_last = self.config.eval_every, self.step == self.job_config.training.steps
-        if every == 0 or not (is_last or _passes(every, before, self.step)):
+        if not every or not (is_last or _passes(every, before, self.step)):
             return
         metrics: dict[str, float] = {}
         for kind, greedy in (("greedy", True), ("sampled", False)):
@@ -402,11 +373,11 @@ class Controller:
             state = json.loads(state_dict["state"])
             self.task.load_state_dict(state["task"])
             self.rollouts.load_state_dict(state["rollouts"])
-            self._num_batches = state.get("num_batches")  # missing in older checkpoints
+            self.num_batches = state["num_batches"]
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the state of the RL run in the checkpoint cannot be read ({type(error).__name__}: "
-                f"{error}); resume with the task of the saved run"
+                "the state of the RL run in the checkpoint cannot be read "
+                f"({type(error).__name__}: {error}); resume with the task of the saved run"
             ) from error
 
 

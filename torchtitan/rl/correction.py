@@ -1,22 +1,20 @@
-"""Weights and masks for tokens that the generator drew from another policy than the trainer's.
+"""Importance correction for tokens that the generator drew from another policy than the trainer's.
 
-The generator rounds differently, and may have older weights. With m = log(old / generator) of each
-sampled token, where `old` is the trainer's policy when the step began, tokens get a weight
+With m = log(old / generator) of each sampled token, where `old` is the trainer's policy when the step
+began, tokens get a weight
 
     token     min(exp(m), cap)                            from the token's own ratio
     sequence  min(exp(sum of m over the sequence), cap)   from the whole completion's ratio
 
 (truncated importance sampling: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"), and tokens whose m is too far from 0 leave the loss.
-Denominators count all tokens, so neither the weights nor the masks depend on the split into
-microbatches.
+brings you off-policy RL training"), and tokens whose m is too far from 0 leave the loss, but not its
+denominators.
 
 B rows, T slots per row, see `torchtitan.rl.types`.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,48 +24,29 @@ from torchtitan.rl.types import LossInputs
 CORRECTIONS = ("none", "token", "sequence")
 
 
-class Corrected(NamedTuple):
-    """weights: [B, T] factors of the policy loss. is_masked: [B, T] bool, True for tokens to leave
-    out of all terms. metrics: sums and counts by name, as in `LossOutput`.
-    """
-
-    weights: Tensor
-    is_masked: Tensor
-    metrics: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class ImportanceCorrection:
     """Weights and masks by the ratio of the trainer's old policy to the generator's.
-
-    weighting: "none", "token" or "sequence". cap: the largest weight, at least 1.
-    max_token: tokens are masked if |m| is above it, in nats. max_sequence: sequences are masked if
-        |the mean of m over the tokens in the loss|, masked tokens included, is above it, in nats.
 
     Raises ValueError for values out of range.
     """
 
     weighting: str = "none"
-    cap: float = 2.0
-    max_token: float = math.inf
+    cap: float = 2.0  # the largest weight, at least 1
+    max_token: float = math.inf  # tokens are masked if |m| is above it, in nats
+    # Sequences are masked if |the mean of m over the tokens in the loss| is above it, in nats.
     max_sequence: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.weighting not in CORRECTIONS:
-            raise ValueError(
-                f"rl.loss.correction must be one of {', '.join(CORRECTIONS)}, got "
-                f"{self.weighting!r}"
-            )
-        if not 1 <= self.cap < math.inf:
-            raise ValueError(
-                f"rl.loss.correction_cap must be at least 1 and finite, because a smaller cap changes "
-                f"the weight of tokens that both policies agree on, got {self.cap}; 2 is usual"
-            )
-        for name in ("max_token", "max_sequence"):
-            if not getattr(self, name) > 0:
+        for key, value, is_allowed, rule in (
+            ("correction", self.weighting, self.weighting in CORRECTIONS, f"one of {CORRECTIONS}"),
+            ("correction_cap", self.cap, 1 <= self.cap < math.inf, "at least 1 and finite"),
+            ("max_token_mismatch", self.max_token, self.max_token > 0, "above 0 nats"),
+            ("max_sequence_mismatch", self.max_sequence, self.max_sequence > 0, "above 0 nats"),
+        ):
+            if not is_allowed:
                 raise ValueError(
-                    f"rl.loss.{name}_mismatch must be above 0 nats, got {getattr(self, name)}; "
-                    "leave it out to mask nothing"
+                    f"rl.loss.{key} must be {rule}, got {value!r}; correct it or leave it out"
                 )
 
     @property
@@ -84,22 +63,26 @@ class ImportanceCorrection:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        names = []
-        if self.is_on:
-            names += ["mismatch_mean", "mismatch_max"]
-        if self.weighting != "none":
-            names += ["correction_mean", "correction_truncated_frac"]
-        if self.weighting == "sequence":
-            names += ["truncated_sequences_count"]
-        if self.masks:
-            names += ["masked_frac"]
-        if self.max_sequence < math.inf:
-            names += ["masked_sequences_count"]
-        return tuple(names)
+        names = {
+            "mismatch_mean": self.is_on,
+            "mismatch_max": self.is_on,
+            "correction_mean": self.weighting != "none",
+            "correction_truncated_frac": self.weighting != "none",
+            "truncated_sequences_count": self.weighting == "sequence",
+            "masked_frac": self.masks,
+            "masked_sequences_count": self.max_sequence < math.inf,
+        }
+        return tuple(name for name, is_measured in names.items() if is_measured)
 
     @torch.no_grad()
-    def __call__(self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float) -> Corrected:
-        """old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow."""
+    def __call__(
+        self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return (factors of the policy loss [B, T], True for tokens to leave out of all terms [B, T],
+        sums and counts by name as in `LossOutput`).
+
+        old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow.
+        """
         in_loss = batch["loss_mask"] != 0
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
         is_masked = m.abs() > self.max_token
@@ -117,27 +100,22 @@ class ImportanceCorrection:
         measured["masked_frac"] = is_masked.sum()
         weights = torch.ones_like(m)
         if self.weighting != "none":
-            # Clamp before exp, which could overflow.
             largest = min(math.log(self.cap), max_log_ratio)
             weights = of_weight.clamp(-max_log_ratio, largest).exp()
             measured["correction_mean"] = (weights * in_loss).sum()
             measured["correction_truncated_frac"] = (of_weight > math.log(self.cap)).sum()
-        return Corrected(weights, is_masked, {k: measured[k] for k in self.metric_names})
+        return weights, is_masked, {name: measured[name] for name in self.metric_names}
 
 
 def sequence_sums(
     values: Tensor, in_loss: Tensor, sequence_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sums of the values in the loss per sequence, their counts, each slot's sequence).
+    """Return (sums of the values in the loss per sequence, their counts, each slot's sequence), [B, T].
 
-    All are [B, T]; in sums and counts, entry i of a row belongs to its sequence number i. Padding
-    (id -1) gets sequence 0 and is not summed.
+    In sums and counts, entry i of a row belongs to its sequence number i. Padding gets sequence 0.
     """
     index = sequence_ids.clamp(min=0)
     counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)
     empty = torch.zeros_like(values)
-    return (
-        empty.scatter_add(1, index, values * counted),
-        empty.scatter_add(1, index, counted),
-        index,
-    )
+    sums = empty.scatter_add(1, index, values * counted)
+    return sums, empty.scatter_add(1, index, counted), index

@@ -1,7 +1,4 @@
-"""A critic for PPO: values of states, by a second engine with the policy's family and layout.
-
-The state of a slot is the tokens up to it; its value is the expected reward of the rest of the
-completion.
+"""A critic for PPO, a second engine: a slot's value is the expected reward of the tokens after it.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
@@ -36,10 +33,8 @@ class ValueLoss:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2). The loss is the
-    weighted sum over tokens, with the batch's weights.
-
-    value_clip: c; 0 turns clipping off.
+    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2), summed with the
+    batch's weights. value_clip: c; 0 turns clipping off.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")
@@ -52,15 +47,12 @@ class ValueLoss:
         missing = [name for name in ("old_values", "returns") if batch.get(name) is None]
         if missing:
             raise ValueError(
-                f"a critic learns from old_values and returns in the samples, got no "
+                "a critic learns from old_values and returns in the samples, got no "
                 f"{' and no '.join(missing)}; add them with Critic.with_advantages"
             )
 
     def __call__(self, values: Tensor, batch: LossInputs) -> LossOutput:
-        """Return the loss of one microbatch and its metrics.
-
-        values: [B, T].
-        """
+        """Return the loss of one microbatch and its metrics. values: [B, T]."""
         old, returns = batch["old_values"], batch["returns"]
         error = (values - returns) ** 2
         largest = error
@@ -75,10 +67,8 @@ class ValueLoss:
 class Critic(Learner):
     """Learns the values of a policy's states, and makes advantages of them.
 
-    It has the policy's layout and process groups. Its first weights are the policy's (and a random
-    value head), those in `rl.critic.initial_load_path`, or those of a checkpoint, which holds the
-    critic beside the policy.
-
+    It has the policy's layout and process groups. Its first weights are the policy's (and a random value
+    head), or those in `rl.critic.initial_load_path`. Checkpoints of the policy hold it.
     Raises ConfigError for a model that cannot have a value head.
     """
 
@@ -126,9 +116,7 @@ class Critic(Learner):
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Return a step's samples with advantages, old values and returns; and metrics. Collective.
 
-        rewards: of each sample, for its last sampled token. Tokens that were not sampled are
-        skipped, as if the next sampled token followed directly. All ranks have all samples, so the
-        result does not depend on their split.
+        rewards: of each sample, for its last sampled token. Tokens that were not sampled are skipped.
         """
         values = self.forward(self.batcher.batch(samples))
         fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
@@ -200,9 +188,7 @@ def critic_config(job_config: JobConfig) -> JobConfig:
 
 
 def _fit_of_values(values: Sequence[Tensor], returns: Sequence[Tensor]) -> dict[str, float]:
-    """Return metrics of how well values predict returns, over all tokens.
-
-    explained_variance: 1 - Var(R - V) / Var(R); 1 is perfect, 0 no better than a constant. 0 if all
+    """Return how well values predict returns: explained_variance is 1 - Var(R - V) / Var(R), or 0 if all
     returns are equal.
     """
     predicted = torch.cat([*values, torch.zeros(0)]).double()

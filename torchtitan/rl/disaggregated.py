@@ -1,9 +1,8 @@
 """Ranks that only generate, beside the ranks that train: `rl.generator.ranks`.
 
-Each role has a default process group of its own, so its code runs as in a job of only these ranks.
-The trainer's rank 0 sends the generating ranks requests and weights, one message after another.
-They receive on one thread and draw on another, so the trainer waits for neither. The weights of a
-draw depend on the order of the messages, not on timing.
+Each role has a default process group of its own. The trainer's rank 0 sends the generating ranks requests
+and weights, one message after another, so the weights of a draw do not depend on timing. They receive on
+one thread and draw on another.
 """
 
 import os
@@ -34,12 +33,12 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
-from torchtitan.rl.weight_changes import WeightChanges
 from torchtitan.rl.weight_transport import (
     Pairs,
     PolicyWeights,
     ReceivedWeights,
     StagedWeights,
+    WeightChanges,
     broadcast_object,
     gloo_group,
     hand_over,
@@ -60,33 +59,29 @@ _CPU = torch.device("cpu")
 
 
 class Role(NamedTuple):
-    """This rank's role. generates: it draws; False if it trains.
+    """This rank's role."""
 
-    link: None on all trainer ranks but rank 0. first_generator: number of the first generating rank
-    in the whole job.
-    """
-
-    generates: bool
-    link: "Link | None"
-    first_generator: int
+    generates: bool  # or trains
+    link: "Link | None"  # None on all trainer ranks but rank 0
+    first_generator: int  # number of the first generating rank in the whole job
 
 
 def join_role(job_config: JobConfig) -> Role:
     """Divide torchrun's ranks by `rl.generator.ranks`, and join the default group of this rank's role.
 
-    Afterwards RANK and WORLD_SIZE count the ranks of the role. Collective over all ranks.
-    Raises ConfigError if a process group exists already, or no ranks are left to train.
+    Afterwards RANK and WORLD_SIZE count the ranks of the role. Collective over all ranks. Raises
+    ConfigError if a process group exists already, or no ranks are left to train.
     """
     n_apart = job_config.rl.generator.ranks
     if dist.is_initialized():
         raise ConfigError(
-            f"rl.generator.ranks = {n_apart} makes a process group for each role, but a process group "
-            "of all ranks exists already; start without one"
+            f"rl.generator.ranks = {n_apart} makes a process group for each role, but one of all ranks "
+            "exists already; start without it"
         )
     n_trainers = job_config.trainer_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
     store, rank, _ = find_peers(timeout)
-    generates = rank >= n_trainers
+    generates, link = rank >= n_trainers, None
     if generates:
         join_part("generators", rank - n_trainers, n_apart)
     else:
@@ -94,23 +89,17 @@ def join_role(job_config: JobConfig) -> Role:
     set_device()
     enable_cpu_backend = job_config.training.enable_cpu_offload
     init_distributed(job_config.comm, enable_cpu_backend, job_config.job.dump_folder)
-    link = None
     if generates or rank == 0:
-        link = Link(
-            dist.PrefixStore("rl_link", store),
-            rank - n_trainers + 1 if generates else 0,
-            n_apart + 1,
-            timeout,
-        )
+        member = rank - n_trainers + 1 if generates else 0
+        link = Link(dist.PrefixStore("rl_link", store), member, n_apart + 1, timeout)
     return Role(generates, link, n_trainers)
 
 
 class Link:
     """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: time limit of member 0's waits, for an answer or for a member that does not take what is
-        sent; a rank that dies is noticed at once.
-    down: the group in which member 0 sends messages to all members, one after another.
+    timeout: of member 0's waits; a rank that dies is noticed at once. down: the group in which member 0
+        sends messages to all members, one after another.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
@@ -151,11 +140,7 @@ class Link:
 
 
 class RemoteGenerator:
-    """The generating ranks, for the ranks that train: it takes weights, and begins draws.
-
-    Rank 0 sends on a thread, one message after another, so that training goes on meanwhile.
-    link, first_generator: of this rank's `Role`.
-    """
+    """The generating ranks, for the ranks that train; rank 0 sends on a thread. Arguments: of `Role`."""
 
     policy_version = -1
     weight_names: Literal["shared", "ours", "hf", "adapters"] = "ours"
@@ -173,9 +158,8 @@ class RemoteGenerator:
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
-        """Set the names and dtype of the weights that the generating ranks take.
-
-        Raises ConfigError if `rl.generator.rescore` is set and their policy differs.
+        """Set the names and dtype of the weights that the generating ranks take. Raises ConfigError if
+        `rl.generator.rescore` is set and their policy differs.
         """
         rl = policy.job_config.rl
         refuse(rescoring(rl, policy.compute_dtype_name))
@@ -187,9 +171,8 @@ class RemoteGenerator:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Copy the weights to host memory, and begin to send them; later requests use them.
+        """Copy the weights to host memory and begin to send them, once those before are sent. Collective.
 
-        Collective. Waits until the weights before are sent, so that one copy waits at most.
         If sending fails, the next wait for episodes raises.
         """
         if self._weights_sent is not None:
@@ -205,16 +188,15 @@ class RemoteGenerator:
         self.policy_version = weights.version
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Send a request to all generating ranks; see `rollout.DrawsEpisodes`.
-
-        The result raises LostGeneratorError if a generating rank is gone, RunError if one failed.
+        """Send a request to all generating ranks; see `rollout.DrawsEpisodes`. The result raises
+        LostGeneratorError if a generating rank is gone, RunError if one failed.
         """
         self._n_requests += 1
         sent = self._send(("draw", request))
         return partial(self._episodes, self._n_requests, sent)
 
     def _episodes(self, number: int, sent: Future | None) -> list[Episode]:
-        # A collective of its own, with its own time limit: the weights before a request may take long.
+        # A collective with its own time limit: the weights before a request may take long.
         from_rank_zero(lambda: sent.result())
         return from_rank_zero(partial(self._answer, number))
 
@@ -267,10 +249,7 @@ class RemoteGenerator:
 
 
 class GeneratorRank:
-    """Draws and grades episodes for the trainer until it ends; it takes the place of a `Controller`.
-
-    Raises ConfigError for a config that cannot run.
-    """
+    """Draws and grades episodes for the trainer until it ends; it takes the place of a `Controller`."""
 
     def __init__(
         self, job_config: JobConfig, link: Link, n_trainers: int, task: Task | None = None
@@ -292,10 +271,9 @@ class GeneratorRank:
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
-        """Serve until the trainer is done.
+        """Serve until the trainer is done; raises RuntimeError if it is gone.
 
-        Ignores the signals that end a run, because the ranks that train handle them and still need
-        episodes for their checkpoint. Raises RuntimeError if the trainer is gone.
+        Ignores signals that end a run: the ranks that train still need episodes for their checkpoint.
         """
         before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         logger.info("generating for the ranks that train")
@@ -331,8 +309,7 @@ def task_of_job(
 ) -> Task:
     """Return the given task, or build the config's.
 
-    Raises ConfigError if its tokenizer does not fit the model, or if `rl.task.max_turns` is above 1
-    and the task never replies.
+    Raises ConfigError if its tokenizer does not fit the model, or it never replies in several turns.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn
@@ -342,8 +319,7 @@ def task_of_job(
     check_tokenizer_fits(task.tokenizer, model_args)
     if job_config.rl.task.max_turns > 1 and not task.replies:
         raise ConfigError(
-            f"rl.task.max_turns = {job_config.rl.task.max_turns} is for tasks that reply to the "
-            f"policy, got {type(task).__name__}, which never replies; set it to 1, or write the "
-            "task's `reply`"
+            f"rl.task.max_turns = {job_config.rl.task.max_turns} is for tasks that reply to the policy, "
+            f"got {type(task).__name__}; set it to 1, or write the task's `reply`"
         )
     return task

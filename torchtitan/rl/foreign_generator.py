@@ -24,7 +24,7 @@ class ForeignGenerator(Generator):
     folder: gets a subfolder per version; the engine reads files of weights from there.
     adapters: take `weight_sync.AdapterWeights` in place of whole weights.
     records_experts: the engine returns the experts of each token.
-    engine_name: in errors. remedy: the end of the error of a failed update.
+    engine_name, remedy: for the error of a failed update.
     """
 
     engine_name: str
@@ -44,10 +44,9 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights. Collective over the ranks that share an update.
+        """Have the engine load the weights; raises WeightMismatchError if it does not.
 
-        Versions and names are checked but no digest, because engines change the layout of weights.
-        Raises WeightMismatchError if the engine does not load them.
+        Collective. No digest is checked, because engines change the layout of weights.
         """
         self.policy_version = -1  # until all weights are of one version
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
@@ -75,9 +74,8 @@ class ForeignGenerator(Generator):
         if seed is None:
             self._n_calls += 1
             seed = random.Random(f"{self._seed} {self._n_calls}").getrandbits(62)
-        return self._complete_all(
-            prompts, sampling, num_samples, [(seed + row) % 2**62 for row in rows]
-        )
+        seeds = [(seed + row) % 2**62 for row in rows]
+        return self._complete_all(prompts, sampling, num_samples, seeds)
 
     @abstractmethod
     def _complete_all(
@@ -88,18 +86,16 @@ class ForeignGenerator(Generator):
     def _folder_of(self, version: int) -> str:
         return os.path.join(self._folder, f"version-{version}")
 
-    def _write_adapters(self, pairs: Pairs, version: int) -> str:
-        """Write the files of `AdapterWeights` to the version's folder, and return it."""
-        folder = self._folder_of(version)
-        os.makedirs(folder, exist_ok=True)
+    def _write_adapters(self, pairs: Pairs, version: int) -> None:
+        """Write the files of `AdapterWeights` to the version's folder."""
+        os.makedirs(self._folder_of(version), exist_ok=True)
         for name, content in pairs:
-            Path(folder, name).write_bytes(content.cpu().numpy().tobytes())
-        return folder
+            Path(self._folder_of(version), name).write_bytes(content.cpu().numpy().tobytes())
 
     def _remove_other_versions(self, version: int) -> None:
-        for name in os.listdir(self._folder):
-            if name.startswith("version-") and name != f"version-{version}":
-                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+        for folder in Path(self._folder).glob("version-*"):
+            if folder.name != f"version-{version}":
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _completion(
         self,
@@ -127,11 +123,10 @@ class ForeignGenerator(Generator):
             # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
             kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
             logprobs = [0.0] * len(logprobs)
-        reason = "stop" if sampling.stops_at(token_ids) else "length"
         return Completion(
             token_ids=tuple(token_ids),
             token_logprobs=tuple(logprobs),
-            finish_reason=reason,
+            finish_reason="stop" if sampling.stops_at(token_ids) else "length",
             policy_version=self.policy_version,
             token_kept_mass=kept_mass,
             routed_experts=routed_experts,

@@ -7,14 +7,15 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.tools.host import signal_at_parents_death
 
@@ -22,7 +23,6 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 """Arguments of a function: by position, and by name."""
 
 _SECONDS_TO_START = 300  # a process, with the import of the user's module
-_SECONDS_TO_END = 5  # a process that has closed its pipe
 # A dead process is usually noticed at once, because its pipe ends. But a process that it forked may
 # hold the pipe open.
 _SECONDS_BETWEEN_CHECKS = 0.5
@@ -40,17 +40,13 @@ class Result:
     failure: str | None = None
 
 
-@dataclass
-class _Worker:
+class _Worker(NamedTuple):
     process: Any
     pipe: Connection
-    call: int | None = None  # index of its current call
-    deadline: float = 0.0
-    unsent: Result | None = None  # the result of a call that could not be sent
 
 
 class FunctionPool:
-    """Calls functions in `n_processes` other processes.
+    """Calls functions in `n_processes` other processes, each at the hand of a thread here.
 
     functions: module:function of one function, or of several; imported again in each process.
     timeout_seconds: of one call. After it the process is killed with all processes that it started,
@@ -70,89 +66,61 @@ class FunctionPool:
         keys: tuple[str, str] = ("rl.task.reward_fn", "rl.task.reward_timeout_seconds"),
     ):
         self._functions = [functions] if isinstance(functions, str) else list(functions)
-        self._n_processes, self._timeout_seconds = n_processes, timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
+        self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
         self._workers: list[_Worker] = []  # always this list, which is cleared at exit
         # As multiprocessing's own pools do: not in a fork, and before processes get a SIGTERM.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
-        """Return the result of each call, in order. numbers: of the calls' functions, 0 by default."""
-        waiting, results = deque(range(len(calls))), [Result()] * len(calls)
-        n_open = len(calls)
-        while n_open:
-            self._hand_out(calls, numbers, waiting)
-            for worker in [w for w in self._workers if w.call is not None]:
-                result = self._result(worker)
-                if result is not None:
-                    assert worker.call is not None
-                    results[worker.call], worker.call = result, None
-                    n_open -= 1
-            # A worker that died during a call is kept until `_result` has noticed.
-            for worker in [w for w in self._workers if w.call is None]:
-                if not worker.process.is_alive():
-                    self._workers.remove(worker)
-                    _kill(worker)
-            busy = [w for w in self._workers if w.call is not None]
-            if busy:
-                until = min(worker.deadline for worker in busy)
-                seconds = min(until - time.monotonic(), _SECONDS_BETWEEN_CHECKS)
-                wait([w.pipe for w in busy], max(0.0, seconds))
-        return results
+        """Return the result of each call, in order. numbers: of the calls' functions, 0 by default.
 
-    def _hand_out(
-        self, calls: Sequence[Call], numbers: Sequence[int] | None, waiting: deque[int]
-    ) -> None:
-        idle = [w for w in self._workers if w.call is None and w.process.is_alive()]
-        n_new = min(self._n_processes - len(self._workers), len(waiting) - len(idle))
-        started = [self._start() for _ in range(max(0, n_new))]
-        self._workers += started
+        Raises ValueError if a process cannot import the functions.
+        """
+        pairs = zip(numbers or [0] * len(calls), calls, strict=True)
+        futures = [self._threads.submit(self._call, number, call) for number, call in pairs]
         try:
-            for worker in started:
-                self._wait_until_ready(worker)
+            return [future.result() for future in futures]
         except BaseException:
-            self.close()  # also the workers that were not waited for yet
+            for future in futures:
+                future.cancel()
+            self.close()  # ends the other threads' calls
+            wait(futures)
+            self.close()  # also a process that one of them has started
             raise
-        for worker in (idle + started)[: len(waiting)]:
-            worker.call = waiting.popleft()
-            worker.deadline = time.monotonic() + self._timeout_seconds
-            number = 0 if numbers is None else numbers[worker.call]
-            try:
-                with suppress(OSError):  # the worker has ended, which `_result` notices
-                    worker.pipe.send((number, *calls[worker.call]))
-            except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
-                worker.unsent = Result(error=f"RecursionError: {error}")
 
-    def _result(self, worker: _Worker) -> Result | None:
-        """Return the result of a worker's call; None if it is still running."""
-        if worker.unsent is not None:
-            result, worker.unsent = worker.unsent, None
-            return result
-        has_ended = not worker.process.is_alive()  # before `poll`: it may have answered and ended
-        if worker.pipe.poll():
-            try:
-                return worker.pipe.recv()
-            except (EOFError, OSError):  # OSError: in the middle of a result
-                has_ended = True
-                # Not `join` with a time limit, which is ignored if the process closed all its files.
-                ends_by = time.monotonic() + _SECONDS_TO_END
-                while worker.process.is_alive() and time.monotonic() < ends_by:
-                    time.sleep(0.01)
-        if has_ended:
-            code = worker.process.exitcode
-            _kill(worker)
-            how = "it closed its pipe" if code is None else f"exit code {code}"
-            if code is not None and code < 0:
-                how = f"signal {-code}"
-            return Result(failure=f"{self._what}'s process ended ({how})")
-        if time.monotonic() < worker.deadline:
-            return None
-        _kill(worker)
-        return Result(
-            failure=f"{self._what} took longer than {self._timeout_seconds:g} s ({self._keys[1]})"
-        )
+    def _call(self, number: int, call: Call) -> Result:
+        process, pipe = worker = self._worker()
+        try:
+            with suppress(OSError):  # the process has ended, which the pipe tells below
+                pipe.send((number, *call))
+        except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
+            return Result(error=f"RecursionError: {error}")
+        deadline, has_ended = time.monotonic() + self._timeout_seconds, False
+        while not pipe.poll(max(0.0, min(_SECONDS_BETWEEN_CHECKS, deadline - time.monotonic()))):
+            if has_ended:
+                break
+            if time.monotonic() >= deadline:
+                self._end(worker)
+                limit = f"{self._timeout_seconds:g} s ({self._keys[1]})"
+                return Result(failure=f"{self._what} took longer than {limit}")
+            has_ended = not process.is_alive()  # looks at the pipe once more: it may have answered
+        else:
+            with suppress(EOFError, OSError):  # OSError: in the middle of a result
+                return pipe.recv()
+        self._end(worker)
+        code = process.exitcode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return Result(failure=f"{self._what}'s process ended ({how})")
 
-    def _start(self) -> _Worker:
+    def _worker(self) -> _Worker:
+        """Return this thread's process, or a new one if it has none that lives."""
+        worker = getattr(self._of_thread, "worker", None)
+        if worker in self._workers:
+            if worker.process.is_alive():
+                return worker
+            self._end(worker)  # what it has left behind
         # Not a fork: this process has threads, and perhaps a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -160,21 +128,24 @@ class FunctionPool:
         process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process, ours)
-
-    def _wait_until_ready(self, worker: _Worker) -> None:
-        ready: Any = f"it did not start within {_SECONDS_TO_START} s"
-        if worker.pipe.poll(_SECONDS_TO_START):
-            try:
-                ready = worker.pipe.recv()
-            except EOFError:
-                ready = "it ended at once"
-        if ready is not None:
-            _kill(worker)
+        worker = self._of_thread.worker = _Worker(process, ours)
+        self._workers.append(worker)
+        problem: Any = f"it did not start within {_SECONDS_TO_START} s"
+        if ours.poll(_SECONDS_TO_START):
+            problem = "it ended at once"
+            with suppress(EOFError, OSError):
+                problem = ours.recv()
+        if problem is not None:
             raise ValueError(
                 f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
-                f"{ready}; the process imports the function's module again"
+                f"{problem}; the process imports the function's module again"
             )
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        _kill(worker)
+        with suppress(ValueError):  # `close` has removed it
+            self._workers.remove(worker)
 
     def close(self) -> None:
         """End all processes; they also end with this process. Safe to call twice."""
@@ -221,6 +192,8 @@ def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any])
             return
         try:
             result = Result(value=convert(functions[number](*arguments, **by_name)))
+        except SystemExit:
+            os._exit(1)
         except Exception as error:
             result = Result(error=f"{type(error).__name__}: {error}")
         pipe.send(result)

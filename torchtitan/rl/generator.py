@@ -48,18 +48,12 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
-    """Continues prompts with the weights of the last update.
+    """Continues prompts with the weights of the last update, as `weight_sync.TakesWeights`.
 
-    policy_version: version of these weights; -1 before the first update.
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
         all of them get all completions.
     ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
         together, if it is not collective.
-    weight_names: the names under which it takes weights; "shared" if it has the trainer's tensors,
-        "adapters" if it takes `weight_sync.AdapterWeights`.
-    weight_dtype: the type that parameters have to be cast to; None for no cast.
-    takes_shards: True if it takes each rank's shards in place of whole tensors:
-        `weight_sync.LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
     policy_version: int = -1
@@ -79,14 +73,11 @@ class Generator(ABC):
     ) -> list[Completion]:
         """Return `num_samples` completions of each prompt (token ids), prompt by prompt.
 
-        first_row: number of the first completion among the completions of all ranks, or for each
-            prompt the number of its first completion. Draws with `sampling.seed` depend on this
-            number, not on the rank.
+        first_row: the first completion's number among those of all ranks, or for each prompt that of
+            its first completion. Draws with `sampling.seed` depend on it, not on the rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
         for weights of unknown version, FloatingPointError if a log-prob is not finite.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         self.check_weights()
         if isinstance(first_row, int):
             first_row = range(first_row, first_row + len(prompts) * num_samples, num_samples)
@@ -97,7 +88,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns; the version was checked. rows: numbers of the completions."""
+        """Return what `generate` returns. rows: numbers of the completions."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
@@ -109,18 +100,13 @@ class Generator(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
-        """Take over all weights and their version.
-
-        weights: `PolicyWeights` in the form of `weight_sync.weights_for`; None if they are shared.
+        """Take over all weights and their version. weights: what `weight_sync.weights_for` returns.
 
         Raises WeightMismatchError if the received weights differ from the sent ones.
         """
 
     def pinned(self) -> "Generator":
-        """Return a generator that keeps sampling from the current weights, even after updates.
-
-        It is the generator itself, unless updates may arrive during a draw.
-        """
+        """Return a generator that keeps sampling from the current weights, even after updates."""
         return self
 
     @abstractmethod
@@ -134,48 +120,39 @@ class Generator(ABC):
 class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
-    max_rows: number of completions that a rank continues at once, which bounds its cache; 0 for all.
+    max_rows: number of completions that a rank continues at once; 0 for all.
     records_experts: completions tell which experts their tokens went to.
     """
 
     records_experts = False
 
     def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
-        if max_rows < 0:
-            raise ValueError(f"max_rows must be at least 0, got {max_rows}; 0 takes all at once")
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
-        self._on_rows: Callable[[list[int]], Any] = lambda _: None  # see `continue_prompts`
+        self._on_rows: Callable[[list[int]], Any] = lambda _: None
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
     def max_length(self) -> int:
         """The length limit of a prompt with its completion; the model never reads the last token."""
-        return len(self.decoder.rope_table) + 1
+        return self.decoder.max_length + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
         """Raise ValueError if a prompt cannot be continued by `max_tokens` tokens."""
         for i, prompt in enumerate(prompts):
-            wrong = [x for x in prompt if type(x) is not int and not isinstance(x, np.integer)]
-            if wrong:
+            are_ids = all(type(x) is int or isinstance(x, np.integer) for x in prompt)
+            if not (len(prompt) and are_ids and 0 <= min(prompt) <= max(prompt) < self.vocab_size):
                 raise ValueError(
-                    f"prompt {i} must be a list of token ids, got {wrong[0]!r} in it; encode texts, and "
-                    "pass tensors as tensor.tolist()"
-                )
-            if not len(prompt):
-                raise ValueError(f"prompt {i} has no token; give every prompt at least one token")
-            if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-                raise ValueError(
-                    f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, and the model "
-                    f"has {self.vocab_size} tokens; use the tokenizer that it was trained with"
+                    f"prompt {i} must be a list of at least one token id, each below the model's "
+                    f"{self.vocab_size}, got {prompt!r:.200}; encode texts with the tokenizer that the "
+                    "model was trained with, and pass tensors as tensor.tolist()"
                 )
             if len(prompt) + max_tokens > self.max_length:
                 raise ValueError(
                     f"prompt {i} of {len(prompt)} tokens with max_tokens = {max_tokens} "
-                    f"does not fit the model's RoPE table of {self.max_length - 1} positions; "
-                    "lower rl.sampling.max_tokens, or raise training.seq_len, which sets the "
-                    "table's length"
+                    f"does not fit the model's RoPE table of {self.max_length - 1} positions; lower "
+                    "rl.sampling.max_tokens, or raise training.seq_len, which sets its length"
                 )
 
     def _draw(
@@ -183,14 +160,18 @@ class DecoderGenerator(Generator):
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        # One number for each token that a completion may get, the same on every rank: neither the
-        # layout of ranks nor the end of other rows changes a row's numbers.
+        # Neither the layout of ranks nor the end of other rows changes a row's numbers.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
         if not prompt_of_row:
             return []
+
+        def next_version() -> int:
+            self.before_forward()
+            return self.policy_version
+
         drawn, versions_of_rows, experts = continue_prompts(
             self.decoder,
             prompts,
@@ -198,7 +179,7 @@ class DecoderGenerator(Generator):
             uniform[rows],
             sampling,
             self.max_rows,
-            self._next_version,
+            next_version,
             self.records_experts,
             self._on_rows,
         )
@@ -207,27 +188,22 @@ class DecoderGenerator(Generator):
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-        completions = []
-        for number, (row, versions) in enumerate(zip(drawn, versions_of_rows, strict=True)):
-            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
-            tokens, logprobs, kept_masses = row[: len(versions)].T.tolist()
-            token_ids = tuple(map(int, tokens))
-            completions.append(
-                Completion(
-                    token_ids=token_ids,
-                    token_logprobs=tuple(logprobs),
-                    finish_reason="stop" if sampling.stops_at(token_ids) else "length",
-                    policy_version=min(versions),
-                    token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
-                    token_versions=tuple(versions) if len(set(versions)) > 1 else None,
-                    routed_experts=None if experts is None else experts[number, :n_read].clone(),
-                )
-            )
-        return completions
 
-    def _next_version(self) -> int:
-        self.before_forward()
-        return self.policy_version
+        def completion(number: int, versions: list[int]) -> Completion:
+            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
+            tokens, logprobs, kept_masses = drawn[number, : len(versions)].T.tolist()
+            token_ids = tuple(map(int, tokens))
+            return Completion(
+                token_ids=token_ids,
+                token_logprobs=tuple(logprobs),
+                finish_reason="stop" if sampling.stops_at(token_ids) else "length",
+                policy_version=min(versions),
+                token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
+                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
+                routed_experts=None if experts is None else experts[number, :n_read].clone(),
+            )
+
+        return [completion(*numbered) for numbered in enumerate(versions_of_rows)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -240,8 +216,8 @@ class LocalGenerator(DecoderGenerator):
     """Samples from an engine's own modules, in any layout; weights are never copied.
 
     Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
-    All ranks call it together. Data-parallel ranks continue different prompts; each makes as many
-    forwards as the rank with the longest completion.
+    Data-parallel ranks continue different prompts; each makes as many forwards as the rank with the
+    longest completion.
     """
 
     is_collective = True
@@ -251,16 +227,15 @@ class LocalGenerator(DecoderGenerator):
         decoder = LocalDecoder.from_engine(engine)
         super().__init__(decoder, engine.model_args.vocab_size, seed, max_rows)
         self.engine = engine
-        self.policy_version = engine.weights_version
+        self.update_weights()
 
     @contextlib.contextmanager
     def with_adapters(
         self, weights: Sequence[Mapping[str, torch.Tensor]], of_prompts: Sequence[int]
     ) -> Iterator[None]:
-        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`.
+        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name, as `snapshots.host_copy`
-            returns them. The engine's own adapters have no part in it. Collective.
+        weights: of each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
         Raises ValueError if `reasons_for_turns` has a reason.
         """
         parts, dims = self.engine.model_parts, self.engine.parallel_dims
@@ -277,9 +252,7 @@ class LocalGenerator(DecoderGenerator):
         finally:
             self._on_rows = lambda _: None
 
-    def update_weights(
-        self, weights: PolicyWeights | None = None, *, check_digest: bool = True
-    ) -> None:
+    def update_weights(self, weights: Any = None, *, check_digest: bool = True) -> None:
         """Record the version of the engine's weights; nothing is copied."""
         self.policy_version = self.engine.weights_version
 
@@ -295,10 +268,8 @@ class LocalGenerator(DecoderGenerator):
 class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
-    model: a decoder; weights have to be sent in the dtypes of its parameters.
-    autocast: a context for the model's forward.
-
     `generate` does not communicate, so a thread may call it while another thread trains.
+    autocast: a context for the model's forward.
     """
 
     weight_names = "ours"
@@ -327,8 +298,7 @@ class CopyGenerator(DecoderGenerator):
     ) -> "CopyGenerator":
         """Return a generator with a copy of the policy's model on this rank, without weights yet.
 
-        dtype: of its parameters except routers, which keep the policy's dtype; None takes the dtype
-            of the trainer's matrix products.
+        dtype: of its parameters except routers; None takes that of the trainer's matrix products.
         """
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
@@ -359,18 +329,15 @@ class BufferedGenerator(Generator):
 
     `update_weights` copies the weights aside, and `pinned` returns a generator that takes the copy
     over before it draws. So the weights of a draw depend on when it was pinned, and not on timing.
-    Draws happen in the order of their pins, on one thread.
+    Draws happen in the order of their pins, on one thread; at most `rl.async_steps` + 1 copies wait.
 
-    generator: has weights of its own. Besides these there is one copy per version that was pinned
-        and not yet taken over: at most `rl.async_steps` + 1.
-    in_flight: take over the newest update before each token instead, regardless of pins. For
-        generators with a `before_forward`.
+    in_flight: a `CopyGenerator` takes over the newest update before each token instead.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
         self._generator, self._in_flight = generator, in_flight
         if in_flight:
-            assert isinstance(generator, CopyGenerator)
+            assert isinstance(generator, DecoderGenerator)
             this = weakref.proxy(self)  # a cycle would keep the model until a collection
             generator.before_forward = lambda: this._take_over()
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
@@ -384,15 +351,8 @@ class BufferedGenerator(Generator):
     def _take_over(self) -> None:
         staged = self._staged  # read once: another thread may replace it
         assert staged is not None
-        if staged.failure is not None:  # its weights were read already and cannot be read again
-            raise copy.copy(staged.failure)
         if self._generator.policy_version != staged.version:
-            try:
-                self._generator.update_weights(staged, check_digest=self._checks_digest)
-            except Exception as error:
-                # A copy has no traceback, whose frames would keep the model until a collection.
-                staged.failure = copy.copy(error)
-                raise
+            self._generator.update_weights(staged, check_digest=self._checks_digest)
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -415,10 +375,7 @@ class BufferedGenerator(Generator):
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The trained model as a generator with weights of its own needs it.
-
-    parallel_dims: of the trainer. device: this rank's.
-    """
+    """The trained model as a generator with weights of its own needs it. device: this rank's."""
 
     job_config: JobConfig
     train_spec: TrainSpec
@@ -452,66 +409,60 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
-    trainer_dtype = policy.compute_dtype_name
-    refuse(rescoring(rl, trainer_dtype), weight_sharing(rl, trainer_dtype))
-    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, trainer_dtype):
+    dtype = policy.compute_dtype_name
+    refuse(rescoring(rl, dtype), weight_sharing(rl, dtype))
+    if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, dtype):
         shared = LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
         return recording(shared, rl.generator.replay_experts)
     return build_copy(policy)
 
 
 def build_copy(policy: PolicyModel) -> Generator:
-    """Return a generator with a model of its own, without weights yet.
-
-    Raises ImportError if the config names vLLM and it is not installed.
-    """
+    """Return a generator with a model of its own, without weights yet; raises as `build_generator`."""
     config, rl = policy.job_config, policy.job_config.rl
-    if rl.generator.backend != "local" and config.model.fp32_head:
-        name = "vLLM" if rl.generator.backend == "vllm" else "the server"
+    settings = rl.generator
+    if settings.backend == "local":
+        dtype, max_rows = policy.generator_dtype, settings.max_batch_size
+        own = CopyGenerator.from_policy(policy, dtype=dtype, seed=rl.seed, max_rows=max_rows)
+        if settings.exact:
+            use_batch_invariant([own.model])
+        return recording(own, settings.replay_experts)
+    if config.model.fp32_head:
         logger.warning(
-            "model.fp32_head applies to the trainer; %s's output projection keeps its own dtype",
-            name,
+            "model.fp32_head applies to the trainer; rl.generator.backend = %r keeps the dtype of its "
+            "own output projection",
+            settings.backend,
         )
-    folder = os.path.join(config.job.dump_folder, "generator_weights")
-    if rl.generator.backend == "vllm":
+    options: dict[str, Any] = {
+        "dtype": policy.generator_dtype,
+        "seed": rl.seed,
+        "folder": os.path.join(config.job.dump_folder, "generator_weights"),
+        "records_experts": settings.replay_experts,
+    }
+    if settings.backend == "vllm":
+        # Without it vLLM may choose bf16 although config.json says float32.
+        options["dtype"] = options["dtype"] or policy.compute_dtype
         return __getattr__("VLLMGenerator")(
             config.model.hf_assets_path,
-            # Without it vLLM may choose bf16 although config.json says float32.
-            dtype=policy.generator_dtype or policy.compute_dtype,
-            seed=rl.seed,
-            memory_share=rl.generator.memory_share,
-            tensor_parallel_degree=rl.generator.tensor_parallel_degree,
-            max_seq_len=rl.generator.max_seq_len or config.training.seq_len,
-            folder=folder,
-            adapter_rank=config.lora.rank if rl.generator.adapters else 0,
-            records_experts=rl.generator.replay_experts,
+            memory_share=settings.memory_share,
+            tensor_parallel_degree=settings.tensor_parallel_degree,
+            max_seq_len=settings.max_seq_len or config.training.seq_len,
+            adapter_rank=config.lora.rank if settings.adapters else 0,
+            **options,
         )
-    if rl.generator.backend == "openai":
-        return __getattr__("OpenAIGenerator")(
-            rl.generator.url,
-            rl.generator.model,
-            rl.generator.reload_url,
-            folder,
-            config.model.hf_assets_path,
-            dtype=policy.generator_dtype,
-            seed=rl.seed,
-            max_requests=rl.generator.max_requests,
-            timeout_seconds=rl.generator.timeout_seconds,
-            vocab_size=policy.model_args.vocab_size,
-            weight_transfer=rl.generator.weight_transfer,
-            delta=rl.weight_sync.delta,
-            adapters=rl.generator.adapters,
-            records_experts=rl.generator.replay_experts,
-        )
-    own = CopyGenerator.from_policy(
-        policy,
-        dtype=policy.generator_dtype,
-        seed=rl.seed,
-        max_rows=rl.generator.max_batch_size,
+    return __getattr__("OpenAIGenerator")(
+        settings.url,
+        settings.model,
+        settings.reload_url,
+        hf_assets_path=config.model.hf_assets_path,
+        max_requests=settings.max_requests,
+        timeout_seconds=settings.timeout_seconds,
+        vocab_size=policy.model_args.vocab_size,
+        weight_transfer=settings.weight_transfer,
+        delta=rl.weight_sync.delta,
+        adapters=settings.adapters,
+        **options,
     )
-    if rl.generator.exact:
-        use_batch_invariant([own.model])
-    return recording(own, rl.generator.replay_experts)
 
 
 def recording(generator: DecoderGenerator, wanted: bool) -> DecoderGenerator:

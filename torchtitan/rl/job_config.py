@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from torchtitan.config import JobConfig as BaseJobConfig
 from torchtitan.config.fields import (
     Count,
+    Fraction,
     NotNegative,
     Positive,
     PositiveFloat,
@@ -30,12 +31,12 @@ class RLTask(Section):
     name: str = "sum_digits"
     # Turns that the policy may take in one episode, if the task replies to it
     max_turns: Positive = 1
-    num_min: int = 2  # For sum_digits: the fewest numbers to add
-    num_max: int = 2  # For sum_digits: the most numbers to add
-    value_max: int = 9  # For sum_digits and guess: the largest number; the smallest is 0
-    length: int = 3  # For copy and sort: letters in the prompt
+    num_min: Positive = 2  # For sum_digits: the fewest numbers to add
+    num_max: Positive = 2  # For sum_digits: the most numbers to add
+    value_max: Positive = 9  # For sum_digits and guess: the largest number; the smallest is 0
+    length: Positive = 3  # For copy and sort: letters in the prompt
     # For copy and sort: size of the alphabet, which begins at a; at most 26
-    num_letters: int = 8
+    num_letters: Annotated[int, Range(1, 26)] = 8
     path: str = ""  # For jsonl: a file with one JSON object per line
     # For jsonl: the file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
@@ -47,8 +48,7 @@ class RLTask(Section):
     chat_variables: str = ""
     # For jsonl: functions that the policy may call, each as module:function
     tools: list[str] = field(default_factory=list)
-    # Processes of each rank that call these functions
-    tool_processes: Annotated[int, Range(1, 1024)] = 1
+    tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes of each rank that call these
     # Time limit of one call; a call that takes longer returns an error to the policy
     tool_timeout_seconds: PositiveFloat = 10.0
     # For jsonl: the key of the expected answer; lines without it expect an empty one
@@ -69,22 +69,21 @@ class RLAdvantage(Section):
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
     # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
     std: bool = False
-    gamma: float = 1.0  # For gae: the discount per token
+    gamma: Fraction = 1.0  # For gae: the discount per token
     # For gae: 1 compares a completion's reward with its values, 0 compares neighbouring values
-    lam: float = 1.0
+    lam: Fraction = 1.0
     # For gae: give the advantages of a step's tokens a mean of 0 and a standard deviation of 1
     whiten: bool = True
 
 
 @dataclass
 class RLCritic(Section):
-    # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face
-    # files, which may be of a language model; empty takes the policy's weights
+    # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face files;
+    # empty takes the policy's weights
     initial_load_path: str = ""
     lr: NotNegative | None = None  # Peak of the schedule; None takes optimizer.lr
     weight_decay: NotNegative | None = None  # None takes optimizer.weight_decay
-    # Values are clipped to this distance from the values before the step's first update; 0 turns it
-    # off
+    # Values are clipped to this distance from those before the step's first update; 0 turns it off
     value_clip: NotNegative = 0.2
     # What the value loss is a mean of; None takes rl.loss.agg_mode
     agg_mode: LossAggregation | None = None
@@ -105,8 +104,8 @@ class RLLoss(Section):
     # For grpo, ppo, dapo, gspo: a token of negative advantage has no gradient if its ratio is above
     # this; None is 3, 0 turns it off
     dual_clip: NotNegative | None = None
-    # Weigh tokens by the probability ratio of the trainer's policy at the start of the step to the
-    # generator's: of the token, or of the whole completion
+    # Weigh tokens by the ratio of the trainer's probability at the start of the step to the generator's:
+    # of the token, or of the whole completion
     correction: Literal["none", "token", "sequence"] = "none"
     correction_cap: float = 2.0  # The largest such weight
     # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
@@ -151,11 +150,10 @@ class RLBatch(Section):
 
 @dataclass
 class RLGenerator(Section):
-    # Sample with the trainer's own modules, with vLLM, which has to be installed, or with an HTTP
-    # server that has OpenAI's /v1/completions with token ids
+    # Sample with the trainer's own modules, with vLLM, or with an HTTP server that has OpenAI's
+    # /v1/completions with token ids
     backend: Literal["local", "vllm", "openai"] = "local"
-    # The last N ranks of the job only generate and the other ranks only train, in the config's
-    # layout; 0 generates on the trainer's ranks
+    # The last N ranks of the job only generate, the others only train; 0 generates on all ranks
     ranks: Count = 0
     # Type of the generator's weights; None takes the type of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
@@ -164,11 +162,9 @@ class RLGenerator(Section):
     # Take over new weights between two tokens of unfinished completions, instead of between two draws;
     # for local generators with rl.async_steps. The draws then depend on timing
     in_flight: bool = False
-    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): number of weight snapshots
-    # kept in host memory, each as large as a rank's part of the weights
+    # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): weight snapshots kept in host memory
     max_snapshots: Count = 4
-    # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the
-    # rest
+    # For vllm: share of the device's memory for weights and cache; a trainer there needs the rest
     memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
     # For vllm: consecutive ranks that split one copy of the model
     tensor_parallel_degree: Positive = 1
@@ -189,23 +185,21 @@ class RLGenerator(Section):
     adapters: bool = False
     max_requests: Positive = 64  # For openai: requests of one rank at the same time
     timeout_seconds: PositiveFloat = 600.0  # For openai: time limit of one request
-    # Take the log-probs of sampled tokens from a forward pass of the trainer instead of from cached
-    # decoding, so that they are bitwise equal to those of the first forward-backward pass; only for
-    # a generator in the trainer's own precision
+    # Take the log-probs of sampled tokens from a forward pass of the trainer: bitwise equal to those of the
+    # first forward-backward pass; only for a generator in the trainer's own precision
     rescore: bool = False
     # For mixtures of experts: record the experts that each token went to when it was generated, and
     # have the trainer send it to the same experts, with its own router's scores
     replay_experts: bool = False
-    # Have generator and trainer compute a token's numbers by sums in one order, whatever tokens share
-    # its batch: log-probs are then equal bit for bit, and a ratio on policy is exactly 1. For dense
-    # models on the CPU; slower
+    # Batch-invariant sums in generator and trainer: log-probs are equal bit for bit, and a ratio on policy
+    # is exactly 1. For dense models on the CPU; slower
     exact: bool = False
 
 
 @dataclass
 class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
     top_k: int = 0  # Has to be 0, for the same reason
     max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
@@ -217,8 +211,7 @@ class RLSampling(Section):
 
 @dataclass
 class RLWeightSync(Section):
-    # How weights reach the generator: it shares the trainer's tensors (reference), or gets copies
-    # (broadcast); auto shares them if it can
+    # The generator shares the trainer's tensors (reference) or gets copies (broadcast); auto: if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
     digest: bool = True  # Compare digests of the sent and received weights at each update
     # Send only the values whose bits changed since the last update, for rl.generator.ranks and
@@ -256,8 +249,7 @@ class RL(Section):
     # Number of parts of a step's samples, each with whole prompts and an optimizer update of its own
     minibatches: Positive = 1
     epochs: Positive = 1  # How many times a step goes through its samples
-    # Replace prompts whose completions all have the same reward, which teach nothing, by new prompts
-    # up to this many times; every try takes new prompts from the task
+    # Replace prompts whose completions all have the same reward by new prompts, up to this many times
     redraws: Count = 0
     # Completions lose reward if they reach the last N tokens before rl.sampling.max_tokens: growing
     # linearly to overlong_penalty at max_tokens; 0 penalizes none

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.rl.advantages import LARGEST_REWARD
-from torchtitan.rl.function_pool import Call, FunctionPool
+from torchtitan.rl.function_pool import Call, FunctionPool, Result
 from torchtitan.rl.tasks import Grade, Prompt, Task, Turn, explained, find_function
 from torchtitan.rl.tools import Toolbox, tool_calls
 from torchtitan.tools.files import open_file
@@ -61,17 +61,16 @@ class JsonlTask(Task):
         with suppress(ValueError):  # some functions written in C have no signature
             self._reward_parameters = set(list(inspect.signature(reward_fn).parameters)[2:])
         self._prompt_key, self._answer_key = prompt_key, answer_key
-        self.chat, self.tools = chat, tools
+        self.chat, self.tools, self._schemas = chat, tools, tools and tools.schemas
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
         self._order: tuple[int, list[int]] = (-1, [])  # (number of the pass, its order)
-        if tools is not None:
-            assert chat is not None
-            result = {"role": "tool", "name": "", "content": "what the tool returned"}
-            chat.check_turns(self.messages(self._prompts[0]), result, tools=tools.schemas)
+        if chat is not None and tools is not None:
             messages = self.messages(self._prompts[0])
-            if chat.render(messages) == chat.render(messages, tools=tools.schemas):
+            result = {"role": "tool", "name": "", "content": "what the tool returned"}
+            chat.check_turns(messages, result, tools=self._schemas)
+            if chat.render(messages) == chat.render(messages, tools=self._schemas):
                 logger.warning(
                     "%s writes no tools, so the policy is not told of rl.task.tools; set "
                     "rl.task.chat_template to a file with a template that reads `tools`",
@@ -84,10 +83,9 @@ class JsonlTask(Task):
         prompts = []
         with open_file(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
                 try:
-                    prompts.append(self._prompt_of(line))
+                    if line.strip():
+                        prompts.append(self._prompt_of(line))
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
@@ -116,15 +114,13 @@ class JsonlTask(Task):
             raise ValueError(f"not valid JSON: {error}") from error
         text = values.get(self._prompt_key) if isinstance(values, dict) else None
         is_chat = isinstance(text, list)
-        if not text or not (is_chat or isinstance(text, str)):
+        if not text or not (is_chat or (isinstance(text, str) and self.tools is None)):
+            kind = "a text or a list of messages"
+            if self.tools is not None:
+                kind = "a list of messages, because of rl.task.tools,"
             raise ValueError(
-                f"rl.task.prompt_key = {self._prompt_key!r} must name a text or a list of messages "
-                f"in every line, got {text!r}; correct the line or the key"
-            )
-        if self.tools is not None and not is_chat:
-            raise ValueError(
-                f"with rl.task.tools prompts must be lists of messages, got {text!r}; write "
-                '[{"role": "user", "content": ...}]'
+                f"rl.task.prompt_key = {self._prompt_key!r} must name {kind} in every line, got "
+                f"{text!r}; correct the line or the key"
             )
         answer = values.get(self._answer_key, "")
         if isinstance(answer, dict | list | None):
@@ -145,7 +141,7 @@ class JsonlTask(Task):
                 raise ValueError(
                     f"a message must be an object with a role and a content, got {message!r}"
                 )
-        rendered = self.chat.render(text, tools=self.tools and self.tools.schemas)
+        rendered = self.chat.render(text, tools=self._schemas)
         token_ids = self.tokenizer.encode(rendered, add_special_tokens=False)
         return Prompt(rendered, tuple(token_ids), answer, values)
 
@@ -172,9 +168,8 @@ class JsonlTask(Task):
     ) -> str:
         """Return the text of messages that answer the last turn, for a `reply` in a chat."""
         assert self.chat is not None
-        schemas = self.tools and self.tools.schemas
         return self.chat.continuation(
-            self.messages(prompt), messages, stop=turns[-1].stop, tools=schemas
+            self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas
         )
 
     @property
@@ -205,42 +200,18 @@ class JsonlTask(Task):
         return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
-        results = None
+        calls = [self._arguments(*episode) for episode in episodes]
         if self.reward_pool is not None:
-            results = self.reward_pool.call_all([self._arguments(*e) for e in episodes])
-        grades = []
-        for i, (prompt, turns) in enumerate(episodes):
-            text = turns[-1].text
-            scores = {"exact": float(text == prompt.answer)}
-            if results is None:
-                arguments, by_name = self._arguments(prompt, turns)
-                with explained("grading", "reward function", prompt, text):
-                    returned: Any = self.reward_fn(*arguments, **by_name)
-            else:
-                about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
-                if results[i].error is not None:
-                    raise ValueError(
-                        f"grading failed: {results[i].error}; {about}; correct the reward function"
-                    )
-                returned, has_failed = results[i].value, results[i].failure is not None
-                if has_failed:
-                    logger.warning("%s: reward 0; %s", results[i].failure, about)
-                    returned, scores["exact"] = 0.0, 0.0
-                scores["verifier_failed"] = float(has_failed)
-            try:
-                reward = float(returned)
-            except (TypeError, ValueError, OverflowError):
-                reward = math.nan
-            if not abs(reward) <= LARGEST_REWARD:
-                raise ValueError(
-                    f"the function rl.task.reward_fn must return a finite number, at most "
-                    f"{LARGEST_REWARD:g} in size, got {returned!r} for the completion {text!r} and "
-                    f"the answer {prompt.answer!r}; correct it"
-                )
-            if self.tools is not None:
-                scores["tool_calls"] = sum(len(tool_calls(t.text)) for t in turns if t.reply)
-            grades.append(Grade(reward, scores))
-        return grades
+            results = self.reward_pool.call_all(calls)
+        else:
+            results = []
+            for (prompt, turns), (arguments, by_name) in zip(episodes, calls, strict=True):
+                with explained("grading", "reward function", prompt, turns[-1].text):
+                    results.append(Result(self.reward_fn(*arguments, **by_name)))
+        return [
+            self._grade_of(result, *episode)
+            for result, episode in zip(results, episodes, strict=True)
+        ]
 
     def _arguments(self, prompt: Prompt, turns: Sequence[Turn]) -> Call:
         """Return the arguments of the reward function."""
@@ -248,6 +219,31 @@ class JsonlTask(Task):
         known = {"prompt": prompt.text, "row": prompt.row, "turns": texts}
         by_name = {name: known[name] for name in self._reward_parameters & known.keys()}
         return (turns[-1].text, prompt.answer), by_name
+
+    def _grade_of(self, result: Result, prompt: Prompt, turns: Sequence[Turn]) -> Grade:
+        text, reward = turns[-1].text, math.nan
+        about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
+        if result.error is not None:
+            raise ValueError(
+                f"grading failed: {result.error}; {about}; correct the reward function"
+            )
+        scores = {"exact": float(text == prompt.answer)}
+        if self.reward_pool is not None:
+            scores["verifier_failed"] = float(result.failure is not None)
+        if self.tools is not None:
+            scores["tool_calls"] = sum(len(tool_calls(t.text)) for t in turns if t.reply)
+        if result.failure is not None:
+            logger.warning("%s: reward 0; %s", result.failure, about)
+            return Grade(0.0, scores | {"exact": 0.0})
+        with suppress(TypeError, ValueError, OverflowError):
+            reward = float(result.value)
+        if not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(
+                f"the function rl.task.reward_fn must return a finite number, at most "
+                f"{LARGEST_REWARD:g} in size, got {result.value!r} for the completion {text!r} and the "
+                f"answer {prompt.answer!r}; correct it"
+            )
+        return Grade(reward, scores)
 
     def close(self) -> None:
         for pool in (self.reward_pool, self.tools):

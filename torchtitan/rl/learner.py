@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.batch.batch import TokenBatch, check_ids
 from torchtitan.distributed.processes.ranks import all_ranks, on_all_ranks
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl.losses import finalize_metrics
+from torchtitan.rl.losses import check_context_parallel, finalize_metrics
 from torchtitan.rl.types import (
     ForwardBackwardOutput,
     LossInputs,
@@ -27,10 +27,7 @@ from torchtitan.step.runner import Head
 
 
 class _Pass(NamedTuple):
-    """A forward-backward pass over all ranks.
-
-    metrics: sums over `num_tokens`, and maxima (`_max`). advantages: `sample_advantages`.
-    """
+    """Results of a forward-backward pass over all ranks. metrics: sums, and maxima (`_max`)."""
 
     loss: float
     metrics: dict[str, float]
@@ -41,7 +38,6 @@ class _Pass(NamedTuple):
 class Learner(ABC):
     """Learns from batches of samples; the caller decides when to take an optimizer step.
 
-    `forward_backward` only adds to the gradients; `optim_step` uses them and zeroes them.
     A token's score is the log-prob of its label (policy), or a value (critic).
     loss: the loss of `forward_backward`, unless a call passes another.
     replays_experts: the model is the policy, so its routers take the experts of the batch's samples.
@@ -55,10 +51,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the layer that replaces the model's output layer; None keeps the model's own.
-
-        loss_fn: the loss to compute inputs for; None computes only scores.
-        """
+        """Return the head for a loss, or for scores only; None keeps the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
@@ -84,22 +77,17 @@ class Learner(ABC):
         loss_fn: a `PolicyLoss`; None takes `self.loss`.
         return_logprobs: also gather and return the scores.
 
-        If it raises during the computation, the gradients of the whole step are zeroed and the step
-        begins again, because part of the batch may be in them. Raises ValueError on all ranks,
-        before anything is computed, if on any rank the batch is made for another layout, differs
-        from the other ranks' batches, or lacks what the loss reads.
+        If it raises during the computation, the gradients of the whole step are zeroed, because part
+        of the batch may be in them. Raises ValueError on all ranks, before anything is computed, if on
+        any rank the batch is made for another layout, differs from the other ranks' batches, or lacks
+        what the loss reads.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
-        if loss_fn.needs_whole_sequences and self.engine.parallel_dims.cp_enabled:
-            raise ValueError(
-                f"{loss_fn} takes ratios over whole sequences, which context parallelism splits, "
-                f"got parallelism.context_parallel_degree = {self.engine.parallel_dims.cp}; set it "
-                f"to 1, or take GRPOLoss with corrections per token"
-            )
+        check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
-                "the batches of one optimizer step must all have final weights or all leave the "
-                "normalisation to the step; batch them in one way, or call optim_step in between"
+                "the batches of one optimizer step must all or none leave the division to the step "
+                "(Batcher.deferred); batch them in one way, or call optim_step in between"
             )
         self._check_on_all_ranks(batch, loss_fn)
 
@@ -138,10 +126,9 @@ class Learner(ABC):
         return output
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
-        """Clip, update the weights, advance the schedule, run the converters' hooks, zero.
+        """Clip, update the weights, advance the schedule, and zero the gradients.
 
-        params: settings for this step only; None, for all or for one setting, takes the config's.
-        Raises ValueError if there was no `forward_backward` since the last step.
+        params: settings for this step only. Raises ValueError without a `forward_backward` before it.
         """
         if not self._num_accumulated:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
@@ -150,8 +137,8 @@ class Learner(ABC):
         denominator = self._denominator
         if denominator is not None and self.engine.dp_rank != 0:
             denominator = 0.0
-        changes = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        names = ("betas", "eps", "weight_decay")
+        changes = {n: getattr(params, n) for n in names if getattr(params, n) is not None}
         groups = [group for optimizer in self.engine.optimizers for group in optimizer.param_groups]
         before = [{name: group[name] for name in changes} for group in groups]
         self.engine.step += 1
@@ -164,10 +151,7 @@ class Learner(ABC):
         finally:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
-        metrics = {
-            "loss": sum(done.loss for done in self._passes),
-            **self._metrics_of(self._passes),
-        }
+        metrics = {"loss": sum(p.loss for p in self._passes), **self._metrics_of(self._passes)}
         self._begin_step()
         return OptimStepOutput(
             policy_version=self.engine.weights_version,
@@ -195,7 +179,7 @@ class Learner(ABC):
     # ---- helpers ----
 
     def _metrics_of(self, passes: Sequence[_Pass]) -> dict[str, float]:
-        """Return metrics over all samples of these passes of one loss or several."""
+        """Return the metrics over all samples of these passes."""
         totals: dict[str, float] = {}
         for name, value in (pair for done in passes for pair in done.metrics.items()):
             before = totals.get(name, 0.0)
@@ -203,10 +187,8 @@ class Learner(ABC):
         return finalize_metrics(totals, sum(done.num_tokens for done in passes))
 
     def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
-        """Raise ValueError on all ranks if the batch cannot be used on one of them.
-
-        Collective, and called before all other collectives, in which ranks would wait for a rank
-        that raised.
+        """Raise ValueError on all ranks if the batch cannot be used on one of them. Collective: in a
+        later collective the ranks would wait for a rank that raised.
         """
         dp_size, model = self.engine.dp_size, self.engine.model_parts[0]
 
@@ -238,10 +220,19 @@ class Learner(ABC):
 
     def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
         """Return this rank's microbatches for the engine, which does not check their ids again."""
-        of_rank = [microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)]
-        if not self.replays_experts:
-            of_rank = [{k: x for k, x in b.items() if k != "routed_experts"} for b in of_rank]
-        return [TokenBatch.from_dict(inputs, inputs["labels"]) for inputs in of_rank]
+        left_out = ("input",) if self.replays_experts else ("input", "routed_experts")
+        of_rank: list[Any] = [
+            microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)
+        ]
+        return [
+            TokenBatch(
+                inputs["input"],
+                inputs["labels"],
+                entries={key: x for key, x in inputs.items() if key not in left_out},
+                has_checked_ids=True,
+            )
+            for inputs in of_rank
+        ]
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last stage."""

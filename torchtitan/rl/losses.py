@@ -34,10 +34,8 @@ Measured = dict[str, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """loss: a scalar to call backward on. metrics: scalars without gradient.
-
-    The engine adds metrics over microbatches and ranks, but takes the maximum of metrics whose name
-    ends in `_max`. `finalize_metrics` then divides the sums.
+    """loss: a scalar to call backward on. metrics: scalars without gradient; the engine takes the maximum
+    of those named `_max` over microbatches and ranks, and the sum of others; see `finalize_metrics`.
     """
 
     loss: Tensor
@@ -49,25 +47,18 @@ class PolicyLoss(ABC):
     """Per-token losses of one kind, reduced to the sum over tokens of
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
-    max_log_ratio: log-ratios are clamped to plus and minus this, so that exp does not overflow.
-    correction, correction_cap, max_token_mismatch, max_sequence_mismatch: the `weighting`, `cap`,
-        `max_token` and `max_sequence` of `ImportanceCorrection`. Masked tokens are left out of all terms
-        but not out of the denominators. The batch's `old_logprobs` are of the policy when the step
-        began; without them the trained policy stands in, which is the same in the first update.
-    kl_coef, kl_type: weight and estimator of the divergence from the batch's `ref_logprobs`; see
-        `kl_divergence`.
+    A masked token is left out of all terms but not out of the denominators. Without `old_logprobs` the
+    trained policy stands in for the policy when the step began, which is the same in the first update.
     """
 
-    # True if the loss reads the generator's log-probs.
-    has_generator: ClassVar[bool] = True
-    # Names of the metrics that `per_token` returns.
-    token_metrics: ClassVar[tuple[str, ...]] = ()
+    has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
+    token_metrics: ClassVar[tuple[str, ...]] = ()  # of `per_token`
 
-    max_log_ratio: float = 10.0
-    kl_coef: float = 0.0
-    kl_type: str = "k3"
+    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, for exp
+    kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
+    kl_type: str = "k3"  # its estimator, see `kl_divergence`
     entropy_coef: float = 0.0
-    correction: str = "none"
+    correction: str = "none"  # this and the following are the fields of `ImportanceCorrection`
     correction_cap: float = 2.0
     max_token_mismatch: float = math.inf
     max_sequence_mismatch: float = math.inf
@@ -75,10 +66,8 @@ class PolicyLoss(ABC):
     def __post_init__(self) -> None:
         if self.guard.is_on and not self.has_generator:
             raise ValueError(
-                f"{type(self).__name__} reads no log-probs of a generator, got "
-                f"rl.loss.correction = {self.correction!r}, max_token_mismatch = "
-                f"{self.max_token_mismatch} and max_sequence_mismatch = "
-                f"{self.max_sequence_mismatch}; leave them out"
+                f"{type(self).__name__} reads no log-probs of a generator, which rl.loss.correction "
+                f"compares, got {self.guard}; leave the correction and the mismatches out"
             )
 
     @abstractmethod
@@ -91,12 +80,8 @@ class PolicyLoss(ABC):
     @property
     def guard(self) -> ImportanceCorrection:
         """The correction for the generator's distance from the trainer's policy."""
-        return ImportanceCorrection(
-            self.correction,
-            self.correction_cap,
-            self.max_token_mismatch,
-            self.max_sequence_mismatch,
-        )
+        largest = self.max_token_mismatch, self.max_sequence_mismatch
+        return ImportanceCorrection(self.correction, self.correction_cap, *largest)
 
     @property
     def needs_whole_sequences(self) -> bool:
@@ -105,12 +90,11 @@ class PolicyLoss(ABC):
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the loss reads the entropy of each token's distribution."""
         return self.entropy_coef > 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of the metrics of every output, in order; pipeline ranks without outputs read them."""
+        """The names of every output's metrics, in order; pipeline ranks without outputs read them."""
         names = ["policy_loss"]
         if self.has_generator:
             names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
@@ -126,7 +110,7 @@ class PolicyLoss(ABC):
         if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
             raise ValueError(
                 f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
-                f"compute them with a forward pass of the reference policy, or set it to 0"
+                "compute them with the reference policy, or set it to 0"
             )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
@@ -138,7 +122,7 @@ class PolicyLoss(ABC):
         if self.needs_entropy and entropy is None:
             raise ValueError(
                 f"rl.loss.entropy_coef = {self.entropy_coef} needs the entropy of every token, got "
-                f"none; compute it with TokenLogProbs(entropy=True)"
+                "none; compute it with TokenLogProbs(entropy=True)"
             )
         self.check(batch)
         weights, mask = batch["loss_weights"], batch["loss_mask"]
@@ -146,10 +130,10 @@ class PolicyLoss(ABC):
         metrics: dict[str, Tensor] = {}
         if self.guard.is_on:
             old = _old_logprobs(logprobs, batch)
-            corrected = self.guard(old, batch, self.max_log_ratio)
-            losses = losses * corrected.weights
-            weights = weights.masked_fill(corrected.is_masked, 0)
-            metrics |= corrected.metrics
+            factors, is_masked, measured_by_guard = self.guard(old, batch, self.max_log_ratio)
+            losses = losses * factors
+            weights = weights.masked_fill(is_masked, 0)
+            metrics |= measured_by_guard
         metrics["policy_loss"] = loss = weighted_sum(losses, weights)
         with torch.no_grad():
             metrics |= {name: weighted_sum(values, mask) for name, values in measured.items()}
@@ -189,12 +173,21 @@ def _old_logprobs(logprobs: Tensor, batch: LossInputs) -> Tensor:
     return logprobs.detach() if old is None else old.to(logprobs.dtype)
 
 
+def check_context_parallel(loss: Any, cp: int) -> None:
+    """Raise ValueError if a loss cannot be computed of rows that `cp` ranks share."""
+    if cp > 1 and loss.needs_whole_sequences:
+        raise ValueError(
+            f"{loss} takes ratios over whole sequences, which context parallelism splits, got "
+            f"parallelism.context_parallel_degree = {cp}; set it to 1, or take 'grpo' with "
+            "rl.loss.correction = 'token' and without max_sequence_mismatch"
+        )
+
+
 def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
 
     Maxima (`_max`), counts (`_count`) and terms of the loss (`_loss`), which are weighted already,
-    are not divided.
-    num_tokens: tokens in the loss, over the same microbatches and ranks; 0 gives zeros.
+    are not divided. num_tokens: over the same microbatches and ranks; 0 gives zeros.
     """
     return {
         name: value if name.endswith(("_max", "_count", "_loss")) else value / max(num_tokens, 1)
@@ -207,9 +200,8 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
     merged = {}
     for name in updates[0]:
         values = [metrics[name] for metrics in updates]
-        is_count = name.endswith("_count")
         merged[name] = max(values) if name.endswith("_max") else sum(values)
-        if not name.endswith("_max") and not is_count:
+        if not name.endswith(("_max", "_count")):
             merged[name] /= len(values)
     return merged
 
@@ -220,22 +212,22 @@ def kl_divergence(
     """Return an estimate per token of KL(policy || reference), the shape of both arguments.
 
     With d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio (Schulman 2020,
-    "Approximating KL divergence"):
+    "Approximating KL divergence"), of tokens that the policy itself sampled:
 
         k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
         k3  exp(-d) - 1 + d unbiased, never negative; GRPO's
 
-    The statements on gradients hold for tokens that the policy itself sampled.
     Raises ValueError for another type.
     """
     d = (logprobs - ref_logprobs).clamp(-max_log_ratio, max_log_ratio)
-    if kl_type == "k1":
-        return d
-    if kl_type == "k2":
-        return d**2 / 2
-    if kl_type == "k3":
-        return torch.expm1(-d) + d
+    match kl_type:
+        case "k1":
+            return d
+        case "k2":
+            return d**2 / 2
+        case "k3":
+            return torch.expm1(-d) + d
     raise ValueError(f"rl.loss.kl_type must be one of 'k1', 'k2', 'k3', got {kl_type!r}")
 
 
@@ -246,10 +238,8 @@ def kl_divergence(
 class _ClippedRatioLoss(PolicyLoss):
     """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    dual_clip: c, above 1. PPO's clip bounds the loss of a negative advantage only from below: the
-        loss of a token that the generator found improbable grows with its ratio. Here the loss is at
-        most -c A, with no gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5; c = 3 there).
-        0 turns it off.
+    dual_clip: c, above 1. PPO's clip bounds the loss of a negative advantage only from below; here it is
+        also at most -c A, with no gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5). 0: off.
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = (
@@ -264,8 +254,7 @@ class _ClippedRatioLoss(PolicyLoss):
         super().__post_init__()
         if self.dual_clip and not 1 < self.dual_clip < math.inf:
             raise ValueError(
-                f"rl.loss.dual_clip must be above 1, or 0 to turn it off, got {self.dual_clip}; 3 is "
-                f"usual"
+                f"rl.loss.dual_clip must be above 1, or 0 to turn it off, got {self.dual_clip}; 3 is usual"
             )
 
     @abstractmethod
@@ -273,7 +262,6 @@ class _ClippedRatioLoss(PolicyLoss):
         """Return the clip distances below and above 1."""
 
     def ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
-        """The ratio of each token, [B, T]."""
         return self.log_ratio(logprobs, batch).exp()
 
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
@@ -297,8 +285,7 @@ class _ClippedRatioLoss(PolicyLoss):
 class GRPOLoss(_ClippedRatioLoss):
     """The clipped ratio with the same clip distance below and above 1.
 
-    Shao et al. 2024 (arXiv:2402.03300), eq. 3. The paper's KL term is `kl_coef` here, and its
-    division by the lengths is the batch's aggregation "seq-mean-token-mean".
+    Shao et al. 2024 (arXiv:2402.03300), eq. 3; its division by the lengths is "seq-mean-token-mean".
     """
 
     clip_eps: float = 0.2
@@ -309,11 +296,7 @@ class GRPOLoss(_ClippedRatioLoss):
 
 @dataclass(frozen=True)
 class DAPOLoss(_ClippedRatioLoss):
-    """The clipped ratio with separate clip distances below and above 1.
-
-    Yu et al. 2025 (arXiv:2503.14476), eq. 8. The larger distance above 1 lets improbable tokens
-    grow, which keeps entropy up.
-    """
+    """The clipped ratio with separate clip distances (Yu et al. 2025, arXiv:2503.14476, eq. 8)."""
 
     ratio_clip_low: float = 0.2
     ratio_clip_high: float = 0.28
@@ -328,8 +311,7 @@ class GSPOLoss(DAPOLoss):
 
     Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: the value is the sequence's ratio,
     the gradient is that of the token. It equals the sequence-level form if all tokens of a sequence
-    have the same advantage and weight. The paper's objective has the aggregation
-    "seq-mean-token-mean". A sequence must not be split between ranks.
+    have the same advantage and weight. The paper's objective has the aggregation "seq-mean-token-mean".
     """
 
     ratio_clip_low: float = 3e-4
@@ -369,7 +351,7 @@ class CISPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class ImportanceSamplingLoss(PolicyLoss):
-    """The policy gradient with the ratio to the policy that sampled as a factor, without clipping."""
+    """The policy gradient times the ratio to the policy that sampled, without clipping."""
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
 
@@ -382,9 +364,8 @@ class ImportanceSamplingLoss(PolicyLoss):
 class DROLoss(PolicyLoss):
     """The policy gradient without a ratio, and a quadratic penalty on the distance from the sampling policy.
 
-    Richemond et al. 2024 (arXiv:2405.19107), as tinker-docs.thinkingmachines.ai/tinker/losses/dro has
-    it per token: the gradient of a token is -(A - beta log(r)). `max_log_ratio` bounds log(r).
-    beta: weight of the penalty; the default is the value in the example of that page.
+    Richemond et al. 2024 (arXiv:2405.19107), as tinker-docs.thinkingmachines.ai/tinker/losses/dro has it
+    per token, with that page's beta: the gradient of a token is -(A - beta log(r)).
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = ("log_ratio_squared_mean",)
@@ -447,25 +428,22 @@ def build_loss(name: str, **settings: Any) -> PolicyLoss:
 
     Raises ValueError for settings that the loss does not have.
     """
-    loss_cls = loss_class(name)
-    known = {field.name for field in fields(loss_cls)}
+    known = {field.name for field in fields(loss_class(name))}
     given = {key: value for key, value in settings.items() if value is not None}
-    unknown = sorted(set(given) - known)
-    if unknown:
+    for unknown in sorted(set(given) - known):
         raise ValueError(
-            f"rl.loss.{unknown[0]} is not read by rl.loss.name = {name!r}, which reads "
-            f"{', '.join(sorted(known))}, got {given[unknown[0]]}; take it out"
+            f"rl.loss.{unknown} is not read by rl.loss.name = {name!r}, which reads "
+            f"{', '.join(sorted(known))}, got {given[unknown]}; take it out"
         )
-    return loss_cls(**given)
+    return loss_class(name)(**given)
 
 
 def loss_from_config(config: Any) -> PolicyLoss:
     """Return the loss that the section `[rl.loss]` describes."""
     not_settings = ("name", "args", "agg_mode", "norm", "count_empty")
     settings = {k: v for k, v in vars(config).items() if k not in not_settings}
-    if both := sorted(set(settings) & set(config.args)):
+    for key in set(settings) & set(config.args):
         raise ValueError(
-            f"rl.loss.args is for settings that have no key of their own, got {both[0]!r}; set "
-            f"rl.loss.{both[0]}"
+            f"rl.loss.args is for settings that have no key of their own, got {key!r}; set rl.loss.{key}"
         )
     return build_loss(config.name, **settings, **config.args)

@@ -36,7 +36,7 @@ class MetricsWriter:
         episodes: Sequence[Episode],
         num_updates: int = 1,
     ) -> None:
-        """Write the metrics of the last `num_updates` steps, up to `step`, and their episodes."""
+        """Write the metrics and episodes of the last `num_updates` steps, up to `step`."""
         path = os.path.join(self._config.job.dump_folder, "episodes.jsonl")
         append_episodes(path, step, episodes, self._config.rl.log_samples)
         processor, color = self._processor, self._processor.color
@@ -82,11 +82,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """The number of updates (lag) between drawing the episodes and now, as metrics.
-
-    version: the policy's version now. An episode's lag is that of its oldest token.
-    `rl/lag` is the largest lag; `rl/episodes_by_lag/n` the number of episodes with lag n.
-    """
+    """Metrics of the episodes' lag: the updates since their oldest token, with the policy now at `version`."""
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
         "rl/lag": max(counts),
@@ -106,9 +102,7 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
     """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode` but `routed_experts`. A run that continues from a checkpoint also
-    appends, so the file holds repeated steps twice.
-    limit: episodes per step; -1 is all, 0 none.
+    A line holds the step and the entries of `Episode` but `routed_experts`. limit: -1 is all.
     """
     if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
         return

@@ -1,8 +1,4 @@
-"""The trained policy, and the policy as it was before RL, for losses that keep the former near it.
-
-There is no loop here: `torchtitan.rl.controller` has it. The engine has the layouts (FSDP, TP, PP, CP
-and their products), the checkpoints and the schedule.
-"""
+"""The trained policy, and the policy as it was before RL, for losses that keep the former near it."""
 
 import dataclasses
 import warnings
@@ -30,9 +26,8 @@ from torchtitan.tools.logging import init_logger, logger
 
 
 class PolicyTrainer(Learner):
-    """A policy that learns from batches of samples, in steps that the caller decides on.
+    """A policy that learns from batches of samples, by default with the loss `[rl.loss]`.
 
-    `forward_backward` and `optim_step` are those of `Learner`, by default with the loss `[rl.loss]`.
     engine: an existing engine; None builds it from the config.
     Raises ConfigError for a config that cannot run.
     """
@@ -58,12 +53,10 @@ class PolicyTrainer(Learner):
         return self.engine.weights_version
 
     def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
-        # Generators divide logits by this temperature before they draw.
-        entropy = loss_fn is not None and loss_fn.needs_entropy
         config = self.job_config
         return TokenLogProbs(
             temperature=config.rl.sampling.temperature,
-            entropy=entropy,
+            entropy=loss_fn is not None and loss_fn.needs_entropy,
             compile_backend=config.compile.backend_of("loss"),
             exact=config.rl.generator.exact,
         )
@@ -87,11 +80,8 @@ class PolicyTrainer(Learner):
         """Replace the generator's log-probs; also returns the largest change over all ranks.
 
         The forward sees the same microbatches as training: until the weights change, a training
-        forward has the same bits, and every ratio is exactly 1. Cached decoding sums in another order
-        and differs by 1e-6 in fp32. Raises ValueError as `forward_backward` does.
-
-        Only this rank's microbatches change; under pipeline parallelism, only on the ranks with the
-        last stage, where the loss is computed.
+        forward has the same bits, and every ratio is exactly 1. Only this rank's microbatches change, and
+        in a pipeline only those on the last stage. Raises ValueError as `forward_backward` does.
         """
         rescored = self._with_scores(batch, "generator_logprobs")
         largest = torch.zeros((), device=self.engine.device)
@@ -103,14 +93,10 @@ class PolicyTrainer(Learner):
         return rescored, largest.item()
 
     def with_old_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add `old_logprobs` to the batch, for several updates on it.
-
-        As `rescore`: collective, it changes the same ranks, and raises the same errors.
-        """
+        """Add `old_logprobs` to the batch as `rescore` does, for several updates on it."""
         return self._with_scores(batch, "old_logprobs")
 
     def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
-        """Return the batch with log-probs as the tensors of this name, on this rank."""
         self._check_on_all_ranks(batch)
         dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
         for row, logprobs in zip(rows, self._score(batch) or (), strict=False):
@@ -130,17 +116,14 @@ class PolicyTrainer(Learner):
             self.engine.lr_schedulers.step()
 
     def save_checkpoint(self, path: str | None = None) -> None:
-        """Save everything that a run needs to continue.
-
-        path: the folder to write; None is a step folder below `checkpoint.folder`.
-        """
+        """Save everything that a run needs to continue; None: a step folder in `checkpoint.folder`."""
         self.engine.save(path)
 
     def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint of `save_checkpoint` and zero the gradients; False if there is none.
 
-        path: None is the run's newest checkpoint, or the initial one that the config names.
-        model_only: take only the weights; the optimizer starts with no state.
+        path: None is the run's newest checkpoint, or the config's initial one. model_only: take only the
+            weights; the optimizer starts with no state.
         """
         if not self.engine.load(path, model_only=model_only):
             return False
@@ -168,7 +151,7 @@ class PolicyTrainer(Learner):
             optimizer.state.clear()
 
     def push_model_state_dict(self, generator: TakesWeights) -> int:
-        """Send a generator the weights; returns their version. Raises as `WeightSync.update`."""
+        """Send a generator the weights; returns their version."""
         check_digest = self.job_config.rl.weight_sync.digest
         return WeightSync(self.engine, generator, check_digest=check_digest).update()
 
@@ -176,10 +159,9 @@ class PolicyTrainer(Learner):
 class ReferencePolicy:
     """A copy of this rank's part of the policy's weights, and their log-probs.
 
-    There is no second model: for a forward, the copy is swapped with the weights (and with the
-    biases that balance experts). Beside a frozen base only what trains is copied. If new adapters
-    are all that trains, the reference is the model without them, and nothing is copied.
-    is_loaded: True if the reference needs no checkpoint, or came from one.
+    For a forward the copy is swapped with the weights (and with the biases that balance experts). Beside a
+    frozen base only what trains is copied; if that is new adapters only, the reference is the base.
+    is_loaded: it needs no checkpoint, or came from one.
     """
 
     def __init__(self, trainer: PolicyTrainer):

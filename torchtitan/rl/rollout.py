@@ -9,12 +9,12 @@ and so on. Sampled tokens are never decoded and encoded again.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from itertools import chain, repeat, zip_longest
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from torchtitan.rl.tasks import Grade, Prompt, Task, Turn
 from torchtitan.rl.types import Completion, Episode, SamplingConfig
 from torchtitan.tools.errors import LostConnectionError, RunError
 from torchtitan.tools.utils import use_device
+
+T = TypeVar("T")
 
 
 class LostGeneratorError(LostConnectionError):
@@ -47,11 +49,10 @@ class Request:
     """A request for `num_samples` episodes for each place, with the place as their group.
 
     tries: the next try has new prompts for places whose completions all got the same reward.
-    penalty: subtracted from rewards of long completions; None leaves rewards unchanged.
+    penalty: subtracted from rewards of long completions.
     stop_strings: texts that end a completion; the tries' own are ignored.
     max_turns: number of turns that the policy may take in an episode.
-    max_tokens: length limit of an episode, prompt included; a further turn has to fit. None sets no
-        limit.
+    max_tokens: length limit of an episode, prompt included; a further turn has to fit.
     """
 
     tries: Sequence[Try]
@@ -62,10 +63,7 @@ class Request:
     max_tokens: int | None = None
 
     def with_extras(self, episode: Episode, number: int) -> Episode:
-        """Return an episode with the penalty and the scores that the request adds.
-
-        number: of the try that drew it.
-        """
+        """Return an episode of try `number` with the penalty and the scores that the request adds."""
         if len(self.tries) > 1:
             episode = replace(episode, scores=episode.scores | {"redraws": number})
         if self.penalty is not None:
@@ -108,130 +106,113 @@ class Draws:
         return draw if self._thread is None else self._thread.submit(draw).result
 
     def _draw(self, generator: Generator, request: Request) -> list[Episode]:
-        """Return this rank's share of a request, in the order of places.
-
-        The places that a rank tries again depend only on its own places, so the thread needs no
-        communication, unless ranks generate together.
-        """
-        n_tries, n_together = len(request.tries), _num_together(generator)
+        """Return this rank's share of a request, in the order of places."""
+        own, places = _shares(len(request.tries[0].prompts), _num_together(generator))
         by_place: dict[int, list[Episode]] = {}
-
-        def attempt(number: int, places: Sequence[int]) -> list[int]:
-            """Draw and grade; returns this rank's places whose completions got the same reward."""
-            drawn: dict[int, list[Episode]] = {}
-            for episode in self._complete(generator, request, number, places):
-                of_place = drawn.setdefault(episode.group_id, [])
-                of_place.append(request.with_extras(episode, number))
-            by_place.update(drawn)
-            return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
-
-        places: Sequence[int] = range(len(request.tries[0].prompts))
-        for number in range(n_tries):
-            if number + 1 < n_tries and n_together > 1:
-                # If grading fails on one rank, all ranks have to leave together.
-                flat = on_all_ranks(partial(attempt, number, places))
-                places = sorted(place for of_rank in flat for place in of_rank)
-            else:
-                places = attempt(number, places)
-            if not places:
+        for number, (prompts, sampling) in enumerate(request.tries):
+            dialogues = [
+                _Dialogue(prompts[place], place, place * request.num_samples + i)
+                for place in places
+                for i in range(request.num_samples)
+            ]
+            self._converse(generator, request, sampling, dialogues, own)
+            # Only the rank that drew a completion grades it: a reward function may be slow or random.
+            graded = [dialogue for dialogue in dialogues if dialogue.place in own]
+            grade = partial(self._grade, request, number, graded, by_place)
+            again = _agreed(generator, grade, is_last=number + 1 == len(request.tries))
+            if not any(again):
                 break
+            places = [place for place in places if any(place in of_rank for of_rank in again)]
         return [episode for place in sorted(by_place) for episode in by_place[place]]
 
-    def _complete(
-        self, generator: Generator, request: Request, number: int, places: Sequence[int]
-    ) -> list[Episode]:
-        """Complete the prompts of a try at these places, and grade this rank's share.
-
-        Only the rank that drew a completion grades it, because a reward function may be slow or
-        random.
-        """
-        (prompts, sampling), n_samples = request.tries[number], request.num_samples
-        stops, decode = request.stop_strings, self.task.tokenizer.decode
-        sampling = replace(sampling, stop_strings=stops, decode=decode)
-        together = _num_together(generator)
-        own, of_group = _shares(len(prompts), together)
-        dialogues = [
-            _Dialogue(prompts[place], place, place * n_samples + i)
-            for place in places
-            if place in of_group
-            for i in range(n_samples)
-        ]
-        going_on = dialogues
-        for n_before in range(request.max_turns):
-            is_last = n_before + 1 == request.max_turns
-            turn = partial(self._turn, generator, request, sampling, n_before, going_on, own)
-            # Ranks that generate together need the replies to all their dialogues. If one of them
-            # fails, all have to leave together.
-            of_ranks = on_all_ranks(turn) if together > 1 and not is_last else [turn()]
-            replies = {row: reply for of_rank in of_ranks for row, reply in of_rank.items()}
-            if not replies:
-                break
-            going_on = [d for d in going_on if d.row in replies]
-            for dialogue in going_on:
-                dialogue.replies.append(replies[dialogue.row])
-        own_dialogues = [d for d in dialogues if d.place in own]
-        return _graded(self.task, own_dialogues, stops, several_turns=request.max_turns > 1)
-
-    def _turn(
+    def _converse(
         self,
         generator: Generator,
         request: Request,
         sampling: SamplingConfig,
-        n_before: int,
-        dialogues: Sequence["_Dialogue"],
+        dialogues: list["_Dialogue"],
         own: range,
-    ) -> dict[int, "_Reply"]:
-        """Add a completion to each dialogue; return the replies to those at `own` places, by row.
-
-        n_before: the dialogues' turns so far. The last turn gets no reply.
-        """
-        # All samples of a prompt share its first turn's context, which is read once.
-        per_context = 1 if n_before else request.num_samples
-        seed, with_contexts = sampling.seed, dialogues[::per_context]
-        if n_before and seed is not None:
-            seed = random.Random(f"{seed} turn {n_before}").getrandbits(63)
-        completions = generator.generate(
-            [(*d.prompt.token_ids, *d.token_ids) for d in with_contexts],
-            replace(sampling, seed=seed),
-            per_context,
-            first_row=[d.row for d in with_contexts],
+    ) -> None:
+        """Take all turns of the dialogues. own: the places to whose turns this rank's task replies."""
+        seed, n_samples = sampling.seed, request.num_samples
+        sampling = replace(
+            sampling, stop_strings=request.stop_strings, decode=self.task.tokenizer.decode
         )
-        for dialogue, completion in zip(dialogues, completions, strict=True):
-            dialogue.completions.append(completion)
-        if n_before + 1 == request.max_turns:
-            return {}
-        return self._replies([d for d in dialogues if d.place in own], sampling, request)
+        for turn in range(1, request.max_turns + 1):
+            # All samples of a prompt share its first turn's context, which is read once.
+            first_of_each = dialogues[::n_samples]
+            completions = generator.generate(
+                [dialogue.context for dialogue in first_of_each],
+                sampling,
+                n_samples,
+                first_row=[dialogue.row for dialogue in first_of_each],
+            )
+            for dialogue, completion in zip(dialogues, completions, strict=True):
+                dialogue.complete(completion)
+            if turn == request.max_turns:
+                return
+            reply = partial(self._replies, request, sampling, dialogues, own)
+            replies = {row: ids for of_rank in _agreed(generator, reply) for row, ids in of_rank}
+            if not replies:
+                return
+            dialogues = [d for d in dialogues if d.row in replies]
+            for dialogue in dialogues:
+                dialogue.reply(*replies[dialogue.row])
+            n_samples = 1
+            if seed is not None:
+                next_seed = random.Random(f"{seed} turn {turn}").getrandbits(63)
+                sampling = replace(sampling, seed=next_seed)
 
     def _replies(
-        self, dialogues: Sequence["_Dialogue"], sampling: SamplingConfig, request: Request
-    ) -> dict[int, "_Reply"]:
-        """Return the task's replies to the dialogues that go on, by row.
+        self,
+        request: Request,
+        sampling: SamplingConfig,
+        dialogues: Sequence["_Dialogue"],
+        own: range,
+    ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
+        """Return (row, (text, token ids)) of the task's replies to `own` dialogues that go on.
 
-        A dialogue goes on if its turn ended with a stop, the task replies, and another turn fits.
+        They go on if the turn ended with a stop, the task replies, and another turn fits.
         """
-        stopped = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
-        texts = self.task.reply_all(
-            [(d.prompt, d.turns(self.task, request.stop_strings)) for d in stopped]
-        )
-        replies = {}
-        for dialogue, text in zip(stopped, texts, strict=True):
+        stopped = [
+            d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
+        ]
+        pairs = [(d.prompt, d.turns(self.task, request.stop_strings)) for d in stopped]
+        replies = []
+        for dialogue, text in zip(stopped, self.task.reply_all(pairs), strict=True):
             if text is None:
                 continue
             options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
             parts = [self.task.tokenizer.encode(part, **options) for part in text.split(SEAM)]
-            token_ids, text = [i for part in parts for i in part], text.replace(SEAM, "")
+            token_ids, text = tuple(chain.from_iterable(parts)), text.replace(SEAM, "")
             if not token_ids:
                 raise ValueError(
                     f"a reply must have a token, got {text!r} for the expected answer "
                     f"{dialogue.prompt.answer!r}; return None to end an episode"
                 )
-            length = len(dialogue.prompt.token_ids) + len(dialogue.token_ids) + len(token_ids)
-            longest = length + sampling.max_tokens
+            longest = len(dialogue.context) + len(token_ids) + sampling.max_tokens
             if request.max_tokens is not None and longest > request.max_tokens:
                 dialogue.is_out_of_room = True
             else:
-                replies[dialogue.row] = _Reply(text, tuple(token_ids))
+                replies.append((dialogue.row, (text, token_ids)))
         return replies
+
+    def _grade(
+        self,
+        request: Request,
+        number: int,
+        dialogues: Sequence["_Dialogue"],
+        by_place: dict[int, list[Episode]],
+    ) -> list[int]:
+        """Put the graded episodes of try `number` into `by_place`.
+
+        Returns the places whose completions all got the same reward.
+        """
+        drawn: dict[int, list[Episode]] = {}
+        for episode in _graded(self.task, dialogues, request):
+            drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
+        by_place.update(drawn)
+        return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
 
     def close(self) -> None:
         """Finish the current draw and the task's processes. Safe to call twice."""
@@ -240,13 +221,35 @@ class Draws:
         self.task.close()
 
 
-def _of_all_ranks(share: Callable[[], list[Episode]]) -> list[Episode]:
-    """Return the episodes of all ranks, in rank order. Collective.
+def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = False) -> list[T]:
+    """Return the results of `work` on all ranks, which raise together, if ranks generate together.
 
-    If `share` raises on one rank, for instance in a reward function, every rank raises.
+    A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
+    the others' results.
     """
-    if num_ranks() == 1:
-        return share()
+    return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
+
+
+def _num_together(generator: Generator) -> int:
+    """Return the number of consecutive ranks that have to call `generate` together."""
+    return num_ranks() if generator.is_collective else generator.ranks_per_copy
+
+
+def _shares(n_places: int, together: int) -> tuple[range, Sequence[int]]:
+    """Return the places of this rank, and those of the ranks that generate together with it.
+
+    Each rank has a run of consecutive places; the runs of all ranks in order are all places.
+    """
+    rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
+
+    def places_of(first: int, n: int) -> range:
+        return range(n_places * first // n_ranks, n_places * (first + n) // n_ranks)
+
+    return places_of(rank, 1), places_of(rank // together * together, together)
+
+
+def _of_all_ranks(share: Callable[[], list[Episode]]) -> list[Episode]:
+    """Return the episodes of all ranks; if `share` raises on one rank, every rank raises. Collective."""
     own: list[Episode] = []
     failure: Exception | None = None
     try:
@@ -269,145 +272,15 @@ def episodes_of(
     return [episode for of_rank, _ in shares for episode in of_rank]
 
 
-class Rollouts:
-    """Graded episodes of a task, step by step.
-
-    config: the section `[rl]`. longest_episode: in tokens, prompt included; None sets no limit.
-    """
-
-    def __init__(
-        self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
-    ):
-        self.task, self.config, self._draws = task, config, draws
-        self._longest_episode = longest_episode
-        eos_id = task.tokenizer.eos_id
-        stops = set(config.sampling.stop_token_ids) | ({eos_id} - {None})
-        settings = vars(config.sampling) | {
-            "stop_token_ids": tuple(sorted(stops)),
-            "stop_strings": (),  # they are in the Request: they need a tokenizer, which is not sent
-        }
-        self.sampling = SamplingConfig(**settings)
-        self._penalty = None
-        if config.overlong_tokens:
-            self._penalty = OverlongPenalty(
-                self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-            )
-        self._next_step = 1
-        # step -> its episodes, or the function that waits for them
-        self._ahead: dict[int, list[Episode] | Callable[[], list[Episode]]] = {}
-        # step -> the task's state before its prompts were taken
-        self._task_before: dict[int, dict[str, Any]] = {}
-        # Steps that were drawn ahead before a resume; they may be older than `rl.async_steps` allows.
-        self.restored_steps: frozenset[int] = frozenset()
-
-    # ---- training ----
-
-    def skip_to(self, step: int) -> None:
-        """Begin with this step, or later."""
-        self._next_step = max(self._next_step, step)
-
-    def start_until(self, last_step: int) -> None:
-        """Begin to draw all steps up to `last_step` that are not begun yet."""
-        while self._next_step <= last_step:
-            self._task_before[self._next_step] = self.task.state_dict()
-            tries = []
-            for number in range(1 + self.config.redraws):
-                place = f"{self._next_step} again {number}" if number else self._next_step
-                sampling = replace(self.sampling, seed=self._seed(place))
-                tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
-            n_samples = self.config.num_samples_per_prompt
-            request = self._request(tries, n_samples, self._penalty)
-            self._ahead[self._next_step] = self._draws.begin(request)
-            self._next_step += 1
-
-    def take(self, step: int) -> list[Episode]:
-        """The step's episodes of all ranks. Collective; steps are taken in order."""
-        episodes = self._ahead[step]
-        if not isinstance(episodes, list):
-            episodes = episodes()
-        del self._ahead[step]
-        self._task_before.pop(step, None)
-        return episodes
-
-    # ---- evaluation ----
-
-    def of_held_out(self, *, greedy: bool) -> list[Episode]:
-        """Return one episode for each held-out prompt; the prompts and draws are always the same.
-
-        greedy: take the most probable token; False samples as in training. Collective.
-        """
-        prompts = self.task.held_out(self.config.eval_samples)
-        if not prompts:
-            raise ValueError(
-                f"{type(self.task).__name__} has no held-out prompt to evaluate on; add one to it, or "
-                "set rl.eval_every to 0"
-            )
-        temperature = 0.0 if greedy else self.sampling.temperature
-        sampling = replace(self.sampling, temperature=temperature, seed=self._seed("evaluation"))
-        request = self._request([Try(prompts, sampling)], 1)
-        return self._draws.begin(request)()
-
-    def _request(
-        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None = None
-    ) -> Request:
-        return Request(
-            tries,
-            num_samples,
-            penalty,
-            tuple(self.config.sampling.stop_strings),
-            self.config.task.max_turns,
-            self._longest_episode,
-        )
-
-    def _seed(self, place: Any) -> int:
-        return random.Random(f"{self.config.seed} {place}").getrandbits(63)
-
-    # ---- state ----
-
-    def close(self) -> None:
-        """Finish the current draw. Safe to call twice."""
-        self._draws.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the next step, and the episodes that were drawn ahead. Collective.
-
-        These episodes are saved because the weights that drew them are not. If the generator is gone
-        with them, that raises LostGeneratorError, unless a resumed run can draw them again because
-        nothing was drawn ahead of the weights.
-        """
-        taken: dict[int, list[Episode]] = {}
-        for step in list(self._ahead):
-            try:
-                taken[step] = self.take(step)
-            except LostGeneratorError:
-                if self.config.async_steps:
-                    raise
-                self.task.load_state_dict(self._task_before[step])
-                self._next_step = step
-                break
-        self._ahead = dict(taken)
-        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in taken.items()]
-        return {"next_step": self._next_step, "pending": pending}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._next_step = state_dict["next_step"]
-        self._ahead = {
-            step: [Episode.from_dict(values) for values in episodes]
-            for step, episodes in state_dict["pending"]
-        }
-        self.restored_steps = frozenset(self._ahead)
-
-
-class _Reply(NamedTuple):
-    text: str
-    token_ids: tuple[int, ...]
+# ---- one episode ----
 
 
 @dataclass
 class _Dialogue:
-    """An unfinished episode: completions, and replies to all completions but the last.
+    """An unfinished episode.
 
     place: of the prompt in its step. row: the episode's number among the episodes of all ranks.
+    tokens: (id, log-prob, loss mask, version) of all tokens after the prompt, as in `Episode`.
     is_out_of_room: True if it ended because a reply and another turn would not fit.
     """
 
@@ -415,89 +288,80 @@ class _Dialogue:
     place: int
     row: int
     completions: list[Completion] = field(default_factory=list)
-    replies: list[_Reply] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
+    tokens: list[tuple[int, float, int, int]] = field(default_factory=list)
     is_out_of_room: bool = False
 
-    def _in_turn(self) -> Iterator[Completion | _Reply]:
-        for completion, reply in zip_longest(self.completions, self.replies):
-            yield completion
-            if reply is not None:
-                yield reply
-
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens after the prompt."""
-        return tuple(token for part in self._in_turn() for token in part.token_ids)
+    def context(self) -> tuple[int, ...]:
+        return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
+
+    def complete(self, completion: Completion) -> None:
+        self.completions.append(completion)
+        versions = completion.token_versions or repeat(completion.policy_version)
+        self.tokens += zip(completion.token_ids, completion.token_logprobs, repeat(1), versions)
+
+    def reply(self, text: str, token_ids: Sequence[int]) -> None:
+        self.replies.append(text)
+        self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
     def turns(self, task: Task, stop_strings: Sequence[str]) -> list[Turn]:
-        replies = [reply.text for reply in self.replies]
         return [
             Turn(*_text_and_stop(task, completion, stop_strings), reply)
-            for completion, reply in zip_longest(self.completions, replies)
+            for completion, reply in zip_longest(self.completions, self.replies)
         ]
 
     def episode(self, turns: Sequence[Turn], grade: Grade, *, several_turns: bool) -> Episode:
         """Return the graded episode. several_turns: the request allowed more than one turn."""
-        scores, parts, last = grade.scores, list(self._in_turn()), self.completions[-1]
+        scores, said = grade.scores, chain.from_iterable((t.text, t.reply) for t in turns)
         if several_turns:
             scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
-        logprobs, mask, versions = [], [], []
-        for part in parts:
-            is_sampled = isinstance(part, Completion)
-            logprobs += part.token_logprobs if is_sampled else [0.0] * len(part.token_ids)
-            mask += [int(is_sampled)] * len(part.token_ids)
-            version = part.policy_version if is_sampled else -1
-            versions += (is_sampled and part.token_versions) or [version] * len(part.token_ids)
-        experts = [part.routed_experts for part in parts if isinstance(part, Completion)]
-        said = [text for turn in turns for text in (turn.text, turn.reply) if text is not None]
+        reason = "length" if self.is_out_of_room else self.completions[-1].finish_reason
+        token_ids, logprobs, mask, versions = zip(*self.tokens, strict=True)
         return Episode(
             group_id=self.place,
             prompt=self.prompt.text,
             prompt_token_ids=tuple(self.prompt.token_ids),
             expected_answer=self.prompt.answer,
             text=turns[-1].text,
-            token_ids=self.token_ids,
-            token_log_probs=tuple(logprobs),
+            token_ids=token_ids,
+            token_log_probs=logprobs,
             policy_version=min(part.policy_version for part in self.completions),
-            finish_reason="length" if self.is_out_of_room else last.finish_reason,
+            finish_reason=reason,
             reward=grade.reward,
             scores=scores,
-            loss_mask=tuple(mask) if self.replies else None,
-            turns=tuple(said) if several_turns else (),
-            token_versions=tuple(versions) if len(set(versions) - {-1}) > 1 else None,
-            routed_experts=None if experts[0] is None else _joined_experts(experts),
+            loss_mask=mask if self.replies else None,
+            turns=tuple(text for text in said if text is not None) if several_turns else (),
+            token_versions=versions if len(set(versions) - {-1}) > 1 else None,
+            routed_experts=_joined_experts([part.routed_experts for part in self.completions]),
         )
 
 
-def _joined_experts(of_turns: Sequence[Tensor]) -> Tensor:
+def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
     """Return the experts of a dialogue's tokens, each as chosen when it was first read.
 
-    of_turns: of each turn, [all tokens so far but the last, L, k].
+    of_turns: of each turn, [all tokens so far but the last, L, k]; None if they were not recorded.
     """
     joined = of_turns[0]
     for experts in of_turns[1:]:
-        joined = torch.cat([joined, experts[len(joined) :]])
+        if joined is not None and experts is not None:
+            joined = torch.cat([joined, experts[len(joined) :]])
     return joined
 
 
-def _graded(
-    task: Task,
-    dialogues: Sequence[_Dialogue],
-    stop_strings: Sequence[str],
-    *,
-    several_turns: bool,
-) -> list[Episode]:
-    turns = [dialogue.turns(task, stop_strings) for dialogue in dialogues]
+def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> list[Episode]:
+    turns = [dialogue.turns(task, request.stop_strings) for dialogue in dialogues]
     pairs = [(d.prompt, of_one) for d, of_one in zip(dialogues, turns, strict=True)]
     grades = list(task.grade_episodes(pairs))
-    kinds = sorted({type(grade).__name__ for grade in grades})
     if len(grades) != len(pairs) or not all(isinstance(grade, Grade) for grade in grades):
+        kinds = sorted({type(grade).__name__ for grade in grades})
         raise ValueError(
             f"grading must return a Grade for each of {len(pairs)} completions, got {len(grades)} of "
             f"type {', '.join(kinds)}; correct {type(task).__name__}"
         )
+    several = request.max_turns > 1
     return [
-        dialogue.episode(of_one, grade, several_turns=several_turns)
+        dialogue.episode(of_one, grade, several_turns=several)
         for dialogue, of_one, grade in zip(dialogues, turns, grades, strict=True)
     ]
 
@@ -525,19 +389,129 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
     return [replace(episode, advantage=advantage) for episode, advantage in pairs]
 
 
-def _shares(n_places: int, together: int) -> tuple[range, range]:
-    """Return the places of this rank, and those of the ranks that generate together with it.
+# ---- step by step ----
 
-    Each rank has a run of consecutive places; the runs of all ranks in order are all places.
+
+class Rollouts:
+    """Graded episodes of a task, step by step.
+
+    config: the section `[rl]`. longest_episode: in tokens, prompt included; None sets no limit.
     """
-    rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
 
-    def places_of(first: int, n: int) -> range:
-        return range(n_places * first // n_ranks, n_places * (first + n) // n_ranks)
+    def __init__(
+        self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
+    ):
+        self.task, self.config, self._draws = task, config, draws
+        self._longest_episode = longest_episode
+        stops = set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None})
+        settings = vars(config.sampling) | {
+            "stop_token_ids": tuple(sorted(stops)),
+            "stop_strings": (),  # they are in the Request: they need a tokenizer, which is not sent
+        }
+        self.sampling = SamplingConfig(**settings)
+        self._penalty = None
+        if config.overlong_tokens:
+            self._penalty = OverlongPenalty(
+                self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
+            )
+        self._next_step = 1
+        # step -> the function that waits for its episodes
+        self._ahead: dict[int, Callable[[], list[Episode]]] = {}
+        # step -> the task's state before its prompts were taken
+        self._task_before: dict[int, dict[str, Any]] = {}
+        # Steps that were drawn ahead before a resume; they may be older than `rl.async_steps` allows.
+        self.restored_steps: frozenset[int] = frozenset()
 
-    return places_of(rank, 1), places_of(rank // together * together, together)
+    # ---- training ----
 
+    def skip_to(self, step: int) -> None:
+        """Begin with this step, or later."""
+        self._next_step = max(self._next_step, step)
 
-def _num_together(generator: Generator) -> int:
-    """Return the number of consecutive ranks that have to call `generate` together."""
-    return num_ranks() if generator.is_collective else generator.ranks_per_copy
+    def start_until(self, last_step: int) -> None:
+        """Begin to draw all steps up to `last_step` that are not begun yet."""
+        for step in range(self._next_step, last_step + 1):
+            self._task_before[step] = self.task.state_dict()
+            tries = []
+            for number in range(1 + self.config.redraws):
+                sampling = self._seeded(f"{step} again {number}" if number else step)
+                tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
+            n_samples = self.config.num_samples_per_prompt
+            self._ahead[step] = self._draws.begin(self._request(tries, n_samples, self._penalty))
+            self._next_step = step + 1
+
+    def take(self, step: int) -> list[Episode]:
+        """The step's episodes of all ranks. Collective; steps are taken in order."""
+        episodes = self._ahead[step]()
+        del self._ahead[step]
+        self._task_before.pop(step, None)
+        return episodes
+
+    # ---- evaluation ----
+
+    def of_held_out(self, *, greedy: bool) -> list[Episode]:
+        """Return one episode for each held-out prompt; the prompts and draws are always the same.
+
+        greedy: take the most probable token; False samples as in training. Collective.
+        """
+        prompts = self.task.held_out(self.config.eval_samples)
+        if not prompts:
+            raise ValueError(
+                f"{type(self.task).__name__} has no held-out prompt to evaluate on; add one to it, or "
+                "set rl.eval_every to 0"
+            )
+        sampling = self._seeded("evaluation")
+        if greedy:
+            sampling = replace(sampling, temperature=0.0)
+        return self._draws.begin(self._request([Try(prompts, sampling)], 1))()
+
+    def _request(
+        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None = None
+    ) -> Request:
+        stop_strings, max_turns = self.config.sampling.stop_strings, self.config.task.max_turns
+        limit = self._longest_episode
+        return Request(tries, num_samples, penalty, tuple(stop_strings), max_turns, limit)
+
+    def _seeded(self, place: Any) -> SamplingConfig:
+        seed = random.Random(f"{self.config.seed} {place}").getrandbits(63)
+        return replace(self.sampling, seed=seed)
+
+    # ---- state ----
+
+    def close(self) -> None:
+        """Finish the current draw. Safe to call twice."""
+        self._draws.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the next step, and the episodes that were drawn ahead. Collective.
+
+        They are saved because the weights that drew them are not. If they are lost with the generator,
+        that raises LostGeneratorError, unless a resumed run can draw them again with its weights.
+        """
+        taken: dict[int, list[Episode]] = {}
+        for step in list(self._ahead):
+            try:
+                taken[step] = self.take(step)
+            except LostGeneratorError:
+                if self.config.async_steps:
+                    raise
+                self.task.load_state_dict(self._task_before[step])
+                self._next_step = step
+                break
+        self._keep(taken)
+        pending = [[step, [e.to_dict() for e in episodes]] for step, episodes in taken.items()]
+        return {"next_step": self._next_step, "pending": pending}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next_step = state_dict["next_step"]
+        self._keep(
+            {
+                step: [Episode.from_dict(e) for e in of_step]
+                for step, of_step in state_dict["pending"]
+            }
+        )
+        self.restored_steps = frozenset(self._ahead)
+
+    def _keep(self, taken: dict[int, list[Episode]]) -> None:
+        """Have `take` return these episodes."""
+        self._ahead = {step: lambda e=episodes: e for step, episodes in taken.items()}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import forget_scales, is_dtensor, local_tensor
-from torchtitan.distributed.seeded_init import name_without_wrappers
 from torchtitan.engine import TrainingEngine
 from torchtitan.tools import torch_parts
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
@@ -45,9 +45,8 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
     """Swap live weights with those of the same name, in place."""
     live = list(live)
-    pairs = [(local_tensor(weight), local_tensor(weights[name])) for name, weight in live]
-    own, others = [own for own, _ in pairs], [other for _, other in pairs]
-    kept = [x.clone() for x in own]
+    own = [local_tensor(weight) for _, weight in live]
+    others, kept = [local_tensor(weights[name]) for name, _ in live], [x.clone() for x in own]
     torch_parts.foreach_copy(own, others)
     torch_parts.foreach_copy(others, kept)
     forget_scales(weight for _, weight in live)

@@ -4,13 +4,13 @@ Prompt number i depends only on the task's seed and on i, so the number of drawn
 of a run. `jsonl_task` has prompts from a file, `torchtitan.experiments.rl_toy.tasks` toy tasks.
 """
 
-import functools
 import importlib
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -174,28 +174,19 @@ TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
 # Functions, or their names, module:function, which are imported on use.
-_TASKS: dict[str, TaskBuilder | str] = {
-    "sum_digits": "torchtitan.experiments.rl_toy.tasks:sum_digits",
-    "copy": "torchtitan.experiments.rl_toy.tasks:copy",
-    "sort": "torchtitan.experiments.rl_toy.tasks:sort",
-    "guess": "torchtitan.experiments.rl_toy.tasks:guess",
-    "jsonl": "torchtitan.rl.jsonl_task:build",
-}
+_TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
+    ("sum_digits", "copy", "sort", "guess"), "torchtitan.experiments.rl_toy.tasks:build"
+) | {"jsonl": "torchtitan.rl.jsonl_task:build"}
 
 
 def register_task(name: str, build: TaskBuilder | None = None) -> Any:
     """Register a function that builds a task as a value of `rl.task.name`.
 
-    build: a function of (the section `[rl]`, the model's tokenizer or None, the longest prompt in
-        tokens or None) that returns a `Task`. Without it, returns a decorator of such a function.
+    build: a `TaskBuilder`; without it, returns a decorator of such a function.
     Raises ValueError if the name is taken.
     """
     if build is None:
-        return functools.partial(_register, name)
-    return _register(name, build)
-
-
-def _register(name: str, build: TaskBuilder) -> TaskBuilder:
+        return partial(register_task, name)
     if _TASKS.setdefault(name, build) is not build:
         raise ValueError(f"the task {name!r} is registered already; choose another name")
     return build
@@ -230,21 +221,13 @@ def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., An
     key: of the config, for errors.
     """
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(
-            f"{key} names a function as module:function, got {name!r}; "
-            f"write it like my_rewards:exact_match"
-        )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
+        if not callable(function):
+            raise TypeError(f"it is a {type(function).__name__}")
     except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
         raise ValueError(
-            f"{key} names a function to import, got {name!r}: {type(error).__name__}: "
-            f"{error}; give its dotted module name and start where Python can find it"
+            f"{key} names a function to import, got {name!r}: {type(error).__name__}: {error}; write it "
+            "like my_rewards:exact_match, and start where Python can find the module"
         ) from error
-    if not callable(function):
-        raise ValueError(
-            f"{key} must name a function, got {name!r}, which is a {type(function).__name__}; "
-            "correct the name"
-        )
     return function

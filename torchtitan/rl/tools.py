@@ -7,10 +7,10 @@ The result of a call that fails is a text that begins with "error: ".
 import ast
 import inspect
 import json
-import operator
 import re
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +44,19 @@ def tool_calls(text: str) -> list[ToolCall]:
     calls = []
     for match in _CALL.findall(text):
         try:
-            values = json.loads(match)
+            call = json.loads(match)
         except (ValueError, RecursionError) as error:
             problem = f"a call must be a JSON object, and this is not JSON: {error}"
             calls.append(ToolCall(problem=problem))
             continue
-        name = values.get("name") if isinstance(values, dict) else None
-        arguments = values.get("arguments", {}) if isinstance(values, dict) else None
-        if isinstance(name, str) and isinstance(arguments, dict):
-            calls.append(ToolCall(name, arguments))
-        else:
-            problem = 'a call must be like {"name": "f", "arguments": {"x": 1}}'
-            calls.append(ToolCall(problem=problem))
+        match call:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                calls.append(ToolCall(name, arguments))
+            case {"name": str(name)} if "arguments" not in call:
+                calls.append(ToolCall(name, {}))
+            case _:
+                problem = 'a call must be like {"name": "f", "arguments": {"x": 1}}'
+                calls.append(ToolCall(problem=problem))
     return calls
 
 
@@ -66,7 +67,16 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     attribute that is not a schema.
     """
     if hasattr(function, "schema"):
-        return _checked(function.schema, name)
+        with suppress(TypeError, ValueError, RecursionError):  # of what is no JSON
+            match json.loads(json.dumps(function.schema)):
+                case {"function": {"name": str(own_name), **others}} if own_name:
+                    if isinstance(others.get("parameters", {}), dict):
+                        return function.schema
+        raise ValueError(
+            f"rl.task.tools: the attribute `schema` of {name} must be a JSON object like "
+            '{"type": "function", "function": {"name": "f", "parameters": {...}}}, got '
+            f"{function.schema!r}; correct it, or take it out for one from annotations and docstring"
+        )
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
@@ -94,25 +104,6 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     }
 
 
-def _checked(schema: Any, name: str) -> dict[str, Any]:
-    """Return a function's attribute `schema`; raises ValueError if it lacks what templates read."""
-    described = schema.get("function") if isinstance(schema, dict) else None
-    own_name = described.get("name") if isinstance(described, dict) else None
-    parameters = described.get("parameters", {}) if isinstance(described, dict) else None
-    try:
-        json.dumps(schema)
-    except (TypeError, ValueError, RecursionError):
-        own_name = None
-    if not isinstance(own_name, str) or not own_name or not isinstance(parameters, dict):
-        raise ValueError(
-            f"rl.task.tools: the attribute `schema` of {name} must be a JSON object like "
-            '{"type": "function", "function": {"name": "f", "description": "...", "parameters": '
-            '{"type": "object", "properties": {...}}}}, '
-            f"got {schema!r}; correct it, or take it out for one from annotations and docstring"
-        )
-    return schema
-
-
 class Toolbox:
     """Functions that the policy may call, in separate processes.
 
@@ -124,10 +115,11 @@ class Toolbox:
         self, functions: dict[str, Callable[..., Any]], n_processes: int, timeout_seconds: float
     ):
         self.schemas = [schema_of(function, name) for name, function in functions.items()]
-        names = [schema["function"]["name"] for schema in self.schemas]
-        if len(set(names)) < len(names):
-            raise ValueError(f"rl.task.tools must have different names, got {names}; rename one")
-        self._numbers = {name: number for number, name in enumerate(names)}
+        self._names = [schema["function"]["name"] for schema in self.schemas]
+        if len(set(self._names)) < len(self._names):
+            raise ValueError(
+                f"rl.task.tools must have different names, got {self._names}; rename one"
+            )
         self._pool = FunctionPool(
             list(functions),
             n_processes,
@@ -139,25 +131,23 @@ class Toolbox:
 
     def results(self, calls: Sequence[ToolCall]) -> list[str]:
         """Return the calls' results as texts, in order."""
-        known = [call for call in calls if self._problem(call) is None]
-        numbers = [self._numbers[call.name] for call in known]
+        known = [call for call in calls if call.name in self._names]  # a wrong call has no name
+        numbers = [self._names.index(call.name) for call in known]
         results = iter(self._pool.call_all([((), call.arguments or {}) for call in known], numbers))
         texts = []
         for call in calls:
-            problem, value = self._problem(call), ""
-            if problem is None:
+            problem = (
+                call.problem or f"there is no tool {call.name!r}, only {', '.join(self._names)}"
+            )
+            if call.name in self._names:
                 result = next(results)
-                problem, value = result.error or result.failure, result.value
+                problem = result.error or result.failure
                 if result.failure is not None:
                     logger.warning("%s; the policy gets this as the result", result.failure)
-            texts.append(value if problem is None else f"error: {problem}")
-        # JSON can spell half of a surrogate pair, which no tokenizer accepts.
-        return [text.encode(errors="replace").decode() for text in texts]
-
-    def _problem(self, call: ToolCall) -> str | None:
-        if call.problem is None and call.name not in self._numbers:
-            return f"there is no tool {call.name!r}, only {', '.join(self._numbers)}"
-        return call.problem
+            text = result.value if problem is None else f"error: {problem}"
+            # JSON can spell half of a surrogate pair, which no tokenizer accepts.
+            texts.append(text.encode(errors="replace").decode())
+        return texts
 
     def close(self) -> None:
         """End the processes. Safe to call twice."""
@@ -169,33 +159,16 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-# ---- the calculator, a tool to try ----
-
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+# What an expression for `calculator` may have, besides numbers.
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
+_ARITHMETIC += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 
 
 def calculator(expression: str) -> str:
     """Work out an arithmetic expression of numbers, + - * / // % and parentheses."""
-
-    def value_of(node: ast.AST) -> float:
-        match node:
-            case ast.Expression(body):
-                return value_of(body)
-            case ast.Constant(value) if type(value) in (int, float):
-                return value
-            case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](value_of(left), value_of(right))
-            case ast.UnaryOp(kind, operand) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](value_of(operand))
-        raise ValueError(f"an expression has numbers, + - * / // % and (), got {expression!r}")
-
-    return str(value_of(ast.parse(expression.strip(), mode="eval")))
+    tree = ast.parse(expression.strip(), mode="eval")
+    for node in ast.walk(tree):
+        is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+        if not is_number and not isinstance(node, _ARITHMETIC):
+            raise ValueError(f"an expression has numbers, + - * / // % and (), got {expression!r}")
+    return str(eval(compile(tree, "expression", "eval")))

@@ -1,8 +1,10 @@
 """The values that the parts of the RL trainer exchange.
 
-Per-token tensors for training are shifted already: index t of labels, masks, log-probs,
-advantages and weights belongs to the prediction made at input token t. A sequence of n tokens
-fills n - 1 slots: its inputs are tokens 0..n-2, its labels tokens 1..n-1.
+On the way from a batch to gradients: `Episode`, `TrainingSample`, `TrainingMicrobatch` (with its
+`LossInputs`, which the loss reads), then the engine's `TokenBatch` and `Microbatch`.
+
+Per-token tensors for training are shifted already: index t of labels, masks, log-probs, advantages
+and weights belongs to the prediction made at input token t. A sequence of n tokens fills n - 1 slots.
 
 B rows, T slots per row, n slots of one sequence.
 """
@@ -25,46 +27,34 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings for drawing tokens.
+    """Settings for drawing tokens."""
 
-    temperature: divides the logits; 0 takes the most probable token.
-    top_p: draw from the most probable tokens whose total probability reaches it; 1 keeps all.
-    top_k: draw from this many of the most probable tokens; 0 keeps all.
-    max_tokens: the length limit of a completion.
-    stop_token_ids: each of these ends a completion, and is part of it.
-    stop_strings: a completion also ends with the token that completes one of these texts.
-    decode: token ids -> text, in which `stop_strings` are searched.
-    seed: of the draws; None continues the generator's own random stream.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    decode: Callable[[list[int]], str] | None = None
-    seed: int | None = None
+    temperature: float = 1.0  # divides the logits; 0 takes the most probable token
+    top_p: float = 1.0  # draw from the most probable tokens whose total reaches it; 1 keeps all
+    top_k: int = 0  # draw from this many of the most probable tokens; 0 keeps all
+    max_tokens: int = 16  # the length limit of a completion
+    stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
+    stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these texts
+    decode: Callable[[list[int]], str] | None = None  # to the text that is searched for them
+    seed: int | None = None  # None continues the generator's own random stream
 
     def __post_init__(self) -> None:
-        if self.stop_strings and self.decode is None:
+        if self.stop_strings and (self.decode is None or "" in self.stop_strings):
             raise ValueError(
-                f"stop_strings = {self.stop_strings} are searched in a completion's text, got no "
-                "decode function; pass the tokenizer's"
+                f"stop_strings are searched in a completion's text, got {self.stop_strings} and decode = "
+                f"{self.decode}; pass the tokenizer's, and texts of at least one character"
             )
-        if "" in self.stop_strings:
-            raise ValueError("a stop string must have at least one character, got ''; take it out")
-        rules = {
+        for name, is_kept, rule in (
             # Dividing fp32 logits by less overflows.
-            "temperature": (
-                self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
-                "0, which takes the likeliest token, or at least 1e-20 and finite",
+            (
+                "temperature",
+                not self.temperature or 1e-20 <= self.temperature < math.inf,
+                "0 or 1e-20 to inf",
             ),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
-            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-        }
-        for name, (is_kept, rule) in rules.items():
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
+            ("top_k", self.top_k >= 0, "at least 0, which keeps all tokens"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+        ):
             if not is_kept:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
@@ -85,8 +75,7 @@ class SamplingConfig:
         if not self.stop_strings:
             return False
         assert self.decode is not None
-        # A token with text has at least one byte, so the last `longest` tokens hold the string. Four
-        # more tokens, because the first of them may begin in the middle of a character.
+        # A token has at least one byte; four tokens more, because the first may begin inside a character.
         longest = max(len(string.encode()) for string in self.stop_strings)
         text = self.decode(list(token_ids[-(longest + 4) :]))
         return any(string in text for string in self.stop_strings)
@@ -96,24 +85,18 @@ class SamplingConfig:
 class Completion:
     """The tokens that a generator drew after one prompt.
 
-    token_ids: the new tokens, a stop token included.
-    token_logprobs: under the distribution that each token was drawn from: after the temperature and,
-        if top_p or top_k left tokens out, renormalised over the kept tokens.
-    finish_reason: "stop" after a stop token or string, "length" after max_tokens.
-    policy_version: version of the oldest weights that drew a token.
-    token_kept_mass: probability of the kept tokens before renormalising; None if all were kept.
-    token_versions: version of the weights that drew each token; None if all are `policy_version`.
+    token_logprobs: under the distribution that each token was drawn from: after the temperature, and
+        renormalised over the tokens that top_p and top_k kept, whose probability is `token_kept_mass`.
     routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
-        tokens but the last, which the model never reads; see `Decoder.check_routed_experts`. None
-        if they were not recorded.
+        tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # a stop token included
     token_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int
-    token_kept_mass: tuple[float, ...] | None = None
-    token_versions: tuple[int, ...] | None = None
+    policy_version: int  # of the oldest weights that drew a token
+    token_kept_mass: tuple[float, ...] | None = None  # None if all tokens were kept
+    token_versions: tuple[int, ...] | None = None  # None if all are `policy_version`
     routed_experts: Tensor | None = field(default=None, compare=False)
 
 
@@ -121,36 +104,27 @@ class Completion:
 class Episode:
     """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
-    text: the graded text: the completion, or the last turn of a dialogue.
-    token_ids: all tokens after the prompt. token_log_probs: 0 for tokens that were not sampled.
-    loss_mask: 1 for sampled tokens, 0 for tokens of replies; None if all tokens were sampled.
-    turns: the texts of a dialogue; policy and environment alternate, the policy is first and last.
-    policy_version: version of the oldest weights that drew a token.
-    token_versions: version of the weights that drew each token, -1 for tokens of replies; None if
-        one version drew all tokens.
-    group_id: equal for the completions of one prompt.
-    scores: further measurements of the task, such as {"exact": 1.0}.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
     routed_experts: as in `Completion`, of all tokens but the last; -1 for tokens that were not read
         when the tokens after them were drawn.
     """
 
-    group_id: int
+    group_id: int  # equal for the completions of one prompt
     prompt: str
     prompt_token_ids: tuple[int, ...]
     expected_answer: str
-    text: str
-    token_ids: tuple[int, ...]
-    token_log_probs: tuple[float, ...]
-    policy_version: int
+    text: str  # what was graded: the completion, or the last turn of a dialogue
+    token_ids: tuple[int, ...]  # all tokens after the prompt
+    token_log_probs: tuple[float, ...]  # 0 for tokens that were not sampled
+    policy_version: int  # of the oldest weights that drew a token
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     advantage: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)  # of the task, such as {"exact": 1.0}
     ref_logprobs: tuple[float, ...] | None = None
-    loss_mask: tuple[int, ...] | None = None
-    turns: tuple[str, ...] = ()
-    token_versions: tuple[int, ...] | None = None
+    loss_mask: tuple[int, ...] | None = None  # 0 for tokens of replies; None if all were sampled
+    turns: tuple[str, ...] = ()  # policy and environment alternate; the policy is first and last
+    token_versions: tuple[int, ...] | None = None  # -1 for tokens of replies; None: one version
     routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -182,54 +156,43 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring.
-
-    logprobs: `generator_logprobs`; any number where the mask is 0.
-    ref_logprobs: None if the loss has no KL term. old_logprobs: for losses with a correction, if a
-        batch serves several updates; None takes the log-probs of each forward pass.
-    old_values, returns: None without a critic.
-    weights: factors of the per-token losses; None lets the batcher compute them from the
-        aggregation mode.
-    routed_experts: [n, L, k], the experts that the generator chose; None lets the routers choose.
-    group_id: equal for samples of one prompt.
-    policy_version: version of the oldest weights that drew a token.
-    """
+    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring."""
 
     token_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
-    logprobs: Tensor
+    logprobs: Tensor  # by the generator; any number where the mask is 0
     advantages: Tensor
     ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    weights: Tensor | None = None
-    routed_experts: Tensor | None = None
+    old_logprobs: Tensor | None = None  # None takes those of each forward pass
+    old_values: Tensor | None = None  # with a critic
+    returns: Tensor | None = None  # with a critic
+    weights: Tensor | None = None  # of the losses; None: from the batcher's `agg_mode`
+    routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
     group_id: int = 0
     policy_version: int = 0
 
     def __post_init__(self) -> None:
-        n_tokens, experts = self.token_ids.numel(), self.routed_experts
-        if experts is not None and (experts.dim() != 3 or len(experts) != n_tokens):
+        tokens, experts = self.token_ids, self.routed_experts
+        if tokens.dim() != 1 or not len(tokens):
+            raise ValueError(
+                f"token_ids of a sample must be 1-D and not empty, got shape {list(tokens.shape)}; a "
+                "sequence of n tokens has n - 1 of them"
+            )
+        if experts is not None and (experts.dim() != 3 or len(experts) != len(tokens)):
             raise ValueError(
                 "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
-                f"token], got {list(experts.shape)} for {n_tokens} input tokens; leave out the last "
+                f"token], got {list(experts.shape)} for {len(tokens)} input tokens; leave out the last "
                 "token, whose experts nobody needs"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"
-            if is_per_token and value.shape != self.token_ids.shape:
+            if is_per_token and value.shape != tokens.shape:
                 raise ValueError(
-                    f"{name} of a sample must have one entry per input token, "
-                    f"{list(self.token_ids.shape)}, got {list(value.shape)}; all are shifted already: "
-                    f"leave out the last input token and the first label"
+                    f"{name} of a sample must have one entry per input token, {list(tokens.shape)}, got "
+                    f"{list(value.shape)}; all are shifted already: leave out the last input token and "
+                    "the first label"
                 )
-        if self.token_ids.dim() != 1 or not n_tokens:
-            raise ValueError(
-                f"token_ids of a sample must be 1-D and not empty, got shape "
-                f"{list(self.token_ids.shape)}; a sequence of n tokens has n - 1 of them"
-            )
         in_loss = self.loss_mask == 1
         if not (in_loss | (self.loss_mask == 0)).all():
             raise ValueError(
@@ -262,18 +225,14 @@ class TrainingSample:
         """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
         loss_mask: of `token_ids`; 0 for tokens that were not sampled, such as an environment's reply.
-        Raises ValueError for an empty prompt (nothing predicts the first token) or completion.
+        Raises ValueError for an empty prompt or completion, and for missing log-probs.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
-        if not n_prompt or not n_new:
+        if not n_prompt or not n_new or len(token_logprobs) != n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens, got {n_prompt} and {n_new}; give "
-                f"every prompt a token to begin with, and leave out empty completions"
-            )
-        if len(token_logprobs) != n_new:
-            raise ValueError(
-                f"a sample needs one log-prob per sampled token, got {len(token_logprobs)} for "
-                f"{n_new}; leave out the log-probs of the prompt"
+                f"a sample needs a prompt and sampled tokens with one log-prob each, got {n_prompt}, "
+                f"{n_new} and {len(token_logprobs)}; give every prompt a token to begin with, and "
+                "leave out empty completions"
             )
 
         def after_prompt(values: Sequence[float]) -> Tensor:
@@ -297,8 +256,7 @@ class TrainingSample:
         """Return the sample of an episode; raises ValueError if its advantage is not known."""
         if episode.advantage is None:
             raise ValueError(
-                f"an episode of group {episode.group_id} has no advantage yet; grade the episodes "
-                f"and estimate advantages first"
+                f"an episode of group {episode.group_id} has no advantage yet; estimate it first"
             )
         return cls.from_sequence(
             episode.prompt_token_ids,
@@ -312,14 +270,9 @@ class TrainingSample:
             policy_version=episode.policy_version,
         )
 
-    of_sequence, of_episode = from_sequence, from_episode  # earlier names
-
 
 class Slot(NamedTuple):
-    """Where a sample is in a microbatch: `row`, columns `start` to `start + length`.
-
-    sample: its index in the list of samples that was batched.
-    """
+    """Where sample number `sample` is in a microbatch: `row`, columns `start` to `start + length`."""
 
     sample: int
     row: int
@@ -357,13 +310,10 @@ class LossInputs(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class TrainingMicrobatch:
-    """The rows of one rank in one forward pass.
-
-    slots: where the samples are; empty if the microbatch is all padding.
-    """
+    """The rows of one rank in one forward pass."""
 
     inputs: LossInputs
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[Slot, ...] = ()  # where the samples are; empty if all is padding
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
@@ -372,37 +322,32 @@ class TrainingMicrobatch:
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """All samples of one call, for all ranks.
+    """All samples of one call, for all ranks."""
 
-    microbatches: [microbatch][data-parallel rank]; every rank has the same number.
-    num_global_valid_tokens: tokens in the loss.
-    num_measured_tokens: tokens in the loss without those of skipped samples; metrics are means over
-        them.
-    denominator: these samples' share of the number by which the optimizer step divides gradients,
-        see `aggregation_weights`; None if the weights are final.
-    num_samples: how many were given. oversize: indices of the samples that did not fit a row.
-    num_skipped: samples left out of the rows because their advantage is 0; denominators count them.
-    """
-
-    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
-    num_global_valid_tokens: int
-    num_measured_tokens: int
-    num_samples: int
+    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
+    num_global_valid_tokens: int  # tokens in the loss
+    num_measured_tokens: int  # without those of skipped samples; metrics are means over these
+    num_samples: int  # given
+    # These samples' share of the number that divides the step's gradients, see `aggregation_weights`;
+    # None if the weights are final.
     denominator: float | None = None
-    oversize: tuple[int, ...] = ()
-    num_skipped: int = 0
+    oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
+    num_skipped: int = 0  # left out because their advantage is 0; denominators count them
+
+    @property
+    def of_all_ranks(self) -> list[TrainingMicrobatch]:
+        return [cell for of_ranks in self.microbatches for cell in of_ranks]
 
     @property
     def slots_per_token(self) -> float:
         """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
-        cells = [cell for of_ranks in self.microbatches for cell in of_ranks]
-        n_tokens = sum(slot.length for cell in cells for slot in cell.slots)
-        return sum(cell.inputs["labels"].numel() for cell in cells) / max(n_tokens, 1)
+        n_tokens = sum(slot.length for cell in self.of_all_ranks for slot in cell.slots)
+        return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
         """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
-        for cell in (cell for of_ranks in self.microbatches for cell in of_ranks):
+        for cell in self.of_all_ranks:
             masks = cell.per_sample(cell.inputs["loss_mask"])
             for sample, advantages in cell.per_sample(cell.inputs["advantages"]).items():
                 in_loss = advantages[masks[sample] != 0]
@@ -433,13 +378,11 @@ class OptimParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
-        if self.betas is not None and len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers, got {self.betas}; (0.9, 0.95) is usual")
-        for i, beta in enumerate(self.betas or (), start=1):
-            if not 0 <= beta < 1:
-                raise ValueError(
-                    f"beta{i} must be at least 0 and below 1, got {beta}; 0.9 and 0.95 are usual"
-                )
+        if self.betas and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            raise ValueError(
+                f"betas must be two numbers of at least 0 and below 1, got {self.betas}; (0.9, 0.95) is "
+                "usual"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {self.max_norm}; inf clips nothing")
 
@@ -448,28 +391,20 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    loss: the weighted sum over all samples. metrics: means, maxima and shares by name; for a policy
-        also the mean and standard deviation of the samples' advantages.
-    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample that
-        did not fit a row. The list is None unless the call set `return_logprobs`.
+    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample in no row.
     """
 
-    loss: float
-    metrics: dict[str, float]
-    logprobs: list[Tensor | None] | None = None
+    loss: float  # the weighted sum over all samples
+    metrics: dict[str, float]  # means, maxima and shares by name
+    logprobs: list[Tensor | None] | None = None  # if the call set `return_logprobs`
 
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """The result of an optimizer step.
+    """The result of an optimizer step."""
 
-    policy_version: of the weights after the step. grad_norm: before clipping.
-    skipped: True if the norm was not finite and nothing was updated.
-    metrics: "loss", and the metrics of `ForwardBackwardOutput` over all samples of the step.
-    """
-
-    policy_version: int
-    grad_norm: float
+    policy_version: int  # of the weights after the step
+    grad_norm: float  # before clipping
     lr: float
-    skipped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False  # because the norm was not finite
+    metrics: dict[str, float] = field(default_factory=dict)  # "loss", and those of all samples

@@ -1,9 +1,8 @@
 """The update of a generator's weights: what is sent, and the check that it arrived.
 
-A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters. Every
-update has a version, and a digest that the receiver's weights have to match. Weights for our models are
-sent under our names, because some buffers have no Hugging Face name. How weights travel is in
-`weight_transport`.
+A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters; its
+`update_weights` gets them with a version and a digest. Our models take our names, because some buffers
+have no Hugging Face name. How weights travel, and the packing of what changed, is in `weight_transport`.
 """
 
 import os
@@ -19,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.dtensor import forget_scales
+from torchtitan.distributed.dtensor import forget_scales, local_shard
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.distributed.tensor_views import local_shard
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.rl.weight_transport import PolicyWeights
@@ -40,9 +38,13 @@ class WeightMismatchError(RuntimeError):
 
 
 class TakesWeights(Protocol):
-    """A receiver of weights, such as `rl.generator.Generator`, which explains these attributes.
+    """A receiver of weights, such as `rl.generator.Generator`.
 
-    A missing `takes_shards` means False.
+    policy_version: version of its weights; -1 before the first update.
+    weight_names: the names of the weights that it takes; "shared" if it has the trainer's tensors.
+    weight_dtype: the type that parameters have to be cast to; None for no cast.
+    takes_shards (False if it is missing): it takes each rank's shards in place of whole tensors,
+        `LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
     policy_version: int
@@ -53,14 +55,12 @@ class TakesWeights(Protocol):
 
 
 class LiveWeights:
-    """The weights of each rank's own pipeline stage, not gathered, for a receiver that takes shards.
+    """This rank's weights, not gathered, under our names; sharded weights are DTensors.
 
-    `state_dict()`, or iterating over its items, returns tensors under our names, sharded weights as
-    DTensors. They are the live parameters, unless they need a cast: read or copy them before
-    `update_weights` returns.
+    `state_dict()`, or iterating over its items, returns the live parameters, unless they need a cast:
+    read or copy them before `update_weights` returns.
 
-    version: as in `PolicyWeights`. digest: `digest_of` this rank's `local_shard`s, computed on
-        access; it differs between layouts.
+    version: as in `PolicyWeights`. digest: of this rank's `local_shard`s, computed on access.
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
@@ -82,7 +82,7 @@ class LiveWeights:
 class AdapterWeights:
     """The adapters, for a receiver that has the base: (name, bytes as uint8 [n]) of PEFT's files.
 
-    version: as in `PolicyWeights`. Iterating is collective over the engine's ranks.
+    Reading them is collective.
     """
 
     digest: str | None = None
@@ -121,7 +121,7 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights in the form that the generator takes; None if it shares them."""
+    """Return the engine's weights as the generator takes them, None if it shares them."""
     dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names, takes_shards:
         case "hf", _:
@@ -139,7 +139,7 @@ def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
     """Overwrite the model's parameters and saved buffers with weights under our names.
 
-    check_digest: afterwards compare the model's weights with the sent weights, bit for bit.
+    check_digest: compare the result with the sent weights, bit for bit.
     Raises WeightMismatchError if they differ, or names are missing or unknown.
     """
     targets = model.state_dict()
@@ -168,36 +168,38 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
         digest = digest_of((name, targets[name]) for name in received)
         if digest != weights.digest:
             raise WeightMismatchError(
-                f"the generator's weights have the digest {digest[:16]}, and the sent weights of "
-                f"version {weights.version} have {str(weights.digest)[:16]}; something overwrote "
-                "them on the way"
+                f"the generator's weights have the digest {digest[:16]}, and the sent weights of version "
+                f"{weights.version} have {str(weights.digest)[:16]}; something overwrote them on the way"
             )
 
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the engine's weights to a generator.
-
-    check_digest: see `copy_weights`; costs a second read of all weights.
-    """
+    """Sends the engine's weights to a generator. check_digest: costs a second read of all weights."""
 
     engine: TrainingEngine
     generator: TakesWeights
     check_digest: bool = True
 
     def update(self) -> int:
-        """Send the current weights to the generator; return their version. Collective.
+        """Send the current weights; return their version. Collective.
 
         Raises WeightMismatchError on all ranks if any rank received different weights,
         StaleWeightsError if the generator has another version afterwards.
         """
-        weights, failure = weights_for(self.generator, self.engine), None
+        failure = None
         try:
+            weights = weights_for(self.generator, self.engine)
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
             failure = str(error)
-        texts = all_ranks(failure) if self._any_rank(failure is not None) else []
-        for rank, text in enumerate(texts):
+        # A sum takes a fifth of the time of gathering texts.
+        has_failed = failure is not None
+        if dist.is_initialized():
+            num_failed = torch.tensor(float(has_failed), device=self.engine.device)
+            dist.all_reduce(num_failed)
+            has_failed = bool(num_failed)
+        for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
             if text is not None:
                 raise WeightMismatchError(f"rank {rank}: {text}")
         version = self.engine.weights_version
@@ -207,11 +209,3 @@ class WeightSync:
                 f"version {version}; its update_weights must set policy_version"
             )
         return version
-
-    def _any_rank(self, failed: bool) -> bool:
-        """Return True if any rank failed. A sum takes a fifth of the time of gathering texts."""
-        if not dist.is_initialized():
-            return failed
-        num_failed = torch.tensor(float(failed), device=self.engine.device)
-        dist.all_reduce(num_failed)
-        return bool(num_failed)

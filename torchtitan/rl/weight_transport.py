@@ -1,21 +1,23 @@
-"""How an update of weights travels: staged in host memory, and broadcast by gloo, whole or as changes.
+"""How an update of weights travels: copied, in buckets, whole or as changes, and broadcast by gloo.
 
-What is sent, and the update itself, are in `weight_sync`; `weight_changes` packs changes. Member 0 of
-a group sends, and the other members receive.
+What is sent, and the update itself, are in `weight_sync`. Member 0 of a group sends, and the other
+members receive.
 """
 
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.rl.weight_changes import WeightChanges, bytes_of
+from torchtitan.checkpoint.stream import fingerprint
+from torchtitan.tools.errors import RunError
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -23,7 +25,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class PolicyWeights(Protocol):
-    """Iterates over (name, tensor) of all weights. Copy the tensors: their memory may change later.
+    """Iterates over (name, tensor) of all weights, whose memory may change later.
 
     version: the engine's `weights_version`. digest: known after the last tensor.
     """
@@ -64,14 +66,8 @@ def hand_over(
     return failure
 
 
-# ---- copies ----
-
-
 def copied(pairs: Pairs, device: torch.device | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield contiguous copies, which stay when the memory of the weights changes.
-
-    device: of the copies; None keeps the tensors'.
-    """
+    """Yield contiguous copies, on this device; None keeps the tensors' own."""
     for name, tensor in pairs:
         yield name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
 
@@ -79,35 +75,122 @@ def copied(pairs: Pairs, device: torch.device | None) -> Iterator[tuple[str, Ten
 class StagedWeights:
     """A copy of weights that can be read once, later; reading frees its memory.
 
-    pairs: an iteration over `weights`; None begins one. device: of the copy; None keeps the tensors'.
-    version, digest: as in `PolicyWeights`. failure: the exception that taking the weights over
-    raised.
+    pairs: an iteration over `weights`; None begins one. device: as in `copied`.
     """
 
     def __init__(
         self, weights: PolicyWeights, pairs: Pairs | None = None, device: torch.device | None = None
     ):
         self._pairs = deque(copied(weights if pairs is None else pairs, device))
-        self.version, self._digest = weights.version, weights.digest
-        self.digest: str | None = None
-        self.failure: Exception | None = None
+        self.version, self.digest = weights.version, weights.digest
+        self._is_read = False
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._is_read:
+            raise RunError(
+                f"version {self.version} of the weights was read by an update that failed; see its error"
+            )
+        self._is_read = True
         while self._pairs:
             yield self._pairs.popleft()
-        self.digest = self._digest
 
 
-def buckets_of(pairs: Pairs) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of (name, tensor) of 64 MiB or little more."""
+def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield lists of (name, tensor) of `n_bytes`, by default 64 MiB, or little more."""
     bucket: list[tuple[str, Tensor]] = []
     for pair in pairs:
         bucket.append(pair)
-        if sum(tensor.nbytes for _, tensor in bucket) >= _BUCKET_BYTES:
+        if sum(tensor.nbytes for _, tensor in bucket) >= (n_bytes or _BUCKET_BYTES):
             yield bucket
             bucket = []
     if bucket:
         yield bucket
+
+
+# ---- changes: at the learning rates of RL most weights round to the same bf16 value as before ----
+
+# How weights are named on the way. Names of weights have no spaces.
+_WHOLE, _CHANGES = "all of ", "changes of "
+_BLOCK = 2**16  # values; an index within a block has 16 bits
+
+
+class WeightChanges:
+    """One side's copy of the last update, in host memory: the sender packs with it, a receiver unpacks."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Tensor] = {}
+
+    def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight's changes, or the whole tensor where that is smaller. pairs: as of `copied`."""
+        for name, tensor in pairs:
+            last, self._last[name] = self._last.get(name), tensor
+            changes = None if last is None else _pack(last, tensor)
+            yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
+
+    def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights, whose memory the next update changes; not packed tensors pass unchanged.
+
+        Raises RunError if a result differs from the sender's tensor.
+        """
+        for name, tensor in pairs:
+            kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
+            name = name.removeprefix(kind)
+            if kind == _WHOLE:
+                self._last[name] = tensor
+            elif kind == _CHANGES and not (name in self._last and _apply(tensor, self._last[name])):
+                raise RunError(
+                    f"an update came with the changes of {name} since the update before, which this "
+                    "receiver does not have; start the trainer again, which then sends whole weights"
+                )
+            yield name, self._last[name] if kind else tensor
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor's bytes, because gloo does not send every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _words(tensor: Tensor) -> np.ndarray:
+    """Return a view of a tensor's values as unsigned integers [n], so that NaN equals itself."""
+    return bytes_of(tensor).numpy().view(f"u{tensor.itemsize}")
+
+
+def _pack(old: Tensor, new: Tensor) -> Tensor | None:
+    """Return the changes as uint8 [n], or None if they are no smaller than the tensor.
+
+    They are the new tensor's fingerprint (8 bytes), the number of changes in each block of 65,536
+    values (4 bytes), their places in the block (2 bytes each), and the new values.
+    """
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return None
+    before, after = _words(old), _words(new)
+    places, values = [], []
+    n_bytes = 8 + 4 * -(-len(after) // _BLOCK)
+    for start in range(0, len(after), _BLOCK):
+        block = after[start : start + _BLOCK]
+        changed = np.flatnonzero(before[start : start + _BLOCK] != block)
+        n_bytes += len(changed) * (2 + new.itemsize)
+        if n_bytes >= new.nbytes:
+            return None
+        places.append(changed.astype(np.uint16))
+        values.append(block[changed])
+    counts = np.array([len(changed) for changed in places], np.uint32)
+    parts = [np.array([fingerprint(new).item()], np.int64), counts, *places, *values]
+    return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
+
+
+def _apply(changes: Tensor, tensor: Tensor) -> bool:
+    """Write changes into the tensor that they were packed against; False if the result differs."""
+    words = _words(tensor)
+    head, rest = np.split(changes.numpy(), [8 + 4 * -(-len(words) // _BLOCK)])
+    ends = np.cumsum(head[8:].view(np.uint32), dtype=np.int64).tolist()
+    n_changes = ends[-1] if ends else 0
+    if len(rest) != n_changes * (2 + tensor.itemsize):
+        return False
+    places, values = rest[: 2 * n_changes].view(np.uint16), rest[2 * n_changes :].view(words.dtype)
+    for number, (first, end) in enumerate(pairwise([0, *ends])):
+        words[number * _BLOCK :][places[first:end]] = values[first:end]
+    return fingerprint(tensor).item() == head[:8].view(np.int64)[0]
 
 
 # ---- gloo ----
@@ -140,14 +223,12 @@ def broadcast_object(group: Any, value: Any) -> None:
 
 
 def received_object(group: Any) -> Any:
-    """Return the object of member 0's `broadcast_object`."""
     return unpickled(lambda tensor: group.broadcast(tensor, 0))
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights to the members that iterate over `ReceivedWeights`.
+    """Broadcast weights, as of `copied`, to the members that iterate over `ReceivedWeights`.
 
-    weights: contiguous tensors in host memory, which must not change meanwhile.
     changes: packs the weights; None sends them whole.
     """
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
@@ -164,10 +245,11 @@ class ReceivedWeights:
     version: -1 until the last tensor was read.
     """
 
+    version = -1
+    digest: str | None = None
+
     def __init__(self, group: Any, changes: WeightChanges | None = None):
         self._group, self._changes = group, changes or WeightChanges()
-        self.version = -1
-        self.digest: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._changes.unpacked(self._received())

@@ -21,15 +21,12 @@ Reductions = Mapping[str, Literal["sum", "max"]]
 class StepOutput:
     """The result of a step with metrics.
 
-    loss, metrics: of the global batch, the same on every rank; fp32 scalars on the device. A maximum
-        over no microbatch at all is -inf.
-    outputs: what loss_fn returned as its third value, for each of this rank's microbatches, without
-        gradients; under context parallelism tensors [B, T/cp, ...] are joined to [B, T, ...]. None on
-        pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
+    outputs: loss_fn's third value for each of this rank's microbatches, detached and of whole rows. None
+        on pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
     """
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    loss: Tensor  # of the global batch, the same on every rank, fp32 on the device
+    metrics: dict[str, Tensor]  # as `loss`; a maximum over no microbatch at all is -inf
     outputs: list[Any] | None
 
 
@@ -47,17 +44,15 @@ class StepMetrics:
                     "it and its count, and divide"
                 )
         self._device = device
-        self._names = {
-            kind: [name for name, reduction in reductions.items() if reduction == kind]
-            for kind in ("sum", "max")
-        }
+        self._sums = [name for name, reduction in reductions.items() if reduction == "sum"]
+        self._maxima = [name for name, reduction in reductions.items() if reduction == "max"]
         self._values: dict[str, list[Tensor]] = {name: [] for name in reductions}
         self._outputs: list[tuple[Callable[[Any], Any], Any]] = []
 
     def take(self, returned: Any, join: Callable[[Any], Any]) -> Any:
-        """Keep the metrics and output that a loss_fn returned beside its loss; returns the loss.
+        """Keep the metrics and output of a loss_fn, and return its loss. join: see `Microbatch`.
 
-        join: see `Microbatch`. Raises ValueError for metrics that were not named.
+        Raises ValueError for metrics that were not named.
         """
         loss, metrics, output = returned, {}, None
         if isinstance(returned, tuple) and len(returned) in (2, 3):
@@ -90,10 +85,10 @@ class StepMetrics:
     ) -> StepOutput:
         """Return the loss and metrics of the global batch. Collective over all ranks.
 
-        loss: this rank's share. num_copies: the number of ranks that have the same metrics as this one.
-        loss_group: the ranks whose shares add up.
+        loss: this rank's share. num_copies: ranks that have the same metrics. loss_group: the ranks whose
+        shares add up.
         """
-        sums, maxima = self._names["sum"], self._names["max"]
+        sums, maxima = self._sums, self._maxima
         nothing = {name: torch.zeros((), device=self._device) for name in sums}
         nothing |= {name: torch.full((), -torch.inf, device=self._device) for name in maxima}
         of_rank = {name: torch.stack([nothing[name], *x]) for name, x in self._values.items()}
@@ -106,8 +101,5 @@ class StepMetrics:
             numbers = schedule.broadcast_from_last_stage(numbers)
         found = dict(zip(sums + maxima, numbers[1:], strict=True))
         outputs = [join(output) for join, output in self._outputs]
-        return StepOutput(
-            numbers[0],
-            {name: found[name] for name in self._values},
-            outputs if has_outputs else None,
-        )
+        metrics = {name: found[name] for name in self._values}
+        return StepOutput(numbers[0], metrics, outputs if has_outputs else None)

@@ -1,8 +1,7 @@
 """Microbatches, and the runner that calls the model on them.
 
-`Runner.prepare` makes a `Microbatch` of a batch: `model_inputs` gives the arguments of the model's
-forward, with the attention mask of the batch's documents. `Runner.run` calls the model on microbatches,
-locally or through a pipeline schedule.
+`Runner.prepare` makes a `Microbatch` of a batch, and `Runner.run` calls the model on microbatches, locally
+or through a pipeline schedule.
 
 B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 """
@@ -25,7 +24,7 @@ from torchtitan.batch.documents import (
     positions_from_document_ids,
     warn_of_restarts,
 )
-from torchtitan.batch.fillers import without_counting, zero_loss
+from torchtitan.batch.dummy_microbatches import without_counting, zero_loss
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.distributed.processes.failure_watch import Watch
@@ -42,8 +41,8 @@ Outputs = TypeVar("Outputs", covariant=True)
 class Head(Protocol[Outputs]):
     """Computes outputs from hidden states in place of logits; see `loss.logprobs`.
 
-    If the output projection has an adapter, the head is also called with `low_rank`, which adds the
-    adapter's part to logits: `low_rank.add_to(logits)`.
+    If the output projection has an adapter, the head is also called with `low_rank`, whose
+    `add_to(logits)` adds the adapter's part.
     """
 
     def __call__(
@@ -60,9 +59,8 @@ class Head(Protocol[Outputs]):
 class ModelInputs(NamedTuple):
     """Arguments of the model's forward for one batch, and the labels for the loss and the head.
 
-    extra_inputs: the batch's other entries, positions among them. extra_kwargs: more keywords, the
-        attention masks among them. Under context parallelism all hold this rank's tokens, [B, T/cp],
-        and the positions are in extra_kwargs.
+    extra_inputs: the batch's other entries, positions among them. extra_kwargs: the attention masks.
+    Under context parallelism all hold this rank's tokens, and the positions are in extra_kwargs.
     """
 
     inputs: Tensor  # [B, T]
@@ -81,22 +79,17 @@ class ModelInputs(NamedTuple):
 class Microbatch:
     """One batch of a call, or under a pipeline some of its rows, on the model's device.
 
-    inputs, kwargs: arguments of the model's forward. labels: [B, T], or None. batch: the caller's
-        entries, for loss and output functions. Under context parallelism all hold this rank's tokens,
-        [B, T/cp].
-    join: turns outputs for this rank's tokens into outputs for whole rows; collective.
-    is_filler: this rank runs it only because other ranks have more microbatches.
-    reduces_gradients: True for the last microbatch of a call; gradients of the earlier ones may wait
-        and be reduced with it. Ignored under a pipeline, see `PipelineSchedule.step`.
+    Under context parallelism it holds this rank's tokens.
     """
 
-    inputs: Tensor
+    inputs: Tensor  # [B, T]; this and `kwargs` are arguments of the model's forward
     kwargs: Entries
-    labels: Tensor | None
-    batch: Entries
+    labels: Tensor | None  # [B, T]
+    batch: Entries  # the caller's entries, for loss and output functions
+    # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
-    is_filler: bool = False
-    reduces_gradients: bool = True
+    is_dummy: bool = False  # run only because other ranks have more microbatches
+    reduces_gradients: bool = True  # those of earlier microbatches may wait; ignored by pipelines
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -111,9 +104,8 @@ def model_inputs(
     """Return the arguments of the model's forward for a batch.
 
     Entries that only tell documents apart are left out. A padding mask [B, T] becomes the kernel's mask.
-    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and also positions that
-    restart in each document, if document ids are known, `training.restart_positions` is set and the
-    batch has no positions.
+    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and with
+    `training.restart_positions` positions for a batch that has document ids and no positions.
     """
     batch = policy.token_batch(batch)
     entries, document_ids = dict(batch.entries), batch.document_ids
@@ -131,9 +123,8 @@ def model_inputs(
         if is_given and not from_loader and not policy.separates_documents:
             warn_once(
                 logger,
-                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = "
-                "'causal'; set it to 'block_causal' or 'position_block_causal', with "
-                "model.attn_type 'flex' or 'varlen'",
+                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set it "
+                "to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
             )
     positions = entries.get("positions")
     if not policy.separates_documents and "attention_masks" not in batch.entries:
@@ -165,48 +156,37 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
 class Runner:
     """Calls the model on microbatches, in the contexts that the job wants.
 
-    model_parts: the model, or this rank's stages of a pipeline.
-    device: where batches are copied to, and where the model is.
-    train_context, amp: contexts around every forward; train_context is around backward, too.
-    sharding: cuts rows for the context-parallel ranks; None without context parallelism.
-    schedule: the pipeline's schedule; None without pipeline parallelism.
-    has_outputs: this rank gets the model's outputs: not on a pipeline's earlier stages.
-    has_value_head: outputs are values [B, T, 1], and the model takes no head.
+    model_parts: the model, or this rank's stages of a pipeline. train_context is around forwards and
+        backwards, amp around forwards.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
-    has_replicas: ranks hold copies of the model or of its shards, as under DDP and HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: multiplies losses before backward; always 1 under a pipeline. It is above 1 if
-        gradients are averaged over ranks for a client's own backward, and undoes that for the engine's
-        losses.
-    watch: has a failure in a caller's function raise on all ranks.
-    dp_group: the ranks that read different batches; None if all ranks read the same.
-    filler: makes the batch that these ranks run to keep step with each other.
+    gradient_factor: multiplies losses before backward, to undo that gradients are averaged over ranks
+        for a client's own backward; 1 under a pipeline.
     client_inputs: returns the model's inputs for a batch on the device, or None for those of
         `model_inputs`: for clients of torchtitan 0.2.x that override `post_dataloading_process`.
-    around: makes a further context of each microbatch's forward, and of its backward; None for none.
-    more_follow: further calls come before the optimizer step; see `more_microbatches_follow`.
     """
 
     model_parts: list[nn.Module]
     device: torch.device
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
-    sharding: ContextSharding | None = None
-    schedule: "PipelineSchedule | None" = None
-    has_outputs: bool = True
-    has_value_head: bool = False
+    sharding: ContextSharding | None = None  # with context parallelism
+    schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
+    has_outputs: bool = True  # not on a pipeline's earlier stages
+    has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
-    has_replicas: bool = False
+    has_replicas: bool = False  # of the model or of its shards, as under DDP and HSDP
     keeps_weights: bool = False
     gradient_factor: float = 1.0
-    watch: Watch = dataclasses.field(default_factory=Watch)
-    dp_group: dist.ProcessGroup | None = None
-    filler: Callable[[], TokenBatch] | None = None
+    watch: Watch = dataclasses.field(default_factory=Watch)  # raises callers' failures on all ranks
+    dp_group: dist.ProcessGroup | None = None  # the ranks that read different batches
+    dummy: Callable[[], TokenBatch] | None = None  # makes the batch of a dummy microbatch
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
+    # Makes a further context of each microbatch's forward, and of its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
-    more_follow: bool = dataclasses.field(default=False, init=False)
+    more_follow: bool = dataclasses.field(default=False, init=False)  # calls before the update
 
     # ---- before the model ----
 
@@ -222,85 +202,73 @@ class Runner:
         head: computes outputs in place of logits; it is called with the batch's labels.
         whole_rows: under context parallelism `labels` and `batch` keep whole rows.
         """
-        whole, model, keeps_rows = batch, self.model_parts[0], False
-        join: dict[str, Any] = {}
-        if self.sharding is not None:
-            batch, keeps_rows = self.sharding.pad(batch), whole_rows
+        whole, sharding, model = batch, self.sharding, self.model_parts[0]
+        joins_rows = whole_rows and sharding is not None
+        if sharding is not None:
+            batch = sharding.pad(batch)
         batch = batch.to(self.device)
-        given = self.client_inputs(batch)
-        inputs = model_inputs(policy, batch, model, self.sharding) if given is None else given
-        kwargs, labels = inputs.keywords_for(model), inputs.labels
-        entries = batch.as_dict()
-        if self.sharding is not None:
+        inputs = self.client_inputs(batch) or model_inputs(policy, batch, model, sharding)
+        kwargs, labels, entries = inputs.keywords_for(model), inputs.labels, batch.as_dict()
+        join = Microbatch.join
+        if sharding is not None:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.inputs.shape[1]
             unlabeled = dataclasses.replace(batch, labels=None, document_ids=None)
             entries = shard_batch(unlabeled, shards).as_dict()
-            join["join"] = functools.partial(
-                join_outputs, shards=shards, n_tokens=n_tokens, seq_len=whole.tokens.shape[1]
-            )
+            sizes = {"n_tokens": n_tokens, "seq_len": whole.tokens.shape[1]}
+            join = functools.partial(join_outputs, shards=shards, **sizes)
         if head is not None:
             # With whole rows the ranks join the heads' outputs, so no rank may put a 0 in place of its own.
-            kwargs["head"] = self._head_for(head, labels, entries, attempts=not keeps_rows)
-        if keeps_rows:
+            kwargs["head"] = self._labeled(head, labels, entries, attempts=not joins_rows)
+        if joins_rows:
             whole = whole.to(self.device)
             labels, entries = whole.labels, whole.as_dict()
-        return Microbatch(inputs.inputs, kwargs, labels, entries, **join)
+        return Microbatch(inputs.inputs, kwargs, labels, entries, join)
 
-    def _head_for(
+    def _labeled(
         self, head: Head, labels: Tensor | None, entries: Entries, attempts: bool
     ) -> Callable[..., Any]:
-        """Return the head with a microbatch's labels and, if it reads them, entries."""
+        """Return the head with a microbatch's labels and, if it reads them, entries.
+
+        attempts: it returns a scalar 0 if a caller's function failed earlier in this call.
+        """
         if reads_batch := getattr(head, "with_batch", None):
             head = reads_batch(entries)
-        labeled = functools.partial(head, labels=labels)
-        return functools.partial(self._attempt_head, labeled) if attempts else labeled
 
-    def _attempt_head(
-        self,
-        head: Head,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        **adapter: Any,
-    ) -> Any:
-        """Return the head's outputs, or a scalar 0 if a caller's function failed earlier in this call;
-        see `FailureWatch`."""
+        head = functools.partial(head, labels=labels)
 
-        def compute() -> Any:
-            return head(h, weight, bias, group=group, **adapter)
+        def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
+            compute = functools.partial(head, *tensors, group=group, **adapter)
+            if group is not None:  # the tensor-parallel ranks compute it together
+                return compute()
+            return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
 
-        if group is not None:  # the tensor-parallel ranks compute it together
-            return compute()
-        return self.watch.attempt(compute, lambda: zero_loss((h, weight, bias, adapter)))
+        return attempted if attempts else head
 
     def microbatches(
         self,
         batches: Sequence[TokenBatch],
         policy: DocumentPolicy,
         head: Head | None,
-        n_fillers: Callable[[], int],
+        n_dummies: Callable[[], int],
         reduce_with_last: bool = False,
         whole_rows: bool = False,
     ) -> Iterator[Microbatch]:
-        """Prepare one microbatch after the other, then fillers until all ranks are done.
+        """Prepare one microbatch after the other, then dummies until all ranks are done.
 
-        n_fillers: returns how many fillers this rank needs; see `batch.fillers.num_fillers`.
-        reduce_with_last: only the very last of them reduces gradients. whole_rows: see `prepare`.
+        n_dummies: from `num_dummies`. reduce_with_last: only the very last one reduces gradients.
         """
         defers = reduce_with_last and self.defers_reduction
         for i, batch in enumerate(batches):
             microbatch = self.prepare(batch, policy, head, whole_rows)
             is_last = i + 1 == len(batches)
-            # n_fillers waits for the device: called last, and only if it makes a difference.
-            if not is_last or (defers and n_fillers()):
+            # n_dummies waits for the device: called last, and only if it makes a difference.
+            if not is_last or (defers and n_dummies()):
                 microbatch = dataclasses.replace(microbatch, reduces_gradients=False)
             yield microbatch
-        if n := n_fillers():
-            filler = dataclasses.replace(self.prepare(self.filler(), policy), is_filler=True)
+        if n := n_dummies():
+            dummy = dataclasses.replace(self.prepare(self.dummy(), policy), is_dummy=True)
             for i in range(n):
-                yield dataclasses.replace(filler, reduces_gradients=i + 1 == n)
+                yield dataclasses.replace(dummy, reduces_gradients=i + 1 == n)
 
     # ---- the model ----
 
@@ -311,13 +279,12 @@ class Runner:
         *,
         backward: bool = False,
     ) -> list[Any] | None:
-        """Call on_output(logits, microbatch) for each microbatch but fillers, and return its results.
+        """Call on_output(logits, microbatch) for each microbatch but dummies, and return its results.
 
         microbatches: taken one at a time; a pipeline takes all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
         None on pipeline ranks without the last stage. If this fails, the model can be called again,
-        except inside a pipeline schedule: there any failure loses the engine, unless it is a failure of a
-        caller's function.
+        unless something other than a caller's function failed inside a pipeline schedule.
         """
         with on_error(self.recover):
             if self.schedule is not None:
@@ -327,7 +294,7 @@ class Runner:
                 run_one = self._forward_backward if backward else self._forward
                 for microbatch in microbatches:
                     output = run_one(microbatch, on_output)
-                    if not microbatch.is_filler:
+                    if not microbatch.is_dummy:
                         outputs.append(output)
         if not backward:
             # FSDP keeps the last unit gathered, and its gathered parameters would get the gradients.
@@ -338,14 +305,14 @@ class Runner:
         (model,) = self.model_parts
         with self._around(microbatch), self.train_context(), self.amp:
             logits = model(microbatch.inputs, **microbatch.kwargs)
-            return None if microbatch.is_filler else on_output(logits, microbatch)
+            return None if microbatch.is_dummy else on_output(logits, microbatch)
 
     def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
         (model,) = self.model_parts
         with self._around(microbatch), self._deferring(microbatch), self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
-                loss = zero_loss(logits) if microbatch.is_filler else on_output(logits, microbatch)
+                loss = zero_loss(logits) if microbatch.is_dummy else on_output(logits, microbatch)
             del logits  # [B, T, V]: free before backward needs the memory
             (loss * self.gradient_factor).backward()
         return loss.detach()
@@ -354,57 +321,52 @@ class Runner:
         self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
     ) -> list[Any] | None:
         def call(logits: Any, microbatch: Microbatch) -> Any:
-            if not microbatch.is_filler:
+            if not microbatch.is_dummy:
                 return on_output(logits, microbatch)
             return zero_loss(logits) if backward else None
 
-        # On the last stage the schedule calls loss_fn(output, target) for each microbatch. The target is the
-        # Microbatch itself, so that `call` runs on_output. The schedule puts the results into `outputs`, those
-        # of calls without backward too.
+        # On the last stage the schedule calls loss_fn(output, target) for each microbatch, and puts the
+        # results into `outputs`. The target is the Microbatch itself.
         outputs: list[Any] = []
-        inputs = {
-            "arg_mbs": [(microbatch.inputs,) for microbatch in microbatches],
-            "kwarg_mbs": [microbatch.kwargs for microbatch in microbatches],
-            "input_shapes": [tuple(microbatch.inputs.shape[:2]) for microbatch in microbatches],
-            "target_mbs": microbatches,
-            "losses": outputs,
-            "loss_fn": call,
-            "return_outputs": False,
-        }
         if microbatches:
-            # Sends between stages are not counted, so ranks cannot tell whether they failed at the same
-            # point. If this block fails, the flag stays False and the engine is lost; see `failure_watch`.
+            # Sends between stages are not counted. If this block fails, the flag stays False and the engine
+            # is lost; see `failure_watch`.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 run = self.schedule.step if backward else self.schedule.eval
                 run(
-                    **inputs, context_mbs=[functools.partial(self._around, x) for x in microbatches]
+                    arg_mbs=[(x.inputs,) for x in microbatches],
+                    kwarg_mbs=[x.kwargs for x in microbatches],
+                    input_shapes=[tuple(x.inputs.shape[:2]) for x in microbatches],
+                    target_mbs=microbatches,
+                    losses=outputs,
+                    loss_fn=call,
+                    return_outputs=False,
+                    context_mbs=[functools.partial(self._around, x) for x in microbatches],
                 )
             self.watch.counts_collectives = True
         if not self.has_outputs:
             return None
-        outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_filler]
+        outputs = [x for x, mb in zip(outputs, microbatches, strict=True) if not mb.is_dummy]
         return [loss.detach() for loss in outputs] if backward else outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward of a caller's own forward. If this fails, the model can be called again."""
+        """Run backward of a caller's own forward."""
         with on_error(self.recover), self.train_context():
             (loss * self.gradient_factor).backward()
 
     @property
     def backward_orders_ranks(self) -> bool:
-        """True if a backward on this rank cannot end before all ranks have called their last loss_fn.
-
-        Then the ranks need not wait for each other to learn whether a loss_fn has failed. False on an
-        accelerator, where the host does not wait for the collectives of backward.
+        """True if a backward on this rank cannot end before all ranks have called their last loss_fn, so
+        that they need not wait for each other to learn whether one has failed. False on an accelerator,
+        where the host does not wait for the collectives of backward.
         """
         if self.device.type != "cpu":
             return False
         if self.schedule is None and self.more_follow:
             return not (self.defers_reduction or self.has_replicas)
         if self.schedule is None and self.dp_group is None and self.sharding is None:
-            # Tensor parallelism only: nothing is reduced, and backward communicates
-            # down to the first layer that has gradients.
+            # Tensor parallelism only: backward communicates down to the first layer that has gradients.
             blocks = getattr(self.model_parts[0], "layers", None)
             first = next(iter(blocks.values()), None) if blocks else None
             return first is not None and any(p.requires_grad for p in first.parameters())
@@ -414,16 +376,15 @@ class Runner:
 
     @contextlib.contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
-        """The context of a microbatch: `around`; and in a filler experts count no tokens."""
-        counting_parts = self.model_parts if microbatch.is_filler else []
+        """The context of a microbatch; in a dummy, experts count no tokens."""
+        counting_parts = self.model_parts if microbatch.is_dummy else []
         around = self.around(microbatch) if self.around else contextlib.nullcontext()
         with without_counting(counting_parts), around:
             yield
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last ones before the optimizer step; their gradients
-        may wait. Ignored under a pipeline, see `PipelineSchedule.step`."""
+        """A context for calls that are not the last before the optimizer step: gradients may wait."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
@@ -434,8 +395,7 @@ class Runner:
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
         """Have the gradients computed inside reduced with a later microbatch's, if the job wants it."""
         later = self.more_follow or not microbatch.reduces_gradients
-        # Without training.defer_gradient_sync only the sum over HSDP's replicas waits, and only in
-        # the trainer's own loop.
+        # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas
         if not (later and (self.defers_reduction or is_cheap)):
             yield
@@ -467,16 +427,12 @@ class Runner:
 
     @functools.cached_property
     def _has_fsdp(self) -> bool:
-        """True if FSDP holds parameters of the model. Kept, because walking over all modules costs 1 %
-        of a small step."""
+        # Cached, because walking over all modules costs 1 % of a small step.
         modules = (module for part in self.model_parts for module in part.modules())
         return any(isinstance(module, distributed.FSDPModule) for module in modules)
 
     def recover(self) -> None:
-        """Make the model ready for its next forward after a failure.
-
-        Drops gathered weights, and gradients that were not reduced yet.
-        """
+        """Drop gathered weights and gradients that were not reduced yet, after a failure."""
         for part in self.model_parts:
             distributed.recover_model(part)
 
@@ -487,7 +443,7 @@ class Runner:
                 distributed.reshard_model(part)
 
     def bytes_to_keep_gathered(self) -> int:
-        """Extra bytes that this rank would hold if forwards kept the weights that FSDP gathers."""
+        """Extra bytes that `keep_gathered` would hold on this rank."""
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
@@ -506,7 +462,6 @@ def on_error(repair: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         try:
             repair()
-        except Exception:
-            # If the device is lost, for example, every further call fails as well.
+        except Exception:  # if the device is lost, say
             logger.exception("cleaning up after the error below failed; build a new engine")
         raise

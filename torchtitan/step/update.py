@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.batch.fillers import forget_counts
+from torchtitan.batch.dummy_microbatches import forget_counts
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -33,11 +33,10 @@ class OptimStepResult:
     skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
         read waits until the device has computed the norm.
 
-    On an accelerator the device skips an update that is not finite, and the host learns of it a step
-    late: the warning and the error, and a ValueError for a `denominator` whose sum is negative or not
-    finite, come with the next `optim_step` before it updates, or with the next `save` or read of
-    `weights_version` if that is earlier. Hooks of the optimizers run in skipped steps, too.
-    With optimizers other than "fused" the host waits for the device instead.
+    On an accelerator with "fused" optimizers the device skips an update that is not finite, and the host
+    learns of it a step late: the warning, the error, and the ValueError for a `denominator` whose sum is
+    negative or not finite come with the next `optim_step`, `save` or read of `weights_version`. Hooks of
+    the optimizers run in skipped steps, too.
     """
 
     grad_norm: Tensor
@@ -58,16 +57,12 @@ class _LateOptimStepResult(OptimStepResult):
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """Says whether one step was skipped, and why.
-
-    read: returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits until
-        the device has computed them.
-    log_bad_losses: logs this rank's first microbatch whose loss was not finite, if there is one.
-    """
+    """Whether one step was skipped, and why."""
 
     step: int
+    # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
-    log_bad_losses: Callable[[], None]
+    log_bad_losses: Callable[[], None]  # this rank's first loss that was not finite
 
 
 class StepLosses:
@@ -78,8 +73,7 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n], on the device. sample_ids: n entries, of each microbatch [rows, 2], or None if
-        unknown, as for a caller's own loss; see `batch.documents.SAMPLE_IDS`."""
+        """losses: [n]. sample_ids: of each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:
@@ -112,39 +106,28 @@ class StepLosses:
         return log
 
 
+@dataclasses.dataclass
 class Update:
     """The optimizer step of a job, and the count of the weights' versions.
 
-    dp_group: the ranks that read different batches; None if there is only one.
-    before_update: called before the weights change.
+    dp_group: the ranks that read different batches. before_update: called before the weights change.
     """
 
-    def __init__(
-        self,
-        job_config: JobConfig,
-        model_parts: list[nn.Module],
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
-        parallel_dims: ParallelDims,
-        device: torch.device,
-        dp_group: torch.distributed.ProcessGroup | None,
-        before_update: Callable[[], None],
-    ):
+    job_config: dataclasses.InitVar[JobConfig]
+    model_parts: list[nn.Module]
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+    parallel_dims: ParallelDims
+    device: torch.device
+    dp_group: dist.ProcessGroup | None
+    before_update: Callable[[], None]
+
+    def __post_init__(self, job_config: JobConfig) -> None:
         self.training = job_config.training
         self.steps_in_backward = job_config.optimizer.early_step_in_backward
-        self.model_parts = model_parts
-        self.optimizers = optimizers
-        self.lr_schedulers = lr_schedulers
-        self.parallel_dims = parallel_dims
-        self.device = device
-        self.dp_group = dp_group
-        self.before_update = before_update
         # Offloaded gradients are on the host before the optimizer step: reading them is free.
-        self.skips_on_device = (
-            device.type != "cpu"
-            and not self.training.enable_cpu_offload
-            and skips_on_device(optimizers)
-        )
+        on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
+        self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
         self._verdict: _Verdict | None = None  # of the last step, until the host has read it
         self._skipped_in_a_row = 0
@@ -155,13 +138,13 @@ class Update:
         def count_version(*_args: object, **_kwargs: object) -> None:
             self._version += 1
 
-        optimizers.register_step_post_hook(count_version)
+        self.optimizers.register_step_post_hook(count_version)
 
     # ---- versions of the weights ----
 
     @property
     def weights_version(self) -> int:
-        """The number of changes of the weights. Waits for the verdict on the last step; see `settle`."""
+        """The number of changes of the weights; waits for the verdict on the last step."""
         self.settle()
         return self._version
 
@@ -172,9 +155,8 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights; raises ValueError for a second microbatch.
-
-        n_microbatches: fillers included, so that data-parallel ranks agree.
+        """Wait until backward may update the weights; raises ValueError for a second microbatch, dummies
+        included, so that data-parallel ranks agree.
         """
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
@@ -203,41 +185,42 @@ class Update:
         denominator: Tensor | float | None,
     ) -> None:
         """Raise ValueError for numbers that would make the weights useless, and for any number after a
-        step that was made in backward.
-
-        Numbers on an accelerator are not checked, because reading them waits for the device.
+        step that was made in backward. Numbers on an accelerator are not read.
         """
         arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
-        given = [name for name, value in arguments.items() if value is not None]
+        given = {name: value for name, value in arguments.items() if value is not None}
         if given and self.steps_in_backward:
             raise ValueError(
-                f"optim_step({given[0]}=...) comes too late with "
-                "optimizer.early_step_in_backward, which has updated the weights in backward; "
-                "turn it off"
+                f"optim_step({next(iter(given))}=...) comes too late with optimizer.early_step_in_backward, "
+                "which has updated the weights in backward; turn it off"
             )
-        for name, value, is_allowed, rule in (
-            ("lr", lr, lambda x: 0 <= x < math.inf, "at least 0 and finite"),
-            ("max_norm", max_norm, lambda x: x > 0, "above 0; inf clips nothing"),
+        for name, is_allowed, rule in (
+            ("lr", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
+            ("max_norm", lambda x: x > 0, "above 0; inf clips nothing"),
         ):
+            value = given.get(name, 1.0)
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            if value is not None and not on_device and not is_allowed(float(value)):
+            if not on_device and not is_allowed(float(value)):
                 raise ValueError(f"optim_step's {name} must be {rule}, got {value}; correct it")
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for part in self.model_parts for p in part.parameters()]
 
     # ---- the step ----
 
     def decide(
         self, number: int, max_norm: float | None, denominator: Tensor | float | None
     ) -> tuple[Tensor, Tensor | bool | None]:
-        """Divide and clip the gradients, and decide whether the step is skipped; see
-        `TrainingEngine.optim_step`. number: of this step, for messages.
+        """Divide and clip the gradients, and decide whether the step is skipped. The step before must be
+        settled. number: of this step, for messages.
 
         Returns the gradients' norm before clipping; and True if the optimizers must not update, as a
         bool on the device if only the device knows, None if every step updates.
-        The step before must be settled.
         """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
+            self._parameters,
             self.training.max_norm if max_norm is None else max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
@@ -261,7 +244,7 @@ class Update:
         lr: float | None,
         advance_schedule: bool,
     ) -> OptimStepResult:
-        """Update the weights, unless the step is skipped; advance the schedule and zero the gradients.
+        """Update the weights unless the step is skipped, advance the schedule, zero the gradients.
 
         grad_norm, skip: what `decide` returned.
         """
@@ -278,8 +261,8 @@ class Update:
         if not any(lrs):
             warn_once(
                 logger,
-                "an update with learning rate 0 changes no weight, so the work for its batch is wasted; "
-                "to begin the warm-up above 0, set lr_scheduler.step_offset = 0 or an init_lr_factor",
+                "an update with learning rate 0 changes no weight; to begin the warm-up above 0, set "
+                "lr_scheduler.step_offset = 0 or an init_lr_factor",
             )
         if isinstance(skip, Tensor):
             forget_counts(self.model_parts, where=skip)
@@ -299,36 +282,29 @@ class Update:
         return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
-        """Raise ValueError if no rank has a gradient and the engine made no backward pass.
-
-        A backward pass may leave no gradients: lists of microbatches may be empty on all ranks, and
-        updates in backward free the gradients.
-        grad_norm: over all ranks, so that all raise. Read only if this rank has no gradient.
+        """Raise ValueError if no rank has a gradient and the engine made no backward pass, which may leave
+        none. grad_norm: over all ranks, so that all raise; read only if this rank has no gradient.
         """
         if self.steps_in_backward or self.had_backward:
             return
-        parameters = (p for part in self.model_parts for p in part.parameters())
-        if all(p.grad is None for p in parameters) and not grad_norm:
+        if all(p.grad is None for p in self._parameters) and not grad_norm:
             raise ValueError(
-                "optim_step found no gradient on any rank; call forward_backward_step, or backward() "
-                "on a loss of your own, before it"
+                "optim_step found no gradient on any rank; call forward_backward_step or backward first"
             )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
-        """Divide the gradients by the denominators' sum over ranks.
-
-        Returns that sum, an fp64 scalar, if only the device can check it.
+        """Divide the gradients by the denominators' sum over ranks; returns it if only the device can
+        check it, fp64.
         """
         total = torch.as_tensor(denominator).detach().reshape(())
         if self.dp_group is not None:
             if total.device.type == "cpu":  # a number is queued with the work, memory is copied
                 total = torch.full((), total.item(), dtype=torch.float64, device=self.device)
             total = total.to(self.device, torch.float64, copy=True)
-            torch.distributed.all_reduce(total, group=self.dp_group)
+            dist.all_reduce(total, group=self.dp_group)
             if self.training.gradient_reduction == "mean":
                 total /= self.dp_group.size()
-        parameters = [p for part in self.model_parts for p in part.parameters()]
-        grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
             divisor = total.item()  # waits for the device, if it has the sum
             if not 0 <= divisor < math.inf:
@@ -342,7 +318,6 @@ class Update:
         return total.double()
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        """See `decide`. total: what `_divide_gradients` returned."""
         skip = None
         # Steps in backward have been made already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
@@ -355,9 +330,8 @@ class Update:
         return skip
 
     def settle(self) -> None:
-        """Count, report or raise the verdict on the last step, which is the same on all ranks.
-
-        Waits until the device has computed that step's gradient norm, and not for its update.
+        """Count, report or raise the verdict on the last step, which is the same on all ranks. Waits for
+        the device to compute that step's gradient norm.
         """
         verdict, self._verdict = self._verdict, None
         if verdict is None:
@@ -372,18 +346,19 @@ class Update:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1
         verdict.log_bad_losses()
-        problem = f"step {verdict.step}: the gradient norm is {norm}"
+        problem = (
+            f"step {verdict.step}: the gradient norm is {norm}, {self._skipped_in_a_row} time(s) in a "
+            "row (ranks with a bad loss have logged its microbatch; if there is none, a gradient "
+            "overflowed)"
+        )
         is_too_often = self._skipped_in_a_row > MAX_SKIPPED_STEPS_IN_A_ROW
         if is_too_often or self.training.nonfinite_grad_norm == "stop":
             raise FloatingPointError(
-                f"{problem}, {self._skipped_in_a_row} time(s) in a row (ranks with a bad loss have "
-                "logged its microbatch; if there is none, a gradient overflowed); lower optimizer.lr, "
-                "look at the data of this step, or set training.nonfinite_grad_norm"
+                f"{problem}; lower optimizer.lr, look at the data of this step, or set "
+                "training.nonfinite_grad_norm"
             )
         logger.warning(
-            "%s; weights and optimizer state were left as they are (ranks with a bad loss have "
-            "logged its microbatch; if there is none, a gradient overflowed)",
-            problem,
+            f"{problem}; weights and optimizer state were left as they are",
             extra=event("skipped step", verdict.step),
         )
 

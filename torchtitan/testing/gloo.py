@@ -1,9 +1,8 @@
 """Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and return every
 rank's result.
 
-The ranks are forked from a server process that has loaded torch and this package, so that a rank
-starts in milliseconds instead of importing them again. The first call starts the server, which takes
-a few seconds of its timeout.
+The ranks are forked from a server process that has loaded torch and this package. The first call
+starts it, which takes a few seconds of its timeout.
 """
 
 import faulthandler
@@ -26,8 +25,7 @@ from typing import Any
 
 from torchtitan.tools.host import signal_at_parents_death
 
-# A process has one fork server, which loads these modules once, at the first call. Add to the list
-# before that.
+# What the fork server loads at the first call; add to the list before that.
 PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
@@ -70,11 +68,9 @@ def run_ranks(
 
     init_process_group: give each rank a gloo process group, and destroy it afterwards. If False,
         `fn` makes its own group, and must not return before all ranks are connected.
-    on_accelerators: give each rank its own accelerator, and a process group with its backend (NCCL
-        for CUDA), and gloo for tensors on the host; results must be on the host.
+    on_accelerators: give each rank its own accelerator, and a group with its backend and gloo.
 
-    Raises RankFailure if a rank raises or dies, RankTimeout if a rank hangs. No process outlives the
-    call.
+    Raises RankFailure if a rank raises or dies, RankTimeout if a rank hangs. All processes end.
     """
     call = pickle.dumps((fn, args))
     with socket.socket() as probe:
@@ -132,11 +128,10 @@ def _rank_main(
 ) -> None:
     """Run a rank: send ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
-    # A rank starts its data workers as torchrun's ranks do. Those of a fork server outlive a killed rank.
+    # Data workers of a fork server would outlive a killed rank.
     multiprocessing.set_start_method(None, force=True)
     gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
-    # A rank is short: what the default of 700 collects takes a tenth of it.
-    gc.set_threshold(50_000)
+    gc.set_threshold(50_000)  # the default of 700 takes a tenth of a short rank
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")

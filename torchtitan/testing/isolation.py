@@ -3,10 +3,9 @@
     python -m torchtitan.testing.isolation                 10,000 random packings
     python -m torchtitan.testing.isolation --seconds 60    for 60 seconds
 
-Rows of documents and padding, marked by positions, go through flex and varlen attention. The
-output and the gradients of queries, keys and values have to equal those of torch's own causal
-attention, called on one document at a time: to the last bit on the CPU, within the rounding of
-bf16 on an accelerator.
+Rows of documents and padding go through flex and varlen attention. The output and the gradients have
+to equal those of torch's own causal attention, called on one document at a time: to the last bit on
+the CPU, within the rounding of bf16 on an accelerator.
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
@@ -29,14 +28,11 @@ from torchtitan.models.attention import attend, build_inner_attention
 # Largest absolute error. Gradients are of order 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
 
+# (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]"""
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q, k, v and the gradient of the output, all [B, heads, T, D]"""
-
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
+# For each row the (start, end) of its documents; every padding token is a document of its own.
 Spans = list[list[tuple[int, int]]]
-"""For each row the (start, end) of its documents; every padding token is a document of its own."""
 
 
 def attend_by(attn_type: str, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
@@ -57,11 +53,7 @@ def run_packed(kernel: AttentionFunction, inputs: Inputs, document_ids: Tensor) 
 
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
-    """Return the same as `run_packed`, by torch's plain causal attention, in one call per document.
-
-    A single token has a softmax weight of exactly 1, so the gradients of its query and key are set to
-    exactly 0, where torch has rounding errors.
-    """
+    """Return the same as `run_packed`, by torch's plain causal attention, in one call per document."""
     q, k, v, grad_out = (x.detach() for x in inputs)
     results = [torch.empty_like(x) for x in (q, q, k, v)]
     for row, row_spans in enumerate(spans):
@@ -73,7 +65,7 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
                 *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
             )
             parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            if end - start == 1:
+            if end - start == 1:  # the gradients of q and k are 0; torch has rounding errors
                 parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
             for result, part in zip(results, parts, strict=True):
                 result[row, :, start:end] = part[0]
@@ -81,10 +73,9 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
 
 
 def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return (the position of each token, spans) of documents and padding.
+    """Return (the position of each token, spans) of documents and padding, whose positions are < 0.
 
-    Positions of padding are negative. A document may begin at a position above 0, as a document does
-    whose beginning is in another row.
+    A document may begin at a position above 0, if its beginning is in another row.
     """
     positions: list[int] = []
     spans: list[tuple[int, int]] = []

@@ -45,10 +45,7 @@ def tiny_job(
     seed: int | None = 0,
     **sections: dict[str, Any],
 ) -> JobConfig:
-    """Return an fp32 job of a flavor of `add_tiny_flavors`, with a constant learning rate.
-
-    sections: values of a section's keys, such as `training={"steps": 3}`.
-    """
+    """Return an fp32 job of a flavor of `add_tiny_flavors`. sections: as `training={"steps": 3}`."""
     model = dict(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type)
     values: dict[str, dict[str, Any]] = {
         "job": dict(dump_folder=folder),
@@ -90,10 +87,7 @@ def make_documents(
 
 
 def pack(documents: Sequence[Tensor]) -> tuple[Batch, Tensor]:
-    """Return a row [1, T] of documents, with their positions, and its labels [1, T].
-
-    The label of a document's last token is ignored.
-    """
+    """Return a row [1, T] of documents, with their positions, and its labels [1, T]."""
     tokens = torch.cat(list(documents))
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     ignored = torch.tensor([IGNORE_INDEX])
@@ -116,10 +110,7 @@ def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
 def run_step(
     engine: TrainingEngine, documents: Sequence[Tensor], num_microbatches: int = 2, **options: Any
 ) -> tuple[float, float]:
-    """Run an optimizer step on documents, split over ranks and microbatches.
-
-    options: of `forward_backward_step`. Returns (loss, gradient norm).
-    """
+    """Run an optimizer step on documents, split over ranks and microbatches: (loss, gradient norm)."""
     own = documents[engine.dp_rank :: engine.dp_size]
     parts = [own[i::num_microbatches] for i in range(num_microbatches)]
     packed = [pack(part) for part in parts if part]
@@ -146,10 +137,7 @@ def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
 
 
 class PlainLoop:
-    """The engine's model without the engine, from the engine's weights.
-
-    It runs torch's causal attention on one document at a time, and torch's AdamW.
-    """
+    """The engine's weights in torch's causal attention, one document at a time, and torch's AdamW."""
 
     def __init__(self, engine: TrainingEngine):
         args = dataclasses.replace(

@@ -23,9 +23,7 @@ def admit(
     """Yield (number, connection) of each expected program as it connects, then close `server`.
 
     expected: digest of a program's secret -> its number. A program begins by sending its secret, of
-        `SECRET_BYTES`. A secret admits one connection, so it is worthless once it was used.
-    Connections that send anything else, or take longer than `_SECONDS_TO_GREET`, are closed; beyond
-    `_MOST_STRANGERS` the oldest of them is.
+        `SECRET_BYTES`, which admits one connection. Others are closed, also if they are slow or many.
     timeout_seconds: for all to come, else TimeoutError, and for each later wait of a connection.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)

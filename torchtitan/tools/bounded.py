@@ -39,7 +39,7 @@ class OutOfBoundsError(RunError):
 def call(function: str, *arguments: Any) -> Any:
     """Return `function(*arguments)`, computed in another process, which is kept for later calls.
 
-    function: module:function, of a module whose import is quick, because the process imports it.
+    function: "module:function", which the process imports.
     Raises BoundedCallError for any exception of the function, OutOfBoundsError if it takes too much.
     """
     # By process, because a fork must not use its parent's pipe.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,17 +14,12 @@ from torchtitan.tools import torch_parts
 
 
 def load_flex_attention() -> ModuleType:
-    """Return the module `torch.nn.attention.flex_attention`."""
-    import torch.nn.attention.flex_attention
-
-    return torch.nn.attention.flex_attention
+    return importlib.import_module("torch.nn.attention.flex_attention")
 
 
 def load_varlen() -> ModuleType:
     """Return the module `torch.nn.attention.varlen`, which registers its operators."""
-    import torch.nn.attention.varlen
-
-    return torch.nn.attention.varlen
+    return importlib.import_module("torch.nn.attention.varlen")
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:

@@ -16,8 +16,7 @@ _FEWEST_FILES = 128  # enough for one rank with a few data workers
 class ConfigError(ValueError):
     """The config cannot work as it stands; the message says what to change.
 
-    sentence: the line to print for a user, if the message also holds a text of the reference that
-        programs look for.
+    sentence: the line to print, if the message also holds a text of 0.2.x that programs look for.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:
@@ -28,8 +27,7 @@ class ConfigError(ValueError):
 class RunError(RuntimeError):
     """Something outside this program failed: a full disk, a lost rank, a damaged file.
 
-    The message says what, where and what to do, so `torchtitan.train.main` prints it without a
-    stack and exits with 1.
+    `torchtitan.train.main` prints the message without a stack and exits with 1.
     """
 
 
@@ -41,7 +39,6 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
     """Return a RunError that says what happened and what to do, or `error` itself if unknown.
 
     config: the run's JobConfig, whose values the message names.
-    A returned error that is no ValueError, OSError, FloatingPointError or RunError is a bug.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -54,10 +51,7 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to its hard limit; RunError if that is too low.
-
-    With too few files any part of a run may fail, and data workers may wait for ever.
-    """
+    """Raise this process's soft limit of open files to its hard limit; RunError if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # macOS refuses an infinite soft limit

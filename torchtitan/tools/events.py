@@ -38,8 +38,8 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
 def recording(config: Any) -> Iterator[None]:
     """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
 
-    Rank 0 writes them, but an exception that leaves the block is written by the rank that raised
-    it. A write that fails does not end the run: there is one warning.
+    Rank 0 writes them; an exception that leaves the block is written by the rank that raised it. A
+    write that fails only warns.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0

@@ -50,7 +50,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
     try:
-        # Before it is opened, which wakes the writer of a pipe, or rewinds a tape.
+        # Before it is opened, which wakes the writer of a pipe.
         before = os.stat(path)
     except OSError:  # opening it says why, or makes it
         pass
@@ -108,11 +108,7 @@ def save_tensors(tensors: "dict[str, Tensor]", path: str) -> None:
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Raises ValueError, with the path, if the file holds anything else, is nested too deeply or is
-    larger than 256 MiB; OSError if it cannot be opened.
-    """
+    """Return the JSON object in `path`. Raises ValueError, with the path, for anything else."""
     with open_file(path, encoding="utf-8") as file:
         try:
             if (size := os.fstat(file.fileno()).st_size) > _LARGEST_JSON:
@@ -133,10 +129,7 @@ def cache_folder() -> Path:
 
 
 def find_shipped(path: str) -> str:
-    """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing.
-
-    So the default job finds its small tokenizer and dataset from any working folder.
-    """
+    """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing."""
     given = Path(path)
     copy = _ASSETS / given.name
     is_default = given.parent == Path("tests/assets") and copy.is_dir()

@@ -20,10 +20,8 @@ _held: dict[str, tuple[int, int]] = {}
 class FolderLock:
     """Locks `folder`, which is created if needed, until `release` or the end of this process.
 
-    It is a POSIX record lock, because NFS supports these and child processes don't inherit them: a
-    data worker that outlives the job does not keep the folder locked. The lock file names the
-    holder, and is not removed.
-    Raises RunError if another process holds the lock.
+    It is a POSIX record lock: NFS supports these, and child processes don't inherit them. The lock
+    file names the holder, and is not removed. Raises RunError if another process holds the lock.
     """
 
     def __init__(self, folder: str) -> None:

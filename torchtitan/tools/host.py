@@ -91,12 +91,9 @@ def change_environment(name: str, value: str) -> None:
 
 
 def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
-    """Send this signal to this process within a second after the parent process is gone.
+    """Send this signal to this process, or its whole group, once the parent process is gone.
 
-    whole_group: send it to all processes of this process's group.
-
-    Linux's PR_SET_PDEATHSIG would send it once for each thread of the parent, and a second signal
-    ends a run while it saves.
+    Linux's PR_SET_PDEATHSIG would send it once for each thread of the parent.
     """
     parent = os.getppid()
 
@@ -109,7 +106,7 @@ def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
 
 
 def has_peers() -> bool:
-    """Return whether the environment (RANK, WORLD_SIZE) describes a job of several ranks."""
+    """Return True if the environment (RANK, WORLD_SIZE) describes a job of several ranks."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
 
@@ -146,10 +143,9 @@ def seconds_since_start() -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 512 MiB of freed memory for the next tensors, permanently.
+    """Let glibc keep up to 512 MiB of freed memory for the next tensors (2 to 4 % of a CPU step).
 
-    By default glibc returns much of it to the system, and a step on the CPU then spends 2 to 4 % on
-    page faults. No effect with another C library, or if the environment sets such thresholds.
+    No effect with another C library, or if the environment sets such thresholds.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -160,7 +156,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what glibc has kept of freed memory; no effect with another C library."""
+    """Return to the system what glibc has kept of freed memory."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,8 +1,7 @@
 """Copies to the device and back that the host does not wait for.
 
-To build masks the host needs some numbers of a batch, such as the number of documents and the
-longest length. Reading them from the device would wait for all its queued work, so a tensor on the
-device remembers the host tensor that it was copied from.
+The host needs some numbers of a batch to build masks. Reading them from the device would wait for its
+queued work, so a tensor on the device remembers the host tensor that it was copied from.
 """
 
 from collections.abc import Callable
@@ -58,10 +57,7 @@ def fetch(x: Tensor) -> Tensor:
 
 
 def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a tensor [n] to the host, and return a function that returns its numbers.
-
-    That function waits for work queued before this call, but for none queued since.
-    """
+    """Start to copy a tensor [n] to the host; returns a function that waits and returns its numbers."""
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()
         return lambda: numbers

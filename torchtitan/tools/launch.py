@@ -2,10 +2,9 @@
 
     python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
 
-torchrun itself answers Ctrl-C with a traceback and exit code 1, even if the ranks have saved, and
-kills a rank whose save takes longer than 30 seconds. This launcher passes the signal on to the
-ranks, and waits for them. After a failure the last line, below torchrun's report, is the message of
-the rank that failed first, and the exit code is that rank's.
+torchrun itself answers Ctrl-C with a traceback and exit code 1, and kills a rank whose save takes
+longer than 30 seconds. This launcher passes the signal on to the ranks, and waits for them. After a
+failure the last line is the message of the rank that failed first, and the exit code is that rank's.
 
 Don't use it with `--max-restarts`: it would restart ranks that a signal ended.
 """

@@ -1,7 +1,6 @@
 """The package's one logger.
 
-It is not the root logger, so that a program that embeds the engine keeps its own logging set-up
-and gets these records by propagation. Only our own `main()` calls `init_logger`.
+A program that embeds the engine gets its records by propagation; only our `main()` calls `init_logger`.
 """
 
 import contextlib
@@ -39,10 +38,7 @@ class _LineFormatter(logging.Formatter):
 
 
 def init_logger() -> None:
-    """Print the package's records from INFO up on stdout, each line marked with [titan].
-
-    Another call replaces the handler, and so binds it to the present sys.stdout.
-    """
+    """Print the package's records from INFO up on the present stdout, each line marked with [titan]."""
     if sys.stdout is None:
         # Closed by `>&-`: the next file would get its number, and all that is printed.
         sys.stdout = open(os.devnull, "w")

@@ -24,8 +24,8 @@ class SignalThread:
     """Between `start` and `close`, a thread calls `hear(number)` for the first signal of SIGNALS.
 
     A second signal ends the process at once, with exit code 128 + its number, even if the main
-    thread hangs. Signals that are ignored (SIGHUP under nohup), or for which the process has a
-    handler of its own, are left alone. Of several such threads, the last one started gets signals.
+    thread hangs. Signals that are ignored, or have a handler of the process's own, are left alone. Of
+    several such threads, the last one started gets signals.
 
     takes_sigint: if False, SIGINT raises KeyboardInterrupt as usual.
     """
@@ -111,11 +111,7 @@ def end_now(number: int, message: str) -> None:
 
 
 class StartSignals:
-    """Ends a rank that gets a signal before training, after it has told the other ranks.
-
-    Ranks can tell each other only once they have met, and would wait for a missing rank for minutes.
-    So this rank first goes on to their meeting, for a few seconds at most.
-    """
+    """Ends a rank that gets a signal before training, after it has met and told the other ranks."""
 
     def __init__(self) -> None:
         self._thread = SignalThread(self._hear)

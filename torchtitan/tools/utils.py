@@ -89,10 +89,7 @@ _PARAMETERS: MutableMapping[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyD
 
 
 def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return (names of a method's parameters, whether it takes any other keyword).
-
-    Cached for each function, because reading a signature takes longer than a small layer.
-    """
+    """Return (names of a method's parameters, whether it takes any other keyword), cached."""
     function = getattr(method, "__func__", method)
     if function not in _PARAMETERS:
         parameters = inspect.signature(method).parameters
@@ -104,11 +101,8 @@ def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 class GarbageCollection:
     """Collect Python garbage on chosen steps, at the same moment on every rank.
 
-    Automatic collection pauses ranks at different times, and every collective waits for the slowest
-    rank. It is off from construction until `close()`, which restores it.
-
-    Every 20th time the C library's free memory goes back to the system. Otherwise resident memory
-    grows for thousands of steps, because small tensors that stay lie between large ones that go.
+    Automatic collection is off from construction until `close()`. Every 20th time the C library's free
+    memory goes back to the system: otherwise resident memory grows for thousands of steps.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:

@@ -63,11 +63,6 @@ def put_file_in_place_of_checkpoints(folder: Path) -> None:
     (folder / "outputs/checkpoint").write_text("a file")
 
 
-def put_checkpoints_where_nobody_can_write(folder: Path) -> None:
-    (folder / "outputs").mkdir()
-    (folder / "outputs/checkpoint").symlink_to("/proc/self")
-
-
 def start_from_elsewhere(folder: Path) -> list[str]:
     """The own folder holds only what isn't a checkpoint; the initial one is whole."""
     (folder / "outputs/checkpoint").rename(folder / "source")
@@ -170,14 +165,12 @@ FAULTS = {
     "interrupted step asked for by number": Fault(
         resume("--checkpoint.load_step=4", change=interrupt), after_run=True
     ),
-    "step that is not there": Fault(resume("--checkpoint.load_step=3"), after_run=True),
     "older step asked for by number": Fault(resume("--checkpoint.load_step=2"), after_run=True),
     # What a run starts from
     "foreign folder among the checkpoints": Fault(start_from_elsewhere, after_run=True),
     "initial_load_path that is the folder of all steps": Fault(
         start_from_folder_of_steps, after_run=True
     ),
-    "initial_load_path that does not exist": flags("--checkpoint.initial_load_path=nowhere"),
     "initial_load_path with Hugging Face files": start_from_hf_files,
     "checkpoint of another model": Fault(
         resume("--model.name=qwen3", "--training.steps=5"), after_run=True
@@ -191,9 +184,6 @@ FAULTS = {
     # What a resume has otherwise
     "resume with another optimizer": Fault(
         resume("--optimizer.name=Adam", "--training.steps=5"), after_run=True
-    ),
-    "resume with another learning rate": Fault(
-        resume("--optimizer.lr=0.5", "--training.steps=5"), after_run=True
     ),
     "resume with another tokenizer": Fault(take_other_tokenizer, after_run=True),
     "resume with another sequence length and batch": Fault(
@@ -213,10 +203,6 @@ FAULTS = {
     ),
     # Settings
     "unknown name in exclude_from_loading": flags("--checkpoint.exclude_from_loading=foo"),
-    "checkpoint folder outside the dump folder": flags("--checkpoint.folder=../elsewhere"),
-    "empty dump folder": flags("--job.dump_folder="),
-    "keep_latest_k of 1": flags("--checkpoint.keep_latest_k=1"),
-    "export to Hugging Face files of a full checkpoint": flags("--checkpoint.last_save_in_hf"),
     # Failed saves
     "two jobs in one checkpoint folder": Fault(
         start_in_folder_of_other_job("outputs/checkpoint"), check=release
@@ -226,11 +212,6 @@ FAULTS = {
         put_file_in_place_of_checkpoints(folder),
         SAVING,
     )[1],
-    "checkpoint folder that cannot be written": lambda folder: (
-        put_checkpoints_where_nobody_can_write(folder),
-        SAVING,
-    )[1],
-    "checkpoint folder with too long a name": flags(f"--checkpoint.folder={'n' * 300}"),
     "disk that gets full": Fault(
         resume("--training.steps=6", FULL_DISK), after_run=True, check=older_steps_are_whole
     ),

@@ -68,12 +68,10 @@ def one_step_is_whole(folder: Path) -> None:
 LONG_SAVING = [*SAVING, "--checkpoint.interval=1000", "--training.steps=1000"]
 
 FAULTS = {
-    "rank number that is no number": Fault(flags(), environment=rank_of_two("abc")),
     "rank number beyond the number of ranks": Fault(flags(), environment=rank_of_two("5")),
     "local rank beyond the processes of the machine": Fault(
         flags(), environment=rank_of_two("0", WORLD_SIZE="1", LOCAL_RANK="3", LOCAL_WORLD_SIZE="1")
     ),
-    "port that is no port": Fault(flags(), environment=rank_of_two("0", MASTER_PORT="99999")),
     "half of torchrun's environment": Fault(flags(), environment={"RANK": "0", "WORLD_SIZE": "2"}),
     "port in use": Fault(
         with_port_in_use, environment=rank_of_two("0", MASTER_PORT=str(_PORT + 1))
@@ -91,9 +89,6 @@ FAULTS = {
     "unknown key on one rank": Fault(
         flags(), ranks=2, arguments_of_rank={1: ["--training.stepz=3"]}
     ),
-    "TOML that one rank lacks": Fault(
-        flags(), ranks=2, arguments_of_rank={1: ["--job.config_file=/missing.toml"]}
-    ),
     "ranks with different settings": Fault(
         flags(),
         ranks=2,
@@ -103,18 +98,8 @@ FAULTS = {
         with_own_files_on_rank_1, ranks=2, arguments_of_rank={1: _own_files}
     ),
     "module to import that raises": Fault(flags(_BROKEN), environment=breaks("raise", step=None)),
-    "module to import that ends the process": Fault(
-        flags(_BROKEN), environment=breaks("exit", step=None)
-    ),
-    "config module that raises": Fault(
-        flags("--job.custom_config_module=tests.reliability.broken"),
-        environment=breaks("raise", step=None),
-    ),
     "code that ends the process during training": Fault(
         flags(_BROKEN), environment=breaks("exit"), absent=("training completed",)
-    ),
-    "batch that no device can hold": flags(
-        "--training.local_batch_size=10000000", "--training.seq_len=2048"
     ),
     "out of memory": Fault(flags(_BROKEN), environment=breaks("out of memory")),
     "data worker that is killed": Fault(
@@ -157,5 +142,4 @@ FAULTS = {
         flags(*LONG_SAVING, "--training.time_limit_minutes=0.02", "--metrics.log_freq=10"),
         check=one_step_is_whole,
     ),
-    "time limit without checkpoints": flags("--training.time_limit_minutes=60"),
 }

@@ -33,18 +33,13 @@ FAULTS = {
     ),
     "reward function that ends the process": rl_job(reward=f"{REWARDS}:exits"),
     "reward that is not a number": rl_job(reward=f"{REWARDS}:returns_nan"),
-    "reward that is too large": rl_job(reward=f"{REWARDS}:returns_huge"),
-    "reward that is missing": rl_job(reward=f"{REWARDS}:returns_none"),
-    "reward for each token": rl_job(reward=f"{REWARDS}:returns_many"),
     "reward function of other arguments": rl_job(reward=f"{REWARDS}:takes_one"),
     "module of rewards that is not there": rl_job(reward="no.such:reward"),
     "module of rewards that ends the process": rl_job(
         reward="tests.reliability.hostile_module:reward"
     ),
     "reward function that is none": rl_job(reward=f"{REWARDS}:not_a_function"),
-    "one completion to compare with itself": rl_job("--rl.num_samples_per_prompt=1"),
     "temperature that is not a number": rl_job("--rl.sampling.temperature=nan"),
-    "negative temperature": rl_job("--rl.sampling.temperature=-1"),
     "new weights within a completion, without steps ahead": rl_job("--rl.generator.in_flight"),
     "tool whose schema is none": rl_job(
         f"--rl.task.tools={REWARDS}:tool_without_a_name", "--rl.task.max_turns=2"

@@ -73,20 +73,12 @@ FAULTS = {
         "--training.dataset=tokens",
         "--training.dataset_path=None",
     ],
-    "folder without token files": pair(remove("a.bin", "a.idx")),
     "tokens without their index": pair(remove("a.idx")),
-    "index without its tokens": pair(remove("a.bin")),
     "index of another format": pair(overwrite("a.idx", b"TNTIDX\0\0\0")),
-    "index of floats": pair(overwrite("a.idx", b"\6", at=17)),
     "index that is cut off": pair(cut("a.idx", 1)),
-    "tokens that are cut off": pair(cut("a.bin", 1)),
     "index that is damaged": pair(overwrite("a.idx", b"\xff\xff", at=42)),
     "ids beyond the vocabulary": pair(lambda _: None, ids=[1, 2048] * 100),
-    "token files without a token": pair(lambda _: None, ids=[]),
     "tokens of another tokenizer": tokenized("--eos_token", "<|pad|>"),
     "folder of tokens that is unfinished": tokenized(finished=False),
-    "part that is missing": tokenized(
-        parts=[{"name": f"part-0000{number}", "documents": 1, "tokens": 352} for number in range(2)]
-    ),
     "tokens.json of a later version": tokenized(format=2),
 }

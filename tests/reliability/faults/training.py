@@ -16,12 +16,6 @@ FAULTS = {
         flags(EXPLODES, "--training.nonfinite_grad_norm=stop"), ranks=2
     ),
     "eleven bad steps in a row": flags(EXPLODES, "--training.steps=20"),
-    "validation rows longer than the model's": flags(
-        "--validation.enable", "--validation.seq_len=64"
-    ),
-    "gradients of steps in backward that cannot accumulate": flags(
-        "--optimizer.early_step_in_backward", "--training.global_batch_size=2"
-    ),
 }
 
 # Looking at a run
@@ -29,9 +23,6 @@ FAULTS = {
 NO_REPORT = dict(module="torchtitan.report", whole_command=True)
 FAULTS |= {
     "report of a folder without a run": Fault(lambda folder: [str(folder)], **NO_REPORT),
-    "report of a folder that is not there": Fault(
-        lambda folder: [f"{folder}/nowhere"], **NO_REPORT
-    ),
     "report that cannot be written": Fault(
         lambda folder: [f"{folder}/outputs", f"-o={folder}/nowhere/report.html"],
         after_run=True,

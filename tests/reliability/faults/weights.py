@@ -232,7 +232,6 @@ FAULTS = {
     "`.metadata` of something else": resuming(
         resume(overwrite(".metadata", b"\x80\x04 no pickle"))
     ),
-    "`.metadata` that is empty": resuming(resume(overwrite(".metadata", b""))),
     "step counter that is a text": resuming(
         resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many")))
     ),
@@ -246,12 +245,6 @@ FAULTS = {
     # Safetensors and their index
     "safetensors file with a header of many GB": hf(model=(2**40).to_bytes(8, "little") + b"{}"),
     "safetensors file whose header is no JSON": hf(model=(b"{not JSON}",)),
-    "safetensors file that is cut off": hf(model=(ONE_TENSOR[0], bytes(3))),
-    "safetensors file that is empty": hf(model=b""),
-    "safetensors file whose tensors overlap": hf(
-        model=({"a": tensor(0, 4), "b": tensor(2, 6)}, bytes(6))
-    ),
-    "safetensors file whose tensors end beyond it": hf(model=({"a": tensor(0, 2**62)}, bytes(4))),
     "safetensors file of an unknown kind of numbers": hf(
         model=({"a": tensor(0, 4, "Q7")}, bytes(4))
     ),
@@ -265,7 +258,6 @@ FAULTS = {
     "folder without safetensors files": hf(),
     "safetensors file that is a link out of its folder": linked_weights,
     "index that is no table": hf(model=ONE_TENSOR, index=["model.safetensors"]),
-    "index without a weight map": hf(model=ONE_TENSOR, index={"weight_map": 3}),
     "index that leads out of its folder": hf(
         model=ONE_TENSOR, index={"weight_map": {"a": "../secret"}}
     ),
@@ -279,8 +271,6 @@ FAULTS = {
     ),
     "config.json with fewer than no layers": describing(config_json(num_hidden_layers=-2)),
     "config.json with a size beyond all models": describing(config_json(vocab_size=10**12)),
-    "config.json with a text for a number": describing(config_json(hidden_size="64")),
-    "config.json with nan": describing(config_json(rms_norm_eps=float("nan"))),
     # Conversions
     "conversion over a checkpoint": converting(convert("hf", "given"), module=FROM_HF),
     "conversion from Hugging Face files into their own folder": converting(
@@ -289,6 +279,5 @@ FAULTS = {
     "conversion of a checkpoint into its own folder": converting(
         convert("given", "given/../given/hf"), module=TO_HF
     ),
-    "conversion of another model": converting(convert("hf", "new"), module=FROM_HF),
     "conversion of a folder without a checkpoint": converting(convert("hf", "new"), module=TO_HF),
 }

@@ -310,15 +310,9 @@ def test_selective_checkpointing_keeps_the_layers_that_it_keeps_without_adapters
 
 BAD_SETTINGS = {
     "rank 0": ({"lora.rank": 0}, "lora.rank must be at least 1, got 0"),
-    "alpha 0": ({"lora.alpha": 0.0}, "lora.alpha must be above 0, got 0.0"),
-    "all dropped": ({"lora.dropout": 1.0}, "lora.dropout must be below 1, got 1.0"),
     "rank of a pattern": (
         {"lora.rank_pattern": {"wq": 1.5}},
         "lora.rank_pattern['wq'] must be a whole number, got 1.5",
-    ),
-    "dots without quotes": (
-        {"lora.alpha_pattern": {"layers": {"0": 2}}},
-        '"layers.0" = 4, with the name in quotes if it has dots',
     ),
     "no target": ({"lora.target_modules": []}, "lora.target_modules holds names of layers"),
     "settings without adapters": (
@@ -329,7 +323,6 @@ BAD_SETTINGS = {
         {"model.converters": ["lora", "quantize.linear.float8"]},
         'model.converters must name "lora" once and last',
     ),
-    "twice": ({"model.converters": ["lora", "lora"]}, 'model.converters must name "lora" once'),
     "other random numbers": (
         {"lora.dropout": 0.1, "activation_checkpoint.preserve_rng_state": False},
         "activation_checkpoint.preserve_rng_state = false; set it to true",
@@ -337,10 +330,6 @@ BAD_SETTINGS = {
     "no adapters there": (
         {"lora.adapter_path": "/nowhere"},
         "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now",
-    ),
-    "seed checkpoint": (
-        {"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
-        'remove "lora" from model.converters for this run',
     ),
 }
 
@@ -364,11 +353,6 @@ BAD_NAMES = {
         ["--lora.target_modules=q_porj"],
         "lora.target_modules holds parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and",
     ),
-    "no linear layer": (
-        "llama3",
-        ["--lora.target_modules=embed_tokens"],
-        "got 'embed_tokens', which is tok_embeddings; lora.also_train = ['embed_tokens'] trains",
-    ),
     "the output of tied weights": (
         "qwen3, tied",
         ["--lora.target_modules=lm_head"],
@@ -379,11 +363,6 @@ BAD_NAMES = {
         ["--lora.target_modules=wq", "--lora.rank_pattern=wk=2"],
         "lora.rank_pattern holds parts of layers' names (wq, and PEFT's names for them), got 'wk'",
     ),
-    "unknown module to train": (
-        "llama3",
-        ["--lora.also_train=embeding"],
-        "lora.also_train holds parts of layers' names",
-    ),
     "adapter of what trains whole": (
         "llama3",
         ["--lora.also_train=wq"],
@@ -392,7 +371,7 @@ BAD_NAMES = {
     "experts of gpt-oss": (
         "gpt_oss",
         [],
-        "experts of class GptOssGroupedExperts cannot have adapters; name other layers",
+        "experts of GptOssGroupedExperts cannot have adapters; name other layers",
     ),
 }
 
@@ -428,16 +407,11 @@ BAD_FILES = {
         "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model",
     ),
     "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
-    "fewer layers": (
-        {"tensors": lambda t: {k: v for k, v in t.items() if "layers.1" not in k}},
-        "the file has no model.layers.1.mlp.down_proj.lora_A.weight",
-    ),
     "more layers": (
         {"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
         "the model has no model.layers.7.mlp.down_proj.lora_A.weight",
     ),
     "DoRA": ({"config": {"use_dora": True}}, "has use_dora = True, and only adapters with"),
-    "no LoRA": ({"config": {"peft_type": "IA3"}}, "has peft_type = 'IA3', and only adapters with"),
 }
 
 

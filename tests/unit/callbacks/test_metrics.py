@@ -17,7 +17,6 @@ from torchtitan.callbacks.metrics import (
     JsonlLogger,
     LoggerContainer,
     MetricsProcessor,
-    TensorBoardLogger,
     WandBLogger,
     _build_metric_logger,
     _get_metrics_rank,
@@ -28,7 +27,7 @@ from torchtitan.callbacks.metrics import (
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.tools import host, utils
+from torchtitan.tools import utils
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 GIB = 2**30
@@ -131,25 +130,6 @@ def test_ranks_that_share_tokens_share_the_throughput(tmp_path, monkeypatch):
     assert made.logger.records[0][1]["throughput(tps)"] == pytest.approx(1000.0)
 
 
-def test_time_per_step_counts_the_steps_that_were_run(tmp_path, monkeypatch):
-    clock = Clock(monkeypatch)
-    made = processor(tmp_path)
-    made.start(step=13)
-    for step, seconds in ((20, 14.0), (30, 10.0)):
-        clock.now += seconds
-        made.log(step, 1.0, 1.0, 1.0)
-    per_step = [logged["time_metrics/end_to_end(s)"] for _, logged in made.logger.records]
-    assert per_step == pytest.approx([2.0, 1.0])
-
-
-def test_unknown_peak_leaves_mfu_out(tmp_path, caplog):
-    made = processor(tmp_path, peak=None)
-    with caplog.at_level("INFO"):
-        made.log(1, 1.0, 1.0, 1.0)
-    assert "mfu(%)" not in made.logger.records[0][1]
-    assert "mfu" not in lines(caplog)[-1]
-
-
 def test_console_line_has_every_field_in_order(tmp_path, monkeypatch, caplog):
     clock = Clock(monkeypatch)
     made = processor(tmp_path, peak=1e12, disable_color_printing=True)
@@ -241,15 +221,6 @@ def test_cpu_memory_is_that_of_this_process(monkeypatch):
     monitor.reset_peak_stats()
 
 
-def test_cpu_memory_without_proc_falls_back_to_the_peak(monkeypatch):
-    def no_proc(path, *args, **kwargs):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(host, "open", no_proc, raising=False)
-    now, peak = host.resident_bytes()
-    assert now == peak > 2**20
-
-
 class FakeCuda:
     """Replaces torch.cuda."""
 
@@ -319,17 +290,6 @@ def test_jsonl_of_a_resumed_run_is_appended_after_the_last_whole_line(tmp_path):
     logger.log({}, 2)
     logger.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_tensorboard_holds_the_tagged_scalars(tmp_path):
-    logger = TensorBoardLogger(str(tmp_path), tag="run")
-    logger.log({"loss": 1.5}, 7)
-    logger.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload()
-    ((step, value),) = [(e.step, e.value) for e in events.Scalars("run/loss")]
-    assert (step, value) == (7, 1.5)
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 import gc
 import json
 import os
-import queue
 import shutil
 import subprocess
-import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +32,11 @@ from torchtitan.checkpoint.folder import (
     mark_unfinished,
     remove_folder,
 )
-from torchtitan.checkpoint.retention import Retention, Terminate, estimated_bytes, purge_thread
-from torchtitan.checkpoint.saver import AsyncMode, Saver
+from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.saver import AsyncMode, HostCopies, Saver
 from torchtitan.components import checkpoint as reference
 from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
-from torchtitan.components.ft import FTManager, maybe_semi_sync_training
+from torchtitan.components.ft import FTManager
 from torchtitan.config.job_config import Checkpoint, FaultTolerance
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -163,6 +161,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-80])
 
 
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def steps_in(folder: Path) -> list[int]:
     """The steps in the checkpoint folder of the run in `folder`."""
     return sorted(int(p.name.removeprefix("step-")) for p in folder.glob("checkpoint/step-*"))
@@ -180,47 +184,29 @@ def full_disk() -> Any:
 # Which steps are saved
 
 
-def test_interval_and_last_step_decide_what_is_saved(tmp_path):
-    run = Run(tmp_path, dataloader=Positions(), interval=3, keep_latest_k=0)
-    run.save(1, 2)
-    assert steps_in(tmp_path) == []
-    run.manager.save(2, last_step=True)
-    run.save(3, 4)
-    assert steps_in(tmp_path) == [2, 3]
-    run.manager.save(4, last_step=True)
-    assert steps_in(tmp_path) == [2, 3, 4]
-
-
-@pytest.mark.parametrize(("first_step", "saved"), [(False, [10]), (True, [1, 10])])
-def test_first_step_is_saved_when_asked_for(tmp_path, first_step, saved):
-    config = dict(interval=10, enable_first_step_checkpoint=first_step)
-    Run(tmp_path, dataloader=Positions(), **config).save(1, 2, 10)
+@pytest.mark.parametrize(
+    ("config", "calls", "saved"),
+    [
+        pytest.param(dict(interval=3), "1 2 2! 3 4 4!", [2, 3, 4], id="interval, and a last step"),
+        pytest.param(dict(interval=10), "1 2 10", [10], id="first step not asked for"),
+        pytest.param(
+            dict(interval=10, enable_first_step_checkpoint=True), "1 2 10", [1, 10], id="first step"
+        ),
+        pytest.param(dict(interval=500), "3 4+", [4], id="force"),
+        pytest.param(dict(load_only=True), "1!", [], id="load only"),
+        pytest.param(dict(enable=False), "1!", [], id="disabled"),
+        pytest.param(dict(interval=500, dataloader=None), "1 7", [1, 7], id="no dataloader"),
+    ],
+)
+def test_interval_first_step_and_last_step_decide_what_is_saved(tmp_path, config, calls, saved):
+    """calls: steps, with ! for the last one and + for one that is forced."""
+    run = Run(tmp_path, **({"dataloader": Positions(), "keep_latest_k": 0} | config))
+    for call in calls.split():
+        run.manager.save(int(call.strip("!+")), last_step="!" in call, force="+" in call)
+    run.manager.maybe_wait_for_staging()
+    run.manager.close()
     assert steps_in(tmp_path) == saved
-
-
-def test_manager_without_dataloader_saves_whenever_it_is_asked(tmp_path):
-    Run(tmp_path, interval=500).save(1, 7)
-    assert steps_in(tmp_path) == [1, 7]
-
-
-def test_force_saves_a_step_that_is_not_due(tmp_path):
-    run = Run(tmp_path, dataloader=Positions(), interval=500)
-    run.manager.save(3)
-    run.manager.save(4, force=True)
-    assert steps_in(tmp_path) == [4]
-
-
-def test_load_only_never_saves(tmp_path):
-    Run(tmp_path, load_only=True).manager.save(1, last_step=True)
-    assert steps_in(tmp_path) == []
-
-
-def test_disabled_manager_does_nothing(tmp_path):
-    manager = Run(tmp_path, enable=False).manager
-    manager.save(1, last_step=True)
-    manager.maybe_wait_for_staging()
-    assert not manager.load() and not list(tmp_path.iterdir())
-    manager.close()
+    assert config.get("enable", True) or not run.manager.load()
 
 
 @pytest.mark.parametrize(
@@ -239,13 +225,6 @@ def test_save_that_was_asked_for_and_cannot_be_is_an_error(tmp_path, config, pat
     ("settings", "message"),
     [
         (dict(keep_latest_k=1), "at least 2, .* got 1"),
-        (dict(async_mode="later"), "one of disabled, async, async_with_pinned_mem, got 'later'"),
-        (
-            dict(initial_load_in_hf=True, initial_load_model_only=False),
-            "initial_load_model_only = True",
-        ),
-        (dict(initial_load_in_hf_quantized=True), "needs checkpoint.initial_load_in_hf"),
-        (dict(last_save_in_hf=True, last_save_model_only=False), "last_save_model_only = True"),
         (dict(last_save_in_hf=True), "state_dict_adapter"),
     ],
 )
@@ -272,32 +251,20 @@ def test_model_stands_at_the_top_and_the_last_save_has_nothing_else(tmp_path):
 # Which steps are kept
 
 
-def test_only_the_newest_k_are_kept(tmp_path):
-    Run(tmp_path, keep_latest_k=2).save(1, 2, 3)
-    assert steps_in(tmp_path) == [2, 3]
+def test_only_the_newest_k_are_kept_as_set_at_run_time_and_after_a_last_save(tmp_path):
+    run = Run(tmp_path, keep_latest_k=0)
+    assert run.manager.purge_thread is None
+    run.save(1, 2, 3)
+    run.manager.keep_latest_k = 2
+    run.manager.save(4, last_step=True)
+    run.manager.close()
+    assert steps_in(tmp_path) == [3, 4]
 
 
 def test_only_rank_zero_purges_but_every_rank_saves(tmp_path):
     with mock.patch.object(torch.distributed, "get_rank", return_value=1):
         Run(tmp_path, keep_latest_k=2).save(1, 2, 3)
     assert steps_in(tmp_path) == [1, 2, 3]
-
-
-def test_keep_latest_k_can_be_set_at_run_time(tmp_path):
-    run = Run(tmp_path, keep_latest_k=0)
-    assert run.manager.purge_thread is None
-    run.save(1, 2, 3)
-    run.manager.keep_latest_k = 1
-    run.save(4)
-    assert steps_in(tmp_path) == [4]
-
-
-def test_last_save_purges_too(tmp_path):
-    run = Run(tmp_path, keep_latest_k=2)
-    run.save(1, 2)
-    run.manager.save(3, last_step=True)
-    run.manager.close()
-    assert steps_in(tmp_path) == [2, 3]
 
 
 def test_interrupted_saves_do_not_count_and_go_when_superseded(tmp_path):
@@ -372,13 +339,9 @@ def test_step_that_waits_to_be_removed_is_unfinished_at_once(tmp_path):
     assert contents == [Contents.UNFINISHED, Contents.DCP]
 
 
-def test_steps_are_listed_by_their_numbers(tmp_path):
+def test_steps_are_listed_by_their_numbers_without_one_that_another_rank_removes(tmp_path):
     for step in (100, 9, 10):
         mark_unfinished(str(tmp_path / f"step-{step}"))
-    assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
-
-
-def test_step_that_another_rank_removes_meanwhile_is_not_listed(tmp_path, monkeypatch):
     (tmp_path / "step-5").mkdir()
     scandir = os.scandir
 
@@ -387,8 +350,8 @@ def test_step_that_another_rank_removes_meanwhile_is_not_listed(tmp_path, monkey
         (tmp_path / "step-5").rmdir()
         return entries
 
-    monkeypatch.setattr(os, "scandir", then_removed)
-    assert list_steps(str(tmp_path)) == []
+    with mock.patch("os.scandir", then_removed):
+        assert [folder.step for folder in list_steps(str(tmp_path))] == [9, 10, 100]
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "checkpoint/best"])
@@ -399,15 +362,6 @@ def test_linked_step_is_not_purged(tmp_path, target):
     (tmp_path / "checkpoint" / "step-1").symlink_to(tmp_path / target)
     Run(tmp_path, keep_latest_k=2).save(2, 3, 4)
     assert os.listdir(tmp_path / target) == [HASHES_FILE]
-
-
-def test_failing_save_deletes_nothing(tmp_path):
-    run = Run(tmp_path, keep_latest_k=2)
-    run.save(1, 2)
-    with full_disk(), pytest.raises(RunError, match="step-3 could not be written.*rank 0.*full"):
-        run.manager.save(3)
-    run.manager.close()
-    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(tmp_path):
@@ -460,37 +414,33 @@ def test_manager_that_is_dropped_is_closed_without_a_garbage_collection(tmp_path
         gc.enable()
 
 
-def test_purge_thread_ends_at_terminate(tmp_path):
-    folders: queue.Queue = queue.Queue()
-    (tmp_path / "step-1").mkdir()
-    for item in (str(tmp_path / "step-1"), str(tmp_path / "gone"), Terminate()):
-        folders.put(item)
-    purge_thread(folders)
-    assert list(tmp_path.iterdir()) == []
-
-
 # Saves in the background
 
 
-def test_next_async_save_waits_for_the_one_before(tmp_path):
+def test_copies_on_the_host_use_the_memory_of_earlier_copies_of_their_layout():
+    def state(value, size=3, dtype=torch.float32):
+        return {"weight": torch.full((size,), value, dtype=dtype), "inner": [torch.tensor(1), "x"]}
+
+    copies, places = HostCopies(), []
+    for live in (state(1.0), state(2.0), state(3.0, 1), state(4.0, 1, torch.bfloat16)):
+        copied = copies.stage(live)
+        expected = live["weight"].clone()
+        places.append(copied["weight"].data_ptr())
+        live["weight"].fill_(9)
+        assert torch.equal(copied["weight"], expected) and copied["inner"] == [1, "x"]
+    assert places[0] == places[1]
+
+
+def test_next_async_save_waits_for_the_one_before_which_is_whole_once_written(tmp_path):
     run = Run(tmp_path, async_mode="async")
     assert run.manager.save_future is None
     run.manager.save(5)
     first = run.manager.save_future
+    wait([first], timeout=60)
+    assert run.manager.save_future is first  # the run has not waited for it
+    assert Run(tmp_path, seed=1).manager.load()
     run.manager.save(6)
     assert first.done() and run.manager.save_future is not first
-
-
-def test_async_save_is_whole_as_soon_as_it_is_written(tmp_path):
-    run = Run(tmp_path, async_mode="async")
-    run.train()
-    run.manager.save(1)
-    for _ in range(100):
-        if Run(tmp_path, seed=1).manager.newest_step() == 1:
-            break
-        time.sleep(0.05)
-    assert run.manager.save_future is not None  # the run has not waited for it
-    assert Run(tmp_path, seed=1).manager.load()
 
 
 def test_failed_async_write_is_reported_by_the_next_save_or_close(tmp_path):
@@ -625,12 +575,10 @@ def test_everything_is_restored_exactly(tmp_path, async_mode):
     assert_same(run.everything(), other.everything())
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-@pytest.mark.parametrize("enable", [True, False])
+@pytest.mark.parametrize(("async_mode", "enable"), [("disabled", False), ("async", True)])
 def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, enable):
     """The run's own folder, which holds other weights, is ignored."""
-    run = Run(tmp_path, seed=5)
-    run.train_and_save(9)
+    Run(tmp_path, seed=5).train_and_save(9)
     run = Run(tmp_path, async_mode=async_mode, enable=enable, interval=500)
     run.train(2)
     path = str(tmp_path / "elsewhere" / "global_step_2")
@@ -638,7 +586,6 @@ def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, en
     saved = run.everything()
     run.train()
     run.manager.close()
-
     other = Run(tmp_path, seed=1, enable=enable)
     assert other.manager.load(path=path)
     assert_same(saved, other.everything())
@@ -664,7 +611,7 @@ def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
 def test_path_that_is_no_checkpoint_says_so(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    with pytest.raises(FileNotFoundError, match="which is not a folder"):
+    with pytest.raises(FileNotFoundError, match="must be a folder with a checkpoint"):
         run.manager.load(path=str(tmp_path / "step-1"))
     with pytest.raises(ValueError, match=r"load\(path=...\) must be.*checkpoints in it: step-1"):
         run.manager.load(path=str(tmp_path / "checkpoint"))
@@ -695,22 +642,16 @@ def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
         other.manager.save(1)
 
 
-def test_folder_holds_hashes_that_sha256sum_accepts(tmp_path):
-    Run(tmp_path).train_and_save(1)
-    folder = tmp_path / "checkpoint" / "step-1"
-    assert {p.name for p in folder.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
-    if shutil.which("sha256sum"):
-        subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=folder, check=True)
-
-
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_files_are_hashed_as_they_are_written_not_read_again(tmp_path, mode):
+def test_files_are_hashed_as_they_are_written_as_sha256sum_does(tmp_path, mode):
     run = Run(tmp_path, async_mode=mode)
     with mock.patch.object(folder, "hash_file", side_effect=AssertionError("read again")):
         run.train_and_save(1)
-        run.manager.close()
-    assert find_damage(str(tmp_path / "checkpoint" / "step-1")) is None
-    assert Run(tmp_path).manager.load()
+    step = tmp_path / "checkpoint" / "step-1"
+    assert {p.name for p in step.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
+    assert find_damage(str(step)) is None
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=step, check=True)
 
 
 def test_marker_goes_once_the_hashes_are_on_disk(tmp_path):
@@ -734,6 +675,14 @@ def test_writer_can_be_sent_to_another_process(tmp_path):
     import pickle
 
     assert pickle.loads(pickle.dumps(HashingWriter(str(tmp_path)))).path == tmp_path
+
+
+def test_files_without_metadata_and_hashes_are_no_checkpoint(tmp_path, caplog):
+    Run(tmp_path).train_and_save(1, 2)
+    for name in (".metadata", HASHES_FILE):
+        (tmp_path / "checkpoint" / "step-2" / name).unlink()
+    assert Run(tmp_path, verify_on_load=False).manager.load()
+    assert "step-2: it is damaged, .metadata is missing" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", HASHES_FILE])
@@ -789,16 +738,6 @@ def test_junk_in_the_place_of_a_newer_step_is_passed_over(tmp_path, name, caplog
         Run(tmp_path).manager.newest_step()
 
 
-def test_files_without_metadata_and_hashes_are_no_checkpoint(tmp_path, caplog):
-    Run(tmp_path).train_and_save(1, 2)
-    for name in (".metadata", HASHES_FILE):
-        (tmp_path / "checkpoint" / "step-2" / name).unlink()
-    run = Run(tmp_path, verify_on_load=False)
-    assert run.manager.load()
-    assert run.counter.step == 1
-    assert "step-2: it is damaged, .metadata is missing" in caplog.text
-
-
 def test_files_are_hashed_once_to_find_and_load_the_newest_step(tmp_path):
     Run(tmp_path).train_and_save(1, 2)
     truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
@@ -809,22 +748,10 @@ def test_files_are_hashed_once_to_find_and_load_the_newest_step(tmp_path):
     assert [Path(call.args[0]).name for call in find.call_args_list] == ["step-2", "step-1"]
 
 
-def test_flipped_bit_and_missing_file_are_found(tmp_path):
-    Run(tmp_path, keep_latest_k=0).train_and_save(1, 2, 3)
-    data = tmp_path / "checkpoint" / "step-3" / "__0_0.distcp"
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-    (tmp_path / "checkpoint" / "step-2" / "__0_0.distcp").unlink()
-    run = Run(tmp_path)
-    run.manager.load()
-    assert run.counter.step == 1
-
-
 def test_damaged_steps_do_not_count_among_those_to_keep(tmp_path):
     Run(tmp_path, keep_latest_k=0).train_and_save(1, 2, 3)
-    for step in (2, 3):
-        truncate(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
+    for step, damage in ((2, truncate), (3, flip_bit)):
+        damage(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
     run = Run(tmp_path, keep_latest_k=2)
     assert run.manager.load() and run.counter.step == 1
     for step, kept in ((4, [1, 4]), (5, [4, 5])):
@@ -855,34 +782,14 @@ def test_removal_killed_at_any_file_leaves_an_unfinished_step_that_goes_later(tm
     assert steps_in(tmp_path) == [2, 3]
 
 
-def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path):
+def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path, caplog):
     Run(tmp_path).train_and_save(1)
     (tmp_path / "checkpoint" / "step-2").mkdir()
     run = Run(tmp_path)
     assert run.manager.load() and run.counter.step == 1
+    assert "step-2: its save was interrupted" in caplog.text
     run.train_and_save(3)
     assert steps_in(tmp_path) == [1, 3]
-
-
-def test_little_space_is_warned_of_with_what_is_needed(tmp_path, caplog):
-    run = Run(tmp_path, keep_latest_k=2)
-    with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=500)):
-        run.manager.claim_folder()
-    # 2 layers of 4 * 4 + 4 numbers, with two moments each, in 4 bytes
-    assert estimated_bytes([run.model]) == 2 * 20 * 3 * 4
-    run.model.layers["0"].requires_grad_(False)
-    assert estimated_bytes([run.model]) == (20 + 20 * 3) * 4
-    assert "up to 3 more of them are kept" in caplog.text
-    assert "lower checkpoint.keep_latest_k" in caplog.text
-
-
-def test_unfinished_newest_step_falls_back_to_the_one_before(tmp_path, caplog):
-    Run(tmp_path, keep_latest_k=0).train_and_save(1, 2)
-    mark_unfinished(str(tmp_path / "checkpoint" / "step-2"))
-    run = Run(tmp_path)
-    assert run.manager.load()
-    assert run.counter.step == 1
-    assert "step-2: its save was interrupted" in caplog.text
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -914,7 +821,7 @@ def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replac
     assert run.manager.load() and run.counter.step == 1
 
 
-def test_saving_a_step_again_replaces_what_was_there(tmp_path):
+def test_step_saved_again_replaces_what_was_there_and_is_read_again(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
     folder = tmp_path / "checkpoint" / "step-1"
@@ -922,14 +829,7 @@ def test_saving_a_step_again_replaces_what_was_there(tmp_path):
     (folder / "notes.txt").write_text("the user's own")
     run.train_and_save(1)
     assert not (folder / "__7_0.distcp").exists() and (folder / "notes.txt").exists()
-    other = Run(tmp_path)
-    assert other.manager.load() and other.counter.step == 2
-
-
-def test_step_that_is_saved_again_is_read_again(tmp_path):
-    run = Run(tmp_path)
-    run.train_and_save(1)
-    assert run.manager.load() and run.counter.step == 1
+    assert run.manager.load() and run.counter.step == 2
     run.manager.save(1, last_step=True)  # weights only
     run.counter.step = 7
     assert run.manager.load() and run.counter.step == 7
@@ -941,13 +841,6 @@ def test_steps_that_will_be_replaced_are_told(tmp_path, caplog):
         Run(tmp_path).manager.load(step)
         assert ("holds steps after 1 (2), which this run replaces" in caplog.text) is is_told
         assert "holds steps after 2" not in caplog.text
-
-
-def test_all_steps_damaged_is_an_error(tmp_path):
-    Run(tmp_path).train_and_save(1)
-    truncate(tmp_path / "checkpoint" / "step-1" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="Every checkpoint in .* is damaged"):
-        Run(tmp_path).manager.load()
 
 
 def test_damage_in_a_named_step_is_an_error(tmp_path):
@@ -964,6 +857,8 @@ def test_verification_can_be_turned_off(tmp_path):
     Run(tmp_path).train_and_save(1)
     hashes = tmp_path / "checkpoint" / "step-1" / HASHES_FILE
     hashes.write_text(hashes.read_text().replace("a", "b"))
+    with pytest.raises(ValueError, match="Every checkpoint in .* is damaged"):
+        Run(tmp_path).manager.load()
     assert Run(tmp_path, verify_on_load=False).manager.load()
 
 
@@ -1059,33 +954,29 @@ def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
     assert_same_weights(again, all_of_it)
 
 
-@pytest.mark.parametrize("model_only", [True, False])
-def test_initial_weights_load_whether_or_not_the_run_saves(tmp_path, model_only):
+def test_initial_weights_load_whether_or_not_the_run_saves(tmp_path):
     source = Run(tmp_path / "source")
     source.train_and_save(1)
-    source.train_and_save(2)
     path = str(tmp_path / "source" / "checkpoint" / "step-1")
-    initial = dict(initial_load_path=path, initial_load_model_only=model_only)
-    saving = Run(tmp_path / "saving", seed=1, **initial)
-    # Its own folder has a step, which a run that does not save ignores.
-    other = Run(tmp_path / "source", seed=1, enable=False, **initial)
-    assert saving.manager.load() and other.manager.load()
-    assert_same(other.everything(), saving.everything())
-
-
-def test_initial_path_that_is_no_folder_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="initial_load_path must be a folder.*'nowhere'"):
-        Run(tmp_path, initial_load_path="nowhere").manager.load()
+    source.train_and_save(2)  # which a run that does not save ignores
+    runs = [
+        Run(tmp_path / name, seed=1, enable=enable, initial_load_path=path)
+        for name, enable in (("saving", True), ("source", False))
+    ]
+    assert all(run.manager.load() for run in runs)
+    assert_same(runs[0].everything(), runs[1].everything())
 
 
 def test_initial_path_that_is_no_checkpoint_names_those_that_lie_in_it(tmp_path):
     source = Run(tmp_path / "source")
     source.train_and_save(1)
     folder = tmp_path / "source" / "checkpoint"
+    with pytest.raises(ValueError, match="initial_load_path must be a folder.*'nowhere'"):
+        Run(tmp_path, initial_load_path="nowhere").manager.load()
     with pytest.raises(ValueError, match=r"initial_load_path .*name one of .*: step-1$"):
         Run(tmp_path, initial_load_path=str(folder)).manager.load()
     (tmp_path / "hf").mkdir()
-    with pytest.raises(ValueError, match="initial_load_path .*correct it"):
+    with pytest.raises(ValueError, match="initial_load_path .*: none$"):
         Run(tmp_path, initial_load_path=str(tmp_path / "hf")).manager.load()
     (tmp_path / "hf" / "model.safetensors").touch()
     with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf = true"):
@@ -1102,22 +993,16 @@ def test_step_zero_is_a_seed_of_weights(tmp_path):
     assert_same_weights(run, other)
 
 
-def test_same_number_of_ranks_reads_its_own_data_position(tmp_path):
-    Run(tmp_path, dataloader=Positions()).train_and_save(1)
-    run = Run(tmp_path, dataloader=Positions())
-    run.manager.load()
-    assert run.dataloader.loaded == {"dp_rank_0": b"\x00", "world_size": 1}
-
-
-def test_other_number_of_ranks_gets_all_data_positions(tmp_path):
+def test_other_number_of_ranks_gets_all_data_positions_and_the_same_its_own(tmp_path):
     class TwoRanks(Positions):
         def state_dict(self):
             return {"dp_rank_0": b"\x00", "dp_rank_1": b"\x01", "world_size": 2}
 
-    Run(tmp_path, dataloader=TwoRanks()).train_and_save(1)
-    run = Run(tmp_path, dataloader=Positions())
-    run.manager.load()
-    assert run.dataloader.loaded == TwoRanks().state_dict()
+    for dataloader in (Positions(), TwoRanks()):
+        Run(tmp_path, dataloader=dataloader).train_and_save(1)
+        run = Run(tmp_path, dataloader=Positions())
+        run.manager.load()
+        assert run.dataloader.loaded == dataloader.state_dict()
 
 
 def test_parameters_moved_by_a_client_are_still_the_ones_saved(tmp_path):
@@ -1173,52 +1058,27 @@ def test_hf_export_loads_back_bit_for_bit(tmp_path, with_index):
     assert_same_weights(run, other)
 
 
-def test_hf_files_that_others_wrote_load_from_the_assets_folder(tmp_path):
+def hf_files(folder: Path, model: nn.Module, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     from safetensors.torch import save_file
 
-    model = Net()
-    tensors = NetAdapter(None, None).to_hf(model.state_dict())
-    write_index(tmp_path / "assets")
-    save_file(
-        tensors | {"model.0.inv_freq": torch.ones(2)},
-        tmp_path / "assets" / "model-00001-of-00002.safetensors",
-    )
-    run = Run(
-        tmp_path,
-        adapter=NetAdapter(None, str(tmp_path / "assets")),
-        initial_load_in_hf=True,
-        seed=1,
-    )
+    tensors = NetAdapter(None, None).to_hf(model.state_dict()) | more
+    save_file(tensors, folder / "model-00001-of-00002.safetensors")
+    return tensors
+
+
+def test_hf_files_that_others_wrote_load_from_the_assets_folder(tmp_path):
+    model, assets = Net(), write_index(tmp_path / "assets")
+    hf_files(Path(assets), model, **{"model.0.inv_freq": torch.ones(2)})
+    run = Run(tmp_path, adapter=NetAdapter(None, assets), initial_load_in_hf=True, seed=1)
     assert run.manager.load()
     assert_same(dict(model.state_dict()), dict(run.model.state_dict()))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model.0.bias": None}, "not in the checkpoint: model.0.bias"),
-        ({"model.2.bias": torch.ones(4)}, "not in the model: model.2.bias"),
-        ({"model.0.bias": torch.ones(5)}, "of another shape: model.0.bias"),
-    ],
-)
-def test_hf_tensors_that_do_not_match_are_listed(tmp_path, change, message):
-    from safetensors.torch import save_file
-
-    tensors = NetAdapter(None, None).to_hf(Net().state_dict()) | change
-    save_file({k: v for k, v in tensors.items() if v is not None}, tmp_path / "model.safetensors")
-    run = Run(
-        tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True,
-        initial_load_path=str(tmp_path),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        run.manager.load()
 
 
 def test_hf_tensor_in_two_files_or_with_a_part_missing_is_named(tmp_path):
     from safetensors.torch import save_file
 
-    tensors = NetAdapter(None, None).to_hf(Net().state_dict())
-    half, name = {"model.0.weight": tensors.pop("model.0.weight")[2:]}, "model.0.weight"
+    tensors, name = NetAdapter(None, None).to_hf(Net().state_dict()), "model.0.weight"
+    half = {name: tensors.pop(name)[2:]}
     save_file(tensors, tmp_path / "model-00001-of-00002.safetensors")
     run = Run(
         tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True,
@@ -1262,11 +1122,6 @@ def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path, 
     assert Run(tmp_path, model=Net(layers=3), adapter=adapter, seed=1).manager.load()
 
 
-def test_model_without_adapter_cannot_load_hf(tmp_path):
-    with pytest.raises(ValueError, match="without state_dict_adapter"):
-        Run(tmp_path, initial_load_in_hf=True).manager.load()
-
-
 def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog):
     caplog.set_level("DEBUG", logger="torchtitan")
     adapter = NetAdapter("args", write_index(tmp_path / "assets"))
@@ -1285,21 +1140,11 @@ def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog)
 # torchft
 
 
-def test_ft_manager_is_off_by_default():
-    config = FaultTolerance()
-    manager = FTManager(config)
-    assert not manager.enabled and manager.get_dp_info(4, 2) == (4, 2)
-    assert manager.loss_sync_pg is None
-    with pytest.raises(AssertionError):
-        _ = manager.manager
-    with maybe_semi_sync_training(config, manager, Net(), 2, None):
-        pass
-
-
-def test_asking_for_torchft_fails_with_one_sentence():
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", False):
+def test_torchft_is_off_and_asking_for_it_fails_with_one_sentence():
+    assert not FTManager(FaultTolerance()).enabled
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", False):
         with pytest.raises(ImportError, match="needs torchft"):
             FTManager(FaultTolerance(enable=True))
-    with mock.patch("torchtitan.distributed.fault_tolerance.has_torchft", True):
+    with mock.patch("torchtitan.components.ft.manager.has_torchft", True):
         with pytest.raises(NotImplementedError, match="not available yet"):
             FTManager(FaultTolerance(enable=True))

@@ -5,7 +5,6 @@ import json
 import resource
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,7 @@ from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from tests import hostile
 from torchtitan.checkpoint import hf
-from torchtitan.checkpoint.conversion import (
-    load_weights,
-    prepare_conversion,
-    replacing,
-    zero_weights,
-)
+from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, zero_weights
 from torchtitan.checkpoint.folder import find_damage, mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -55,16 +49,17 @@ def test_there_and_back_is_bit_for_bit_the_same(tmp_path, hf_folder, hf_weights)
               for i, name in enumerate(names)}  # fmt: skip
     convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
     (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    convert_to_hf(
-        str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, str(hf_folder), "float32"
-    )  # fmt: skip
-    written = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    for dtype in ("bfloat16", "float32"):
+        folder = str(tmp_path / dtype)
+        convert_to_hf(str(tmp_path / "dcp"), folder, *MODEL, str(hf_folder), dtype)
+    written = json.loads((tmp_path / "float32" / "model.safetensors.index.json").read_text())
     assert written["weight_map"] == shards
-    back = {}
-    for file in (tmp_path / "back").glob("*.safetensors"):
-        back |= load_file(file)
-    assert back.keys() == hf_weights.keys()
-    assert all(torch.equal(back[name], hf_weights[name]) for name in names)
+    for dtype in (torch.bfloat16, torch.float32):
+        back = {}
+        for file in (tmp_path / str(dtype).removeprefix("torch.")).glob("*.safetensors"):
+            back |= load_file(file)
+        assert back.keys() == hf_weights.keys()
+        assert all(torch.equal(back[name], hf_weights[name].to(dtype)) for name in names)
 
 
 def test_checkpoint_with_holes_is_not_converted(tmp_path, hf_folder, hf_weights):
@@ -74,14 +69,6 @@ def test_checkpoint_with_holes_is_not_converted(tmp_path, hf_folder, hf_weights)
     with pytest.raises(ValueError, match="chunks of output.weight do not cover"):
         convert_to_hf(str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, None, "float32")
     assert not (tmp_path / "back").exists()
-
-
-def test_export_dtype_is_applied(tmp_path, hf_folder, hf_weights):
-    convert_from_hf(str(hf_folder), str(tmp_path / "dcp"), *MODEL)
-    convert_to_hf(str(tmp_path / "dcp"), str(tmp_path / "back"), *MODEL, None, "bfloat16")
-    (file,) = (tmp_path / "back").glob("*.safetensors")
-    name = "model.norm.weight"
-    assert torch.equal(load_file(file)[name], hf_weights[name].to(torch.bfloat16))
 
 
 def test_without_an_index_files_are_divided_by_size(tmp_path, hf_folder, hf_weights, monkeypatch):
@@ -105,21 +92,11 @@ def test_without_an_index_files_are_divided_by_size(tmp_path, hf_folder, hf_weig
 @pytest.mark.parametrize("largest_part", [1, 2**40])
 def test_config_stands_for_name_and_flavor(tmp_path, monkeypatch, largest_part):
     monkeypatch.setattr(hf, "_BYTES_PER_PART", largest_part)
-    experts = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "moe_intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "vocab_size": 32,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 64,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-    }
+    experts = dict(
+        model_type="qwen3_moe", hidden_size=16, intermediate_size=16, moe_intermediate_size=8,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=32,
+        rms_norm_eps=1e-6, max_position_embeddings=64, num_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
     config = tmp_path / "hf" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps(experts))
@@ -208,13 +185,12 @@ def test_what_stands_there_is_replaced_only_when_asked_and_other_files_are_kept(
 
 
 @pytest.mark.parametrize("direction", SCRIPTS)
-@pytest.mark.parametrize("way", ["itself", "link", "relative", "inside", "around"])
+@pytest.mark.parametrize("way", ["link", "relative", "inside", "around"])
 def test_source_is_never_written_to(folders, tmp_path, direction, way):
     source = folders[direction][0]
     before = contents(source)
     (tmp_path / "link").symlink_to(source)
     target = {
-        "itself": source,
         "link": tmp_path / "link",
         "relative": source / ".." / source.name,
         "inside": source / "new",
@@ -230,36 +206,22 @@ def test_source_is_never_written_to(folders, tmp_path, direction, way):
 
 @pytest.mark.parametrize("direction", SCRIPTS)
 @pytest.mark.parametrize("there", [True, False])
-def test_write_that_fails_leaves_everything_as_it_was(folders, tmp_path, direction, there):
+def test_write_that_fails_leaves_no_weights_and_all_other_files(
+    folders, tmp_path, direction, there
+):
     source, target = folders[direction]
     target = target if there else tmp_path / "new"
-    before = contents(target) if there else None
+    if there:
+        (target / "notes.txt").write_text("mine")
     others = {path.name for path in tmp_path.iterdir()}
     said = convert(direction, source, target, "--overwrite", limit_bytes=100 * 1024)
     assert f"{target} could not be written" in said and "too large" in said
-    assert before is None or contents(target) == before
+    assert not there or {file.name for file in target.iterdir()} <= {".incomplete", "notes.txt"}
     assert {path.name for path in tmp_path.iterdir()} == others
-
-
-def test_folder_of_something_else_is_not_overwritten(tmp_path):
-    (tmp_path / "home" / "letters").mkdir(parents=True)
-    (tmp_path / "file").touch()
-    for name, message in (("home", r"holds folders \(letters\)"), ("file", "is a file")):
-        with pytest.raises(ValueError, match=message), replacing(str(tmp_path / name), True, []):
-            raise AssertionError("writing has begun")
-
-
-def test_kill_while_writing_leaves_the_old_target(folders, tmp_path):
-    source, target = folders["from"]
-    before = contents(target)
-    with pytest.raises(KeyboardInterrupt), replacing(str(target), True, [str(source)]) as new:
-        (Path(new) / "half").touch()
-        raise KeyboardInterrupt
-    assert contents(target) == before and not Path(new).exists()
 
 
 def test_model_that_no_machine_has_memory_for_is_refused():
     spec = get_train_spec("llama3")
     args = dataclasses.replace(spec.model_args["debugmodel"], dim=2**22, n_layers=1, vocab_size=10)
-    with pytest.raises(ValueError, match="GiB in fp32, and this machine has"):
+    with pytest.raises(ValueError, match="cannot be built: .*memory"):
         zero_weights(spec.model_cls, args)

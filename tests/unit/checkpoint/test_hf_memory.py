@@ -16,23 +16,14 @@ MIB = 2**20
 # Large beside the rest of the process, small enough for a quick test.
 DIM, FFN, LAYERS, EXPERTS = 512, 2048, 5, 8
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": DIM,
-    "intermediate_size": 2 * FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "vocab_size": 256,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-}
-QWEN3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": FFN // 4,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-}
+LLAMA = dict(
+    model_type="llama", hidden_size=DIM, intermediate_size=2 * FFN, num_hidden_layers=LAYERS,
+    num_attention_heads=2, vocab_size=256, rms_norm_eps=1e-5, max_position_embeddings=128,
+)  # fmt: skip
+QWEN3_MOE = LLAMA | dict(
+    model_type="qwen3_moe", num_key_value_heads=2, moe_intermediate_size=FFN // 4,
+    num_experts=EXPERTS, num_experts_per_tok=2,
+)  # fmt: skip
 
 PROBE = """
 import sys, torch

@@ -1,15 +1,14 @@
-"""The warnings of a resume about settings that differ from the saved run's."""
+"""Settings of a resumed run that differ from the saved run's."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.checkpoint.run_record import (
-    check_same_meaning,
-    check_same_optimizer,
-    differences,
+    compare_with_saved,
     read_record,
     record_of,
     record_of_task,
@@ -31,48 +30,33 @@ def config_with(**changes) -> JobConfig:
     return config
 
 
-def told(loaded=("optimizer", "lr_scheduler", "dataloader"), **changes) -> list[str]:
-    saved = json.loads(json.dumps(record_of(JobConfig(), 8, None)))
-    return list(differences(saved, record_of(config_with(**changes), 8, None), loaded))
-
-
-def test_same_settings_are_not_told():
-    assert told() == []
-
-
-def test_settings_that_came_after_the_checkpoint_are_not_told():
-    assert list(differences({}, record_of(JobConfig(), 8, None), ["optimizer"])) == []
+ALL = ("optimizer", "lr_scheduler", "dataloader")
 
 
 @pytest.mark.parametrize(
-    ("loaded", "used"),
-    [(["optimizer"], "the saved one is used"), (["dataloader"], "this run's is used")],
+    ("loaded", "changes", "told"),
+    [
+        (ALL, {}, []),
+        (["optimizer"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 when .* now: the saved one is"]),
+        (["dataloader"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 .* is 0.8 now: this run's is"]),
+        (["lr_scheduler"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* the saved one is used"]),
+        (["optimizer"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* this run's is used"]),
+        (
+            ALL,
+            {"lr_scheduler__warmup_steps": 7, "training__steps": 5, "training__dtype": "bfloat16"},
+            ["lr_scheduler.warmup_steps was", "training.steps was", "training.dtype was"],
+        ),
+    ],
 )
-def test_which_side_wins_depends_on_what_is_loaded(loaded, used):
-    (text,) = told(loaded, optimizer__beta1=0.8)
-    assert text == f"optimizer.beta1 was 0.9 when it was saved and is 0.8 now: {used}"
-
-
-def test_learning_rate_comes_with_the_schedule():
-    for loaded, used in (
-        ("lr_scheduler", "the saved one is used"),
-        ("optimizer", "this run's is used"),
-    ):
-        (text,) = told([loaded], optimizer__lr=1.0)
-        assert text.startswith("optimizer.lr was ") and text.endswith(used)
-
-
-def test_each_difference_is_told():
-    texts = told(
-        lr_scheduler__warmup_steps=7,
-        training__steps=5,
-        training__dtype="bfloat16",
-    )
-    assert [text.split()[0] for text in texts] == [
-        "lr_scheduler.warmup_steps",
-        "training.steps",
-        "training.dtype",
-    ]
+def test_each_difference_is_told_with_the_value_that_is_used(loaded, changes, told, caplog):
+    saved = json.loads(json.dumps(record_of(JobConfig(), 8, None)))
+    own = record_of(config_with(**changes), 8, None)
+    compare_with_saved(saved, own, "step-4", loaded)
+    assert len(caplog.messages) == len(told)
+    for message, pattern in zip(caplog.messages, told, strict=True):
+        assert re.search(pattern, message), message
+    compare_with_saved({}, own, "step-4", loaded)  # settings that came after the checkpoint
+    assert len(caplog.messages) == len(told)
 
 
 def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **changes):
@@ -81,7 +65,7 @@ def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **change
     before, now = (
         record_of(config_with(**lora, **values), 8, None) for values in (saved or {}, changes)
     )
-    check_same_meaning(json.loads(json.dumps(before)), now, "step-4", loaded, allowed)
+    compare_with_saved(json.loads(json.dumps(before)), now, "step-4", loaded, allowed)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +124,14 @@ def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"{name}\n" * 9)
     loaded, saved = ["dataloader"], record("a", "b")
-    check_same_meaning(saved, record("a", "b"), "step-4", loaded, ())
+    compare_with_saved(saved, record("a", "b"), "step-4", loaded, ())
     for other, key in (
         (record("b", "a"), "training.mixture"),
         (record("a", "b", weight=2.0), "training.mixture"),
         (record("a", "b", template="{{ b }}"), "training.chat_template"),
     ):
         with pytest.raises(ValueError, match=f"from step-4: content of {key} was [^;]* now. The"):
-            check_same_meaning(saved, other, "step-4", loaded, ())
+            compare_with_saved(saved, other, "step-4", loaded, ())
 
 
 def test_other_tokenizer_is_refused(tmp_path):
@@ -164,16 +148,16 @@ def test_other_tokenizer_is_refused(tmp_path):
             (tmp_path / "copy", None),
         )
     )
-    check_same_meaning(saved, same, "step-4", ["dataloader"], ())
+    compare_with_saved(saved, same, "step-4", ["dataloader"], ())
     for other in (ends, normalizes):
         with pytest.raises(
             ValueError, match=r"content of model.hf_assets_path was .*allow_changed = "
         ):
-            check_same_meaning(saved, other, "step-4", ["dataloader"], ())
-        check_same_meaning(saved, other, "step-4", ["dataloader"], ["model.hf_assets_path"])
+            compare_with_saved(saved, other, "step-4", ["dataloader"], ())
+        compare_with_saved(saved, other, "step-4", ["dataloader"], ["model.hf_assets_path"])
 
 
-def test_other_task_of_rl_is_refused(tmp_path):
+def test_other_task_of_rl_is_refused(tmp_path, caplog):
     for name in "ab":
         (tmp_path / name).write_text(name)
 
@@ -189,9 +173,8 @@ def test_other_task_of_rl_is_refused(tmp_path):
     saved = record()
     (tmp_path / "moved").write_text("a")
     free = {"task__path": str(tmp_path / "moved"), "task__reward_processes": 2, "eval_every": 5}
-    check_same_meaning(saved, record(**free), "step-4", (), ())
-    told = list(differences(saved, record(**free), ()))
-    assert told == ["rl.eval_every was 0 when it was saved and is 5 now: this run's is used"]
+    compare_with_saved(saved, record(**free), "step-4", (), ())
+    assert "rl.eval_every was 0 when it was saved and is 5 now: this run's is used" in caplog.text
     for key, changed in {
         "content of rl.task.path": record(task__path=str(tmp_path / "b")),
         "content of rl.task.chat_template": record("{{ b }}"),
@@ -201,9 +184,9 @@ def test_other_task_of_rl_is_refused(tmp_path):
         "rl.seed": record(seed=3),
     }.items():
         with pytest.raises(ValueError, match=f"from step-4: {key} was [^;]* now. The"):
-            check_same_meaning(saved, changed, "step-4", (), ())
+            compare_with_saved(saved, changed, "step-4", (), ())
         allowed = [key.removeprefix("content of ")]
-        check_same_meaning(saved, changed, "step-4", (), allowed)
+        compare_with_saved(saved, changed, "step-4", (), allowed)
         record_of(RLConfig(checkpoint=Checkpoint(allow_changed=allowed)), 8, None)
 
 
@@ -247,17 +230,17 @@ def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path,
 def test_other_optimizer_is_an_error_with_both_names():
     saved, own = (record_of(config_with(optimizer__name=n), 8, None) for n in ("AdamW", "Adam"))
     with pytest.raises(ValueError, match="'AdamW', got 'Adam'.*exclude_from_loading"):
-        check_same_optimizer(saved, own, "step-4")
-    check_same_optimizer(saved, saved, "step-4")
-    check_same_optimizer({}, own, "step-4")
+        compare_with_saved(saved, own, "step-4", ["optimizer"])
+    compare_with_saved(saved, own, "step-4", ["dataloader"])
+    compare_with_saved({}, own, "step-4", ["optimizer"])
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "[" * 10**5, "\\udc80"])
+@pytest.mark.parametrize("text", ["[1, 2]", "[" * 10**5])
 def test_record_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, text, caplog):
     assert read_record(str(tmp_path)) == {}
     (tmp_path / "run.json").write_text(text)
     assert read_record(str(tmp_path)) == {}
-    assert "run.json cannot be read" in caplog.text
+    assert "not compared with the saved ones" in caplog.text and "run.json" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -286,8 +269,3 @@ def test_first_step_of_a_continued_run_has_the_rate_of_its_own_schedule(tmp_path
     trainer.close()
     assert rates[0] == logged[0] == pytest.approx(rate)
     assert rates == logged
-
-
-def test_number_of_documents_is_recorded_where_it_is_known():
-    assert record_of(JobConfig(), 8, None, 5)["number of documents"] == 5
-    assert "number of documents" not in record_of(JobConfig(), 8, None, None)

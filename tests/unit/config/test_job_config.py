@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import tomli
@@ -101,27 +100,9 @@ def test_flags_win_over_toml_and_toml_over_defaults(parse_toml):
     assert config.training.local_batch_size == 8
 
 
-def test_empty_toml_file_leaves_defaults(parse_toml):
-    config = parse_toml("")
-    assert config.training.steps == 10000
-    assert config.job.description
-
-
-def test_dump_folder_flag_wins_over_toml():
-    config = parse("--job.config_file", DEBUG_TOML, "--job.dump_folder", "/tmp/test_tt/")
-    assert config.job.dump_folder == "/tmp/test_tt/"
-
-
 def test_arguments_default_to_those_of_the_process_when_called(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--training.steps=12"])
     assert ConfigManager().parse_args().training.steps == 12
-
-
-def test_managers_add_the_parsers_rules_once():
-    registry = mock.Mock()
-    for _ in range(2):
-        ConfigManager.register_tyro_rules(registry)
-    assert registry.primitive_rule.call_count == 1  # one rule for lists and tables
 
 
 def test_each_parse_starts_afresh(parse_toml):
@@ -196,25 +177,6 @@ def test_dashes_none_and_nested_sections_work_as_flags():
     assert config.model.attn_type == "flex"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--abcde"], ["--abcde"]),
-        (["--training.stepss=1"], ["--training.stepss", "--training.steps"]),
-        (["--training.steps=ten"], ["--training.steps", "ten"]),
-        (["--optimizer.implementation=quick"], ["quick", "for-loop", "foreach", "fused"]),
-        (["--job.config_file"], ["--job.config_file"]),
-    ],
-)
-def test_bad_flag_exits_with_2_and_one_message(flags, words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse(*flags)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    for word in words:
-        assert word in printed.err
-
-
 def test_any_rank_prints_what_is_wrong_and_which_rank_it_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -232,9 +194,8 @@ def test_help_lists_every_key(capsys):
     for section in dataclasses.fields(JobConfig):
         for key in dataclasses.fields(section.type):
             flag = f"--{section.name}.{key.name}"
-            only_raises = section.name == "fault_tolerance" or flag.endswith("_comm_backend")
             in_files_only = flag in ("--training.mixture", "--optimizer.groups")
-            assert (flag.replace("_", "-") in printed) is not (only_raises or in_files_only)
+            assert (flag.replace("_", "-") in printed) is not in_files_only
 
 
 def test_what_is_not_available_is_refused_and_its_other_keys_are_accepted(parse_toml):
@@ -346,7 +307,10 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
             "--checkpoint.interval=0",
             "checkpoint.interval must be at least 1, got 0",
         ),
-        ("--checkpoint.keep_latest_k=-1", "checkpoint.keep_latest_k must be 0 .* got -1; use 2"),
+        (
+            "--checkpoint.keep_latest_k=-1",
+            "checkpoint.keep_latest_k must be at least 2, or 0, got -1",
+        ),
         ("--checkpoint.load_step=-7", "checkpoint.load_step must be at least -1, got -7"),
         (
             "--checkpoint.folder=..",
@@ -391,25 +355,12 @@ def test_mistake_in_toml_is_one_line(tmp_path, capsys):
         with pytest.raises(ConfigError) as raised:
             model_of_file(str(path))
         assert line == f"config error: {raised.value}"
-
-
-def test_unknown_key_is_named_with_the_nearest_one(parse_toml):
-    with pytest.raises(ValueError) as raised:
-        parse_toml({"training": {"stepz": 3}})
-    lines = str(raised.value).splitlines()
-    assert lines[0] == (
-        "Invalid field names in <class 'torchtitan.config.job_config.Training'> data: {'stepz'}."
-    )
-    assert lines[1] == (
-        "Please modify your .toml config file or override these fields from the command line."
-    )
-    assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
-    assert lines[3].startswith("'stepz' in [training] is unknown, did you mean 'steps'? (in ")
-
-
-def test_unknown_table_is_named_with_the_nearest_one(parse_toml):
-    with pytest.raises(ConfigError, match="'trainign' in the file is unknown, did you mean 'train"):
-        parse_toml({"trainign": {"steps": 3}})
+        if "stepz" in text:  # the lines that programs for 0.2.x look for
+            with pytest.raises(ValueError) as raised:
+                parse(f"--job.config_file={path}")
+            lines = str(raised.value).splitlines()
+            assert lines[0].startswith("Invalid field names in <class 'torchtitan.config.job_conf")
+            assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
 
 
 def test_unknown_key_unlike_any_other_gets_the_list(parse_toml):
@@ -448,11 +399,6 @@ def test_integer_serves_for_a_float(parse_toml):
     config = parse_toml("[optimizer]\nlr = 1\n[lr_scheduler]\ndecay_ratio = 1")
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
     assert isinstance(config.lr_scheduler.decay_ratio, float)
-
-
-def test_text_or_list_may_be_either_in_toml(parse_toml):
-    config = parse_toml("[quantize.grouped_mm.mx]\nfqns = 'experts'")
-    assert config.quantize.grouped_mm.mx.fqns == "experts"
 
 
 @given(
@@ -503,11 +449,6 @@ def test_parse_args_or_exit_prints_one_message_and_exits_with_2(parse_toml, tmp_
         assert "Traceback" not in printed.err
 
 
-def test_exit_on_config_error_lets_bugs_through():
-    with pytest.raises(ZeroDivisionError), exit_on_config_error():
-        _ = 1 / 0
-
-
 # --- Custom config modules --------------------------------------------------------------------
 
 
@@ -525,11 +466,6 @@ def test_custom_module_named_by_flag_extends_the_config():
     assert isinstance(config, JobConfig)
     assert isinstance(config.to_dict(), dict)
     check_job_config(config)
-
-
-def test_custom_module_still_refuses_unknown_flags(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse(f"--job.custom_config_module={CUSTOM_MODULE}", "--abcde")
 
 
 @pytest.mark.parametrize(
@@ -552,11 +488,6 @@ def test_custom_module_named_in_toml_extends_the_config(parse_toml, key):
         "really good",
         5,
     )
-
-
-def test_deprecated_name_of_the_custom_module_flag_takes_effect():
-    config = parse(f"--experimental.custom_args_module={CUSTOM_MODULE}")
-    assert config.training.my_custom_steps == 32
 
 
 def test_values_of_custom_keys_are_type_checked(parse_toml):
@@ -603,31 +534,6 @@ def test_merged_config_refuses_keys_without_default():
         ConfigManager._merge_configs(JobConfig, CustomJobConfig)
 
 
-def test_help_of_an_extended_section_keeps_its_texts(capsys):
-    @dataclasses.dataclass
-    class MoreTraining:
-        more: int = 1
-
-    @dataclasses.dataclass
-    class MoreJobConfig:
-        training: MoreTraining
-
-    config_cls = ConfigManager._merge_configs(JobConfig, MoreJobConfig)
-    with pytest.raises(SystemExit):
-        ConfigManager(config_cls).parse_args(
-            [f"--job.custom_config_module={CUSTOM_MODULE}", "--help"]
-        )
-    text = capsys.readouterr().out
-    assert "--training.more" in text and "--training.my_custom_steps" in text
-    assert "Tokens per sequence" in text and "Optimizer steps to train for" in text
-
-
-def test_merging_leaves_the_built_in_config_alone():
-    parse(f"--job.custom_config_module={CUSTOM_MODULE}")
-    assert not hasattr(JobConfig(), "custom_config")
-    assert JobConfig().training.steps == 10000
-
-
 # --- Old keys, logging, presets ---------------------------------------------------------------
 
 
@@ -640,12 +546,6 @@ def test_old_tokenizer_file_is_refused(tmp_path):
     path.touch()
     with pytest.raises(ConfigError, match="model.hf_assets_path.*download_hf_assets"):
         parse(f"--model.hf_assets_path={path}")
-
-
-def test_config_file_is_not_written_without_process_group(tmp_path):
-    config = parse(f"--job.dump_folder={tmp_path}", "--job.save_config_file=x/config.json")
-    config.maybe_log()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
@@ -686,10 +586,3 @@ def test_help_takes_little_cpu_time_beyond_torch():
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.rsplit("seconds", 1)[1]) < 3
-
-
-def test_unknown_key_comes_with_the_name_of_its_file_and_a_command_that_exists(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text("[training]\nstepz = 3\n")
-    with pytest.raises(ConfigError, match=r"\(in .*job.toml; `.* --help` lists all keys"):
-        parse("--job.config_file", str(path))

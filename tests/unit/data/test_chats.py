@@ -17,8 +17,8 @@ from tests.unit.data.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
 from torchtitan.data.document_sources import Source
-from torchtitan.data.lanes import Packing
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools.logging import already_said
 
@@ -156,77 +156,48 @@ A, U = {"role": "assistant", "content": "4"}, {"role": "user", "content": "2+2?"
 
 # (sample, beginning of the sentence, a part of the remedy)
 BAD_SAMPLES = [
-    ({"messages": []}, "'messages' holds no message", "leave out the chat"),
-    (
-        {"messages": "hi"},
-        "'messages' must be a list of objects with 'role' and 'content', got 'hi'",
-        "correct",
-    ),
+    ({"messages": []}, "'messages' must be a list of objects with 'role' and 'content'", "leave out"),
+    ({"messages": "hi"}, "'messages' must be a list of objects", "correct"),
     ({"messages": [U, "hi"]}, "'messages' must be a list of objects", "correct"),
-    (
-        {"messages": [{"from": "human", "value": "x"}]},
-        "message 1 of 'messages' has no 'role', got the keys ['from', 'value']",
-        "convert",
-    ),
-    (
-        {"messages": [U, A | {"role": "asistant"}]},
-        "message 2 of 'messages' has the unknown role 'asistant', did you mean 'assistant'?",
-        "one of system",
-    ),
-    (
-        {"messages": [U | {"content": None}, A]},
-        "message 1 of 'messages' has no 'content' (role 'user')",
-        "give it a text",
-    ),
-    (
-        {"messages": [U, {"role": "assistant"}]},
-        "message 2 of 'messages' has no 'content' (role 'assistant')",
-        "give it a text",
-    ),
-    (
-        {"messages": [U | {"content": 4}, A]},
-        "message 1 of 'messages' must have a text as its 'content', got 4",
-        "correct",
-    ),
-    (
-        {"messages": [U | {"content": [{"type": "image"}]}, A]},
-        "message 1 of 'messages' has a part of the type 'image'",
-        "leave out",
-    ),
+    ({"messages": [{"from": "human", "value": "x"}]},
+     "message 1 of 'messages' must have a 'role' of system, ", "got the keys ['from', 'value']"),
+    ({"messages": [U, A | {"role": "asistant"}]}, "message 2 of 'messages' must have a 'role' of ",
+     "got 'role' 'asistant', did you mean 'assistant'?; convert"),
+    ({"messages": [U | {"content": None}, A]},
+     "message 1 of 'messages' must have a text as its 'content' (role 'user')", "give it a text"),
+    ({"messages": [U, {"role": "assistant"}]},
+     "message 2 of 'messages' must have a text as its 'content' (role 'assistant')", "give it a text"),
+    ({"messages": [U | {"content": 4}, A]},
+     "message 1 of 'messages' must have a text as its 'content' (role 'user'), got 4", "leave out"),
+    ({"messages": [U | {"content": [{"type": "image"}]}, A]},
+     "message 1 of 'messages' must have a text as its 'content' (role 'user'), got [{'type'", "leave"),
     ({"messages": [U, U]}, "the chat has no turn of the role 'assistant'", "leave it out"),
-    ({"messages": [U, A], "tools": "[{"}, "'tools' is not valid JSON: ", "correct"),
+    ({"messages": [U, A], "tools": "[{"}, "'tools' must be a list of JSON schemas, got '[{'", "correct"),
     ({"messages": [U, A], "tools": ["add"]}, "'tools' must be a list of JSON schemas", "correct"),
-    (
-        {"messages": [U, A], "chat_template_kwargs": "x"},
-        "'chat_template_kwargs' must be an object",
-        "correct",
-    ),
-    (
-        {"messages": [U, A | {"content": "\ud83d"}]},
-        "the text has half of a surrogate pair, '\\ud83d'",
-        "leave out",
-    ),
-    (
-        {"prompt": "a", "completion": "\udc00"},
-        "the text has half of a surrogate pair, '\\udc00'",
-        "leave out",
-    ),
-    ({"prompt": "a"}, "need 'completion' beside 'prompt', got the keys ['prompt']", "add it"),
-    ({"prompt": None, "completion": "a"}, "need 'prompt' beside 'completion'", "add it"),
-    (
-        {"prompt": "a", "completion": [A]},
-        "'prompt' and 'completion' must both be texts or both be lists",
-        "convert",
-    ),
-    ({"prompt": [U], "completion": []}, "'completion' holds no message", "leave out"),
+    ({"messages": [U, A], "chat_template_kwargs": "x"},
+     "'chat_template_kwargs' must be an object", "correct"),
+    ({"prompt": "a"}, "need an object with 'messages', or with 'prompt' and 'completion'", "convert"),
+    ({"prompt": None, "completion": "a"}, "need an object with 'messages', or with", "convert"),
+    ({"prompt": "a", "completion": [A]},
+     "'prompt' and 'completion' must both be texts or both be lists", "convert"),
+    ({"prompt": [U], "completion": []}, "'completion' must be a list of objects", "leave out"),
     ({"prompt": 4, "completion": 5}, "'prompt' must be a list of objects", "correct"),
-    (
-        {"conversations": [U, A]},
-        "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conversations']",
-        "convert",
-    ),
+    ({"conversations": [U, A]},
+     "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conv", "convert"),
     (["a"], "need an object with 'messages', got list", "correct"),
-]
+]  # fmt: skip
+
+
+def test_half_of_a_surrogate_pair_is_named_with_its_place(tokenizer):
+    for sample in (
+        {"messages": [U, A | {"content": "\ud83d"}]},
+        {"prompt": "a", "completion": "\ud83d"},
+    ):
+        source = Source("chat", [sample], encoder_of(tokenizer), tokenizer)
+        with pytest.raises(
+            ValueError, match="document 0 .* has half of a surrogate pair, '.ud83d'"
+        ):
+            source.read(0)
 
 
 @pytest.mark.parametrize("sample, problem, remedy", BAD_SAMPLES)
@@ -277,7 +248,7 @@ BAD_TEMPLATES = [
     (
         "{{ messages[1].role.upper() }}" + PLAIN,
         [U, A],
-        UNMARKED + "cannot render the beginning of the chat through message 1 (",
+        UNMARKED + "cannot render the chat through message 1 (",
         "training.chat_template",
     ),
     # A reply has another closing token once the chat goes on.
@@ -435,15 +406,8 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
     chats = load_chats(str(path))
     assert chats[0] == {"messages": [1]}  # the encoder refuses it
     for index, sentence in [
-        (
-            1,
-            "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the keys",
-        ),
-        (
-            2,
-            r'line 3: not valid JSON .*one object like \{"messages": \[\{"role": "user", "content"',
-        ),
-        (3, "line 4: need 'completion' beside 'prompt', got the keys"),
+        (1, "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the k"),
+        (2, r'line 3: not valid JSON .*one object like \{"messages": \[\{"role": "user", "cont'),
         (4, "line 5: need an object with 'messages', got str"),
     ]:
         with pytest.raises(ValueError, match=sentence):
@@ -505,7 +469,7 @@ def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts
         x.tolist() for x in encode({"messages": [U, A]})
     ]
     listed[0]["content"] *= 2
-    with pytest.raises(ValueError, match="writes texts, and .* list of several parts"):
+    with pytest.raises(ValueError, match="writes texts, and .* list of several parts; join"):
         encode({"messages": listed})
 
 

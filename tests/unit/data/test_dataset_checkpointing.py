@@ -28,9 +28,7 @@ def registered(c4_test):
     names = {
         "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
         "small_stream": DatasetConfig(
-            "",
-            lambda path: small.to_iterable_dataset(num_shards=4),
-            lambda sample: sample["text"],
+            "", lambda path: small.to_iterable_dataset(num_shards=4), lambda sample: sample["text"]
         ),
         "small_shuffled_stream": DatasetConfig(
             "",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
-from torchtitan.data import DatasetConfig, lanes, local_files, open_document
+from torchtitan.data import DatasetConfig, local_files, open_document, row_streams
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_share import DocumentShare, deal_again
+from torchtitan.data.document_sources import DocumentShare, deal_again
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.text_datasets import (
     DATASETS,
@@ -169,7 +169,7 @@ def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
 def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
     with pytest.raises(ValueError, match="'numbers' holds no documents"):
         make_dataset([], infinite=True)
-    monkeypatch.setattr(lanes, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
+    monkeypatch.setattr(row_streams, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
     with pytest.raises(ValueError, match="50 documents in a row gave no tokens"):
         next(iter(make_dataset([{"text": ""}], infinite=True)))
     mostly_empty = make_dataset([{"text": ""}] * 49 + documents_of([1]), infinite=True)
@@ -241,12 +241,7 @@ def tokens_left_in_buffers(states):
 
 @pytest.mark.parametrize(
     "phases",
-    [
-        [(2, 0), (4, 0), (3, 0)],
-        [(1, 0), (1, 2)],
-        [(2, 2), (1, 0), (2, 1)],
-        [(4, 0), (1, 0)],
-    ],
+    [[(2, 0), (4, 0), (3, 0)], [(1, 0), (1, 2)], [(2, 2), (1, 0), (2, 1)], [(4, 0), (1, 0)]],
 )
 def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
     """phases: (ranks, data workers per rank); the last phase draws until the data end."""

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_lanes import source
+from tests.unit.data.test_row_streams import source
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource
-from torchtitan.data import counts, row_plan
-from torchtitan.data.lanes import Packing
+from torchtitan.data import row_plan
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.token_files import write_pair
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
@@ -325,13 +325,13 @@ def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
     assert planned(lengths, "fit", limit=3, seed=1).num_steps_left == first
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    numbers = counts.kept("key", lambda: np.arange(5))
+    numbers = row_plan.kept("key", lambda: np.arange(5))
     (file,) = (tmp_path / "torchtitan").iterdir()
     content = file.read_bytes()
     place = content.index(bytes([4] + [0] * 7)) if content else 0  # the last number
     for damaged in (content[:place] + b"\x05" + content[place + 1 :], content[:-9], b"", b"x" * 99):
-        assert counts.kept("key", lambda: 1 / 0).tolist() == numbers.tolist() and not caplog.text
+        assert row_plan.kept("key", lambda: 1 / 0).tolist() == numbers.tolist() and not caplog.text
         file.write_bytes(damaged)
-        assert counts.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
+        assert row_plan.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
         assert f"the counts of tokens in {file} are damaged, and made again" in caplog.text
         caplog.clear()

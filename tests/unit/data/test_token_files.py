@@ -124,21 +124,19 @@ def test_pair_of_megatron_is_read_by_prefix_or_by_either_file(tmp_path, ending):
     ("code", "letter", "largest"),
     [(1, "B", 255), (3, "h", 2**15 - 1), (4, "i", 2**31 - 1), (5, "q", 2**63 - 1), (8, "H", 65535)],
 )
-def test_every_integer_type_is_read(tmp_path, code, letter, largest):
-    pack(tmp_path / "a", [[[0, largest], [1]], [[largest]]], code, letter)
-    tokens = TokenDocuments(str(tmp_path))
-    assert [tokens[i].tolist() for i in range(2)] == [[0, largest, 1], [largest]]
-
-
-@pytest.mark.parametrize(("code", "letter", "name"), [(8, "H", "<u2"), (4, "i", "<i4")])
-def test_written_pair_has_the_published_layout(tmp_path, code, letter, name):
-    documents = [[1, 2, 3], [], [60_000], list(range(100))]
+def test_every_integer_type_is_read_and_written_pairs_have_the_published_layout(
+    tmp_path, code, letter, largest
+):
+    documents = [[1, 2, 3], [], [largest], list(range(100))]
     pack(tmp_path / "packed", [[document] for document in documents], code, letter)
-    pieces = ([document[:2], document[2:]] for document in documents)
-    write_pair(str(tmp_path / "written"), pieces, np.dtype(name))
-    for ending in (".bin", ".idx"):
-        written = (tmp_path / f"written{ending}").read_bytes()
-        assert written == (tmp_path / f"packed{ending}").read_bytes()
+    tokens = TokenDocuments(f"{tmp_path}/packed")
+    assert [tokens[i].tolist() for i in range(4)] == documents
+    if code in (4, 8):
+        pieces = ([document[:2], document[2:]] for document in documents)
+        assert write_pair(str(tmp_path / "written"), pieces, tokens[0].dtype) == 104
+        for ending in (".bin", ".idx"):
+            written = (tmp_path / f"written{ending}").read_bytes()
+            assert written == (tmp_path / f"packed{ending}").read_bytes()
 
 
 def test_documents_of_several_pairs_follow_in_the_order_of_names(tmp_path):
@@ -146,22 +144,12 @@ def test_documents_of_several_pairs_follow_in_the_order_of_names(tmp_path):
     pack(tmp_path / "a", [[[1, 2]]], 8, "H")
     pack(tmp_path / "c", [], 8, "H")
     (tmp_path / "._a.idx").write_bytes(b"left by a Mac")
-    tokens = TokenDocuments(str(tmp_path))
+    tokens = pickle.loads(pickle.dumps(TokenDocuments(str(tmp_path))))  # as in a data worker
     assert [tokens[i].tolist() for i in range(len(tokens))] == [[1, 2], [3], [4, 5]]
     assert tokens.where(2) == f"{tmp_path}/b.bin, document 1 (counted from 0)"
     for index in (-1, 3):
         with pytest.raises(IndexError):
             tokens[index]
-
-
-def test_pickled_tokens_are_small_and_map_the_files_again(tmp_path):
-    pack(tmp_path / "a", [[list(range(1000))]] * 100, 8, "H")
-    tokens = TokenDocuments(str(tmp_path))
-    pickled = pickle.dumps(tokens)
-    assert len(pickled) < 1000
-    again = pickle.loads(pickled)
-    assert len(again) == 100
-    assert np.array_equal(again[99], tokens[99])
 
 
 def test_opening_does_not_read_the_index(tmp_path):
@@ -250,32 +238,18 @@ def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
     assert "are whole" in capsys.readouterr().out
 
 
-def test_failed_document_keeps_the_parts_before_it(tmp_path, lines, capsys):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(lines.read_text() + '{"text": "half of \\ud800"}\n')
-    write(bad, tmp_path / "out", "--documents_per_part", 2, exit_code=1)
-    error = capsys.readouterr().err
-    assert error == (
-        f"error: {bad}, line 6: the text has half of a surrogate pair, '\\ud800', which is not "
-        "a character; mend or leave out the document\n"
-    )
-    names = {f"part-0000{i}.{ending}" for i in range(2) for ending in ("bin", "idx", "crc32")}
-    assert content(tmp_path / "out").keys() == names | {"tokens.json"}  # and no .unfinished file
-
-
-def test_finished_folder_is_left_as_it_is(tmp_path, lines):
-    write(lines, tmp_path / "out")
-    before = content(tmp_path / "out")
-    (tmp_path / "out/part-00009.bin.123.unfinished").touch()
-    write(lines, tmp_path / "out")
-    assert content(tmp_path / "out") == before
-
-
-def test_failure_of_a_process_ends_all_with_its_sentence(tmp_path, lines, capsys):
-    lines.write_text(lines.read_text() + "no JSON\n")
-    write(lines, tmp_path / "out", "--processes", 2, exit_code=1)
-    assert f"error: {lines}, line 6: not valid JSON" in capsys.readouterr().err
+@pytest.mark.parametrize("processes", [1, 2])
+def test_failed_document_ends_all_processes_and_keeps_the_parts_before_it(
+    tmp_path, lines, capsys, processes
+):
+    lines.write_text(lines.read_text() + '{"text": "half of \\ud800"}\n')
+    options = ("--documents_per_part", 2, "--processes", processes)
+    write(lines, tmp_path / "out", *options, exit_code=1)
+    assert f"error: {lines}, line 6: the text has half of a surr" in capsys.readouterr().err
     assert not multiprocessing.active_children()
+    names = {f"part-0000{i}.{ending}" for i in range(2) for ending in ("bin", "idx", "crc32")}
+    if processes == 1:
+        assert content(tmp_path / "out").keys() == names | {"tokens.json"}  # and no .unfinished
 
 
 # ---- refused commands ----
@@ -284,6 +258,7 @@ def test_failure_of_a_process_ends_all_with_its_sentence(tmp_path, lines, capsys
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ([], None),  # the same command leaves a finished folder as it is
         (["--documents_per_part", 2], "was begun with documents_per_part = 1, and this command has 2"),
         (["--eos_token", "no such token"], "must be a token of the tokenizer"),
         (["--bos_token", "<|pad|>"], "was begun with tokenizer = {'sha256': "),
@@ -295,13 +270,15 @@ def test_failure_of_a_process_ends_all_with_its_sentence(tmp_path, lines, capsys
 def test_folder_of_another_command_is_refused(tmp_path, lines, capsys, options, sentence):
     write(lines, tmp_path / "out", "--documents_per_part", 1)
     before = content(tmp_path / "out")
-    write(lines, tmp_path / "out", *options, exit_code=2)
-    assert sentence in capsys.readouterr().err
+    (tmp_path / "out/part-00009.bin.123.unfinished").touch()
+    write(lines, tmp_path / "out", *options, exit_code=2 if sentence else 0)
+    assert not sentence or sentence in capsys.readouterr().err
+    (tmp_path / "out/part-00009.bin.123.unfinished").unlink(missing_ok=bool(not sentence))
     assert content(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("change", ["renamed", "swapped", "replaced"])
-def test_source_whose_files_changed_places_between_kill_and_resume_is_refused(
+def test_source_whose_files_changed_between_kill_and_resume_is_refused_until_overwrite(
     tmp_path, capsys, change
 ):
     """Number, bytes and times of all files together stay the same, and so do those of each file."""
@@ -324,16 +301,9 @@ def test_source_whose_files_changed_places_between_kill_and_resume_is_refused(
         (source / "c.jsonl").write_text(text[:-8] + text[-8:].replace("9", "8"))
         os.utime(source / "c.jsonl", (1, 1))
     write(source, out, exit_code=2)
-    assert "was begun with source = " in capsys.readouterr().err
-
-
-def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
-    out = tmp_path / "out"
-    write(lines, out, "--documents_per_part", 1)
-    lines.write_text('{"text": "other"}\n')
-    write(lines, out, exit_code=2)
-    assert "write to another folder, or begin again with --overwrite" in capsys.readouterr().err
-    write(lines, out, "--overwrite")
+    error = capsys.readouterr().err
+    assert "was begun with source = " in error and "or begin again with --overwrite" in error
+    write(source, out, "--overwrite", "--documents_per_part", 120)
     names = {"part-00000.bin", "part-00000.crc32", "part-00000.idx", "tokens.json"}
     assert content(out).keys() == names
 
@@ -342,8 +312,8 @@ def test_changed_source_is_refused_until_overwrite(tmp_path, lines, capsys):
     ("source", "sentence"),
     [
         ("python_doc", "got 'python_doc', did you mean 'python_docs'? (looked in "),
-        ("empty", "empty holds no documents; correct SOURCE"),
-        ("stream", "dataset 'stream' is a stream"),
+        ("empty", "empty has no documents, or is a stream"),
+        ("stream", "stream has no documents, or is a stream"),
     ],
 )
 def test_source_without_documents_is_refused(tmp_path, monkeypatch, capsys, source, sentence):
@@ -411,43 +381,38 @@ def append(name, data):
 DAMAGES = {
     "no files": (
         lambda f: [(f / name).unlink() for name in ("a.bin", "a.idx")],
-        "there are no token files at ",
+        "a.idx and {path}.bin: missing (looked in ",
     ),
-    "no index": (lambda f: (f / "a.idx").unlink(), "a.idx is missing, and its pair cannot be read"),
-    "no data": (lambda f: (f / "a.bin").unlink(), "a.bin is missing, and its pair cannot be read"),
+    "no index": (lambda f: (f / "a.idx").unlink(), "a.idx: missing"),
+    "no data": (lambda f: (f / "a.bin").unlink(), "a.bin: missing"),
     "magic": (
         replace("a.idx", 0, b"TNTIDX\0\0"),
-        "must begin with b'MMIDIDX\\x00\\x00', got b'TNTIDX\\x00\\x00\\x00'",
+        "begins with b'TNTIDX\\x00\\x00\\x00', and an index of Megatron-LM's format with b'MMIDIDX",
     ),
-    "empty index": (cut("a.idx", 0), "must begin with b'MMIDIDX"),
+    "empty index": (cut("a.idx", 0), "begins with b'\\x00"),
     "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and the code 8 for"),
     "float": (replace("a.idx", 17, b"\6"), "the code 6 for the type of its ids, and version 1 with"),
-    "type": (replace("a.idx", 17, b"\x63"), "the code 99 for the type of its ids"),
-    "cut header": (cut("a.idx", 20), "a.idx has 20 bytes, and 34 are needed"),
-    "cut index": (
-        cut("a.idx", 100),
-        "has 100 bytes, and 146 are needed for its 6 sequences and 4 documents: it was cut off",
-    ),
-    "longer index": (append("a.idx", b"1234567"), "has 153 bytes, and 146 are needed"),
-    "modes": (append("a.idx", bytes(6)), "it also has a mode for each sequence; only corpora of"),
+    "cut header": (cut("a.idx", 20), "a.idx has 20 bytes, and "),
+    "cut index": (cut("a.idx", 100), "has 100 bytes, and 146 are needed for its 6 sequences and 4 doc"),
+    "modes": (append("a.idx", bytes(6)), "has 152 bytes, and 146 are needed"),
     "documents": (
         replace("a.idx", 138, struct.pack("<q", 5)),
-        "must begin with sequence 0 and end with 6, got [0, 5]; write the pair again",
+        "lists documents of the sequences [0, 5], not 0 to 6; copy or write the pair again",
     ),
     "cut data": (cut("a.bin", 17), "a.bin has 17 bytes, and its index lists 18: one of the two"),
     "longer data": (append("a.bin", b"12"), "a.bin has 20 bytes, and its index lists 18"),
     "pointer": (
         replace("a.idx", 66, struct.pack("<q", 8)),
-        "document 0 (counted from 0): the index is damaged, because it lists sequences at bytes [0, 8]",
+        "document 0 (counted from 0): a file of the pair is damaged, or of another pair: the index lists",
     ),
-    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "it lists sequences at bytes [0, 6]"),
+    "length": (replace("a.idx", 34, struct.pack("<i", -9)), "lists sequences at bytes [0, 6]"),
     "document order": (
         replace("a.idx", 114, struct.pack("<q", 99)),
-        "it lists sequences 0 to 99 of 6; copy the .idx file again",
+        "lists sequences 0 to 99 of 6; copy the folder again",
     ),
     "overlapping sequences": (
         replace("a.idx", 58, struct.pack("<qq", 2, 8)),
-        "it lists sequences at bytes [2, 8] for bytes 0 to 12 of 18",
+        "lists sequences at bytes [2, 8] for 0 to 12 of 18",
     ),
 }  # fmt: skip
 
@@ -456,9 +421,7 @@ def test_lengths_of_a_damaged_index_are_refused(tmp_path):
     for place, number in ((114, 99), (122, 1)):
         pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
         replace("a.idx", place, struct.pack("<q", number))(tmp_path)
-        with pytest.raises(
-            ValueError, match=r"a\.idx is damaged: a document begins with an earlier"
-        ):
+        with pytest.raises(ValueError, match=r"a\.idx is damaged: a document begins before"):
             _ = TokenDocuments(str(tmp_path)).lengths
 
 
@@ -468,30 +431,29 @@ def test_damaged_files_are_refused(tmp_path, name):
     pack(tmp_path / "a", MEGATRON_DOCUMENTS, 8, "H")
     damage(tmp_path)
     with pytest.raises(ValueError) as caught:
-        TokenDocuments(str(tmp_path))[0]
-    assert sentence in str(caught.value)
+        TokenDocuments(f"{tmp_path}/a")[0]
+    assert sentence.format(path=f"{tmp_path}/a") in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
 ABOUT_DAMAGES = {
     "format": (lambda about: about | {"format": 2}, "its format is 2, and 1 is known"),
-    "keys": (lambda about: {"format": 1}, "it lacks finished, parts, tokenizer"),
-    "parts": (lambda about: about | {"parts": ["a"]}, "its parts must be a list of objects with name, documents"),
+    "keys": (lambda about: {"format": 1}, "cannot be read (KeyError: 'parts')"),
+    "parts": (lambda about: about | {"parts": ["a"]}, "cannot be read (TypeError"),
     "count": (
         lambda about: about | {"parts": [about["parts"][0] | {"tokens": "28"}]},
-        "its parts must be a list of objects with name, documents and tokens, got {'name': 'part-00000'",
+        "cannot be read (TypeError: unsupported operand",
     ),
-    "name": (lambda about: about | {"parts": [about["parts"][0] | {"name": []}]}, "its parts must be"),
-    "tokenizer": (lambda about: about | {"tokenizer": 1}, "its tokenizer must be an object"),
+    "name": (lambda about: about | {"parts": [about["parts"][0] | {"name": []}]}, "unhashable"),
     "unfinished": (lambda about: about | {"finished": False}, "says that the folder is unfinished"),
-    "fewer": (lambda about: about | {"parts": []}, "tokens.json lists nothing as the documents and tokens of part-00000"),
+    "fewer": (lambda about: about | {"parts": []}, "(documents, tokens) of part-00000 = None, and"),
     "more": (
         lambda about: about | {"parts": [*about["parts"], about["parts"][0] | {"name": "part-1"}]},
-        "of part-1, and the folder has nothing there; copy the whole folder again",
+        "and the folder has None; copy the whole folder again",
     ),
     "counts": (
         lambda about: about | {"parts": [about["parts"][0] | {"tokens": 1}]},
-        "lists (5, 1) as the documents and tokens of part-00000, and the folder has (5, ",
+        "of part-00000 = (5, 1), and the folder has (5, ",
     ),
 }  # fmt: skip
 
@@ -505,11 +467,6 @@ def test_folder_that_differs_from_its_tokens_json_is_refused(tmp_path, lines, na
     with pytest.raises(ValueError) as caught:
         TokenDocuments(str(tmp_path / "out"))
     assert sentence in str(caught.value)
-    file.write_text("{")
-    with pytest.raises(
-        ValueError, match=r"tokens\.json is not valid JSON: .*; fetch the file again"
-    ):
-        TokenDocuments(str(tmp_path / "out"))
 
 
 def of_other_part(*endings):
@@ -561,7 +518,7 @@ def test_document_that_is_not_as_written_is_refused_and_mended(
     out = tmp_path / "out"
     shutil.copytree(finished / "out", out)
     SILENT_DAMAGES[name](out)
-    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): the |bin has )"
+    place = r"out/part-00000\.(bin, document [01] \(counted from 0\): a file |bin has )"
     with pytest.raises(ValueError, match=place):
         tokens = TokenDocuments(str(out))
         tokens.check_tokenizer(tokenizer)
@@ -579,7 +536,7 @@ def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, 
     shutil.copytree(finished / "out", out)
     for file in out.glob("*.crc32"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"part-00000\.crc32 is missing"):
+    with pytest.raises(ValueError, match=r"part-00000\.crc32: missing"):
         TokenDocuments(str(out))
     about = json.loads((out / "tokens.json").read_text())
     del about["check_sums"]
@@ -587,19 +544,12 @@ def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, 
     tokens = TokenDocuments(str(out))
     tokens.check_tokenizer(tokenizer)
     assert [len(tokens[i]) for i in range(4)] == [5, 3, 3, 5]
-    assert [record.message for record in caplog.records] == [
-        f"{out}: it is unknown whether these tokens are damaged, because an earlier version wrote them, "
-        "without check sums"
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith(
+        f"{out}: it is unknown whether these tokens are damaged, because"
+    )
     check(out, exit_code=1)
     assert "has no check sums to compare with" in capsys.readouterr().err
-
-
-def test_path_without_files_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="there are no token files at .*nothing' .*correct the path"
-    ):
-        TokenDocuments(f"{tmp_path}/nothing")
 
 
 # ---- tokenizers ----
@@ -629,18 +579,15 @@ def test_tokens_without_a_hash_are_checked_by_their_ids(tmp_path, tokenizer, cap
         pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]], 4, "i")
         with pytest.raises(ValueError) as caught:
             TokenDocuments(str(tmp_path)).check_tokenizer(tokenizer)
-        assert str(caught.value) == (
-            f"{tmp_path}/a.bin, document 7 (counted from 0) has the id {wrong}, and the tokenizer's "
-            f"ids are 0 to {size - 1}; train with the tokenizer that made these tokens"
+        sentence = (
+            f"a.bin, document 7 (counted from 0) has the id {wrong}, and the tokenizer's ids are"
         )
+        assert sentence in str(caught.value)
     for wrong in (-100, size):  # in a document that is not looked at before training
         pack(tmp_path / "a", [[[1, 2]]] * 7 + [[[3, wrong]]] + [[[4]]] * 292, 4, "i")
         tokens = TokenDocuments(str(tmp_path))
         tokens.check_tokenizer(tokenizer)
         with pytest.raises(ValueError, match=f"a.bin, document 7 .* has the id {wrong}, and the"):
             pickle.loads(pickle.dumps(tokens))[7]  # as in a data worker
-    logged = [record.message for record in caplog.records]
-    assert logged == [
-        f"{tmp_path}: it is unknown whether these tokens were made with this job's tokenizer, "
-        "because there is no tokens.json"
-    ]
+    (record,) = caplog.records
+    assert "were made with this job's tokenizer, because there is no tokens.json" in record.message

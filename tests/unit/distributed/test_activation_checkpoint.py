@@ -88,22 +88,6 @@ def test_backward_recomputes_what_was_not_saved(config, expected):
     assert counter.get_total_flops() / FLOPS_UNIT == expected
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's memory statistics")
-@pytest.mark.parametrize(
-    "config, expected_mib", list(zip([c for c, _ in CASES.values()], [2, 3, 2, 1, 0], strict=True))
-)
-def test_forward_keeps_no_more_than_the_policy_says(config, expected_mib):
-    if config is not None:
-        config.early_stop = True
-    model = build(config).cuda()
-    x = torch.randn(SIZE, SIZE, requires_grad=True, device="cuda")
-    model(x).sum().backward()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    out = model(x)
-    kept = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
-    assert kept - out.numel() * out.element_size() == expected_mib * 2**20
-
-
 @pytest.mark.parametrize("config, _flops", CASES.values(), ids=CASES)
 def test_output_and_gradients_equal_those_without_checkpointing(config, _flops):
     plain, model = Model(), build(config)
@@ -292,20 +276,3 @@ def test_recomputation_takes_what_forward_has_read(config):
 def test_wrong_option_is_named(config, message):
     with pytest.raises(ValueError, match=message):
         build(config, size=4)
-
-
-def test_memory_budget_is_handed_to_the_partitioner(tmp_path):
-    import torch._functorch.config as functorch_config
-
-    config = ActivationCheckpoint(
-        mode="memory_budget", memory_budget=0.25, visualize_memory_budget_pareto=True
-    )
-    model = Model(size=4)
-    with functorch_config.patch({}):
-        apply_ac(model, config, model_compile_enabled=True, base_folder=str(tmp_path))
-        assert functorch_config.activation_memory_budget == 0.25
-        assert functorch_config.memory_budget_pareto_dir == str(tmp_path / "memory_budget_pareto")
-        assert (tmp_path / "memory_budget_pareto").is_dir()
-        functorch_config.activation_memory_budget = 1.0
-        functorch_config.visualize_memory_budget_pareto = False
-    assert wrapped_blocks(model) == []

@@ -1,13 +1,12 @@
 import math
 
 import pytest
-import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.testing.gloo import run_ranks
+from torchtitan.distributed import ParallelDims
 
 AXES = {"pp", "batch", "loss", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp"}
 
@@ -18,10 +17,6 @@ def dims(world_size=None, **degrees):
     if world_size is None:
         world_size = math.prod(degrees[d] for d in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     return ParallelDims(world_size=world_size, **degrees)
-
-
-def test_shard_degree_minus_one_takes_the_ranks_that_are_left():
-    assert dims(dp_replicate=2, dp_shard=-1, tp=2, world_size=8).dp_shard == 2
 
 
 degree = st.integers(1, 4)
@@ -49,12 +44,6 @@ def test_shard_degree_minus_one_always_gives_the_missing_factor(replicate, shard
 def test_impossible_degrees_raise_assertion_error(degrees, message):
     with pytest.raises(AssertionError, match=message):
         dims(**degrees)
-
-
-def test_expert_degree_is_no_factor_of_the_world_size():
-    d = dims(dp_shard=2, ep=2, world_size=2)
-    assert d.ep_enabled and not d.etp_enabled
-    assert dims(dp_replicate=2, dp_shard=2, ep=3, world_size=4).ep == 3
 
 
 def test_enabled_flags_follow_the_degrees():
@@ -93,128 +82,73 @@ def test_fsdp_holds_parameters_where_it_shards_them_or_ddp_cannot(degrees, uses_
     assert dims(**degrees).uses_fsdp is uses_fsdp
 
 
-def test_context_parallel_ranks_share_rows_parameters_and_the_loss():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+@pytest.fixture
+def rank_of():
+    """Make this process a rank of a simulated world: `rank_of(rank, world_size)`."""
+
+    def join(rank, world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield join
+    dist.destroy_process_group()
+
+
+def test_context_parallel_ranks_share_rows_parameters_and_the_loss(rank_of):
+    rank_of(3, 8)
     d = dims(dp_shard=2, cp=2, tp=2)
     ranks = {name: d.get_mesh(name).mesh.tolist() for name in ("batch", "cp", "fsdp", "loss")}
     assert ranks == {"batch": [3, 7], "cp": [1, 3], "fsdp": [1, 3, 5, 7], "loss": [1, 3, 5, 7]}
 
 
-def look_at_single_rank(_):
+def test_single_rank_has_all_meshes_and_all_are_off(rank_of):
+    rank_of(0, 1)
     d = dims()
-    before = len(d._meshes)
-    tp = d.get_optional_mesh("tp")
-    try:
+    assert not d._meshes and d.get_optional_mesh("tp") is None
+    assert {name: mesh.size() for name, mesh in d._meshes.items()} == dict.fromkeys(AXES, 1)
+    pairs = (["dp_replicate", "fsdp"], ["dp_replicate", "efsdp"], ["ep", "etp"])
+    assert {d.get_optional_mesh(names) for names in (*AXES, *pairs)} == {None}
+    assert d.get_all_one_dimensional_meshes() == {}
+    with pytest.raises(ValueError, match="Invalid mesh dim.*efsdp"):
         d.get_mesh("invalid_mesh")
-    except ValueError as error:
-        message = str(error)
-    try:
+    with pytest.raises(ValueError, match="'tp'.*degree 1"):
         d.get_mesh("tp")
-    except ValueError as error:
-        unavailable = str(error)
-    return {
-        "before": before,
-        "tp": tp,
-        "sizes": {name: mesh.size() for name, mesh in d._meshes.items()},
-        "cuts": set(d._global_meshes),
-        "singles": [d.get_optional_mesh(name) for name in d._meshes],
-        "pairs": [
-            d.get_optional_mesh(pair)
-            for pair in (["dp_replicate", "fsdp"], ["dp_replicate", "efsdp"], ["ep", "etp"])
-        ],
-        "one_dimensional": d.get_all_one_dimensional_meshes(),
-        "message": message,
-        "unavailable": unavailable,
-        "world": (d.build_mesh().size(), d.world_mesh.size()),
-        "fsdp": d.get_fsdp_mesh().size(),
-    }
+    assert (d.build_mesh().size(), d.world_mesh.size(), d.get_fsdp_mesh().size()) == (1, 1, 1)
 
 
-def test_single_rank_has_all_meshes_and_all_are_off():
-    (seen,) = run_ranks(look_at_single_rank, 1, None)
-    assert seen["before"] == 0 and seen["tp"] is None
-    assert seen["sizes"] == dict.fromkeys(AXES, 1)
-    assert seen["cuts"] == {"dataloading", "loss", "dense", "sparse"}
-    assert seen["singles"] == [None] * 10 and seen["pairs"] == [None] * 3
-    assert seen["one_dimensional"] == {}
-    assert "Invalid mesh dim" in seen["message"] and "efsdp" in seen["message"]
-    assert "'tp'" in seen["unavailable"] and "degree 1" in seen["unavailable"]
-    assert seen["world"] == (1, 1) and seen["fsdp"] == 1
-
-
-def look_at_world_of_8(_):
-    parallel_dims.device_type = "cpu"
+def test_world_of_8(rank_of):
+    rank_of(5, 8)
     d = dims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
-    world = d.build_mesh()
-    hsdp = d.get_mesh(["dp_replicate", "fsdp"])
-    errors = []
-    for names in (["fsdp", "dp_replicate"], ["batch", "fsdp"]):
-        try:
-            d.get_mesh(names)
-        except ValueError as error:
-            errors.append(str(error))
-    return {
-        "sizes": {name: mesh.size() for name, mesh in d._meshes.items()},
-        "world": (world.size(), d.world_mesh.size()),
-        "hsdp": (hsdp.shape, hsdp.ndim, d.get_fsdp_mesh().shape),
-        "got": {n: d.get_mesh(n).size() for n in ("tp", "dp_replicate", "fsdp", "batch", "loss")},
-        "off": [
-            d.get_optional_mesh(names)
-            for names in ("pp", "cp", "ep", "etp", "efsdp", ["dp_replicate", "efsdp"], ["ep", "etp"])
-        ],
-        "one_dimensional": set(d.get_all_one_dimensional_meshes()),
-        "numbers": (
-            d.fsdp_gradient_divide_factor, d.non_data_parallel_size, d.seq_len_divisor,
-        ),
-        "ranks": {n: d.get_mesh(n).mesh.tolist() for n in ("tp", "fsdp", "dp_replicate", "loss")},
-        "errors": errors,
+    assert d.build_mesh().size() == d.world_mesh.size() == 8
+    assert {name: mesh.size() for name, mesh in d._meshes.items()} == {
+        "pp": 1, "batch": 4, "loss": 4, "dp_replicate": 2, "fsdp": 2,
+        "cp": 1, "tp": 2, "ep": 1, "efsdp": 4, "etp": 1,
     }  # fmt: skip
-
-
-def test_world_of_8():
-    ranks = run_ranks(look_at_world_of_8, 8, None)
-    for seen in ranks:
-        assert seen["sizes"] == {
-            "pp": 1, "batch": 4, "loss": 4, "dp_replicate": 2, "fsdp": 2,
-            "cp": 1, "tp": 2, "ep": 1, "efsdp": 4, "etp": 1,
-        }  # fmt: skip
-        assert seen["world"] == (8, 8)
-        assert seen["hsdp"] == ((2, 2), 2, (2, 2))
-        assert seen["got"] == {"tp": 2, "dp_replicate": 2, "fsdp": 2, "batch": 4, "loss": 4}
-        # efsdp has size 4 here, yet is off: without experts nothing is sharded on it.
-        assert seen["off"] == [None] * 7
-        assert seen["one_dimensional"] == {
-            "dp_replicate", "fsdp", "tp", "batch", "loss", "efsdp",
-        }  # fmt: skip
-        assert seen["numbers"] == (4, 2, 4)
-        assert "outermost first: ('dp_replicate', 'fsdp')" in seen["errors"][0]
-        assert "Invalid mesh name combinations" in seen["errors"][1]
+    assert d.get_mesh(["dp_replicate", "fsdp"]).shape == d.get_fsdp_mesh().shape == (2, 2)
+    # efsdp has size 4 here, yet is off: without experts nothing is sharded on it.
+    off = ("pp", "cp", "ep", "etp", "efsdp", ["dp_replicate", "efsdp"], ["ep", "etp"])
+    assert {d.get_optional_mesh(names) for names in off} == {None}
+    active = {"dp_replicate", "fsdp", "tp", "batch", "loss", "efsdp"}
+    assert set(d.get_all_one_dimensional_meshes()) == active
+    with pytest.raises(ValueError, match=r"outermost first: \('dp_replicate', 'fsdp'\)"):
+        d.get_mesh(["fsdp", "dp_replicate"])
+    with pytest.raises(ValueError, match="Invalid mesh name combinations"):
+        d.get_mesh(["batch", "fsdp"])
     # tp is innermost, so its ranks are neighbours (on one machine).
-    assert ranks[5]["ranks"] == {
+    ranks = {n: d.get_mesh(n).mesh.tolist() for n in ("tp", "fsdp", "dp_replicate", "loss")}
+    assert ranks == {
         "tp": [4, 5], "fsdp": [5, 7], "dp_replicate": [1, 5], "loss": [1, 3, 5, 7],
     }  # fmt: skip
 
 
-def expert_mesh_sizes(degrees):
-    d = dims(**degrees)
-    d.build_mesh()
-    experts = d.get_mesh(["efsdp", "ep"])
-    return d.get_mesh("efsdp").size(), d.get_mesh("ep").size(), experts.shape
+def test_expert_fsdp_mesh_exists_at_size_1_when_experts_are_on(rank_of):
+    rank_of(0, 4)
+    d = dims(dp_shard=2, tp=2, ep=4)
+    sizes = d.get_mesh("efsdp").size(), d.get_mesh("ep").size(), d.get_mesh(["efsdp", "ep"]).shape
+    assert sizes == (1, 4, (1, 4))
 
 
-def test_expert_fsdp_mesh_exists_at_size_1_when_experts_are_on():
-    results = run_ranks(expert_mesh_sizes, 4, {"dp_shard": 2, "tp": 2, "ep": 4})
-    assert results == [(1, 4, (1, 4))] * 4
-
-
-def build_error(degrees):
-    try:
-        dims(**degrees).build_mesh()
-    except ValueError as error:
-        return str(error)
-
-
-def test_expert_degree_that_does_not_divide_is_refused_at_mesh_building():
-    for message in run_ranks(build_error, 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 3}):
-        assert "2 * 1 * 1 = 2 and 3 * 1 = 3" in message
-        assert "parallelism.expert_parallel_degree" in message
+def test_expert_degree_that_does_not_divide_is_refused_at_mesh_building(rank_of):
+    rank_of(0, 4)
+    message = r"2 \* 1 \* 1 = 2 and 3 \* 1 = 3; change parallelism.expert_parallel_degree"
+    with pytest.raises(ValueError, match=message):
+        dims(dp_replicate=2, dp_shard=2, ep=3).build_mesh()

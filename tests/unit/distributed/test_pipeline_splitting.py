@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.config import JobConfig
-from torchtitan.config.checks import ConfigError, check_against_spec, check_job_config
-from torchtitan.config.pipeline_layout import modules_of_stages, stage_ids_of_rank
+from torchtitan.config.checks import ConfigError, check_against_spec
+from torchtitan.config.pipeline_layout import stage_ids_of_rank
 from torchtitan.distributed.pipeline_parallel import (
     build_pipeline_schedule,
     generate_llm_fqn_per_model_part,
-    pipeline_llm,
     pipeline_module_split,
 )
 from torchtitan.protocols.train_spec import get_train_spec
@@ -91,19 +90,6 @@ def config_with(schedule="1F1B", degree=2, **parallelism) -> JobConfig:
     return config
 
 
-def num_stages(n_layers=6, **settings):
-    return len(modules_of_stages(config_with(**settings).parallelism, n_layers))
-
-
-def test_schedule_decides_how_many_stages_a_rank_has():
-    assert num_stages(schedule="1f1b") == 2
-    assert num_stages(schedule="Interleaved1F1B") == 4
-    assert num_stages(schedule="DualPipeV") == 4
-    # (6 + 2) / 2 and 8 / 1
-    assert num_stages(schedule="Interleaved1F1B", pipeline_parallel_layers_per_stage=2) == 4
-    assert num_stages(schedule="LoopedBFS", pipeline_parallel_layers_per_stage=1) == 8
-
-
 LISTS = generate_llm_fqn_per_model_part(2, 6)
 
 
@@ -112,7 +98,6 @@ LISTS = generate_llm_fqn_per_model_part(2, 6)
     [
         ({"pipeline_parallel_layers_per_stage": 2}, "'1F1B' needs exactly 1 stage per rank"),
         ({"pipeline_parallel_layers_per_stage": 3}, "give 3 stages for 2 ranks"),
-        ({"pipeline_parallel_layers_per_stage": 0}, "must be at least 1, got 0"),
         (
             {"schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 4},
             "needs at least 2 stages per rank",
@@ -129,18 +114,13 @@ LISTS = generate_llm_fqn_per_model_part(2, 6)
         ({"module_fqns_per_model_part": LISTS[::-1]}, "out of order"),
         ({"schedule": "1F2B"}, "must be one of 1F1B, .*did you mean '1F1B'"),
         ({"schedule": "PipelineScheduleMulti"}, "set pipeline_parallel_schedule_csv"),
-        ({"pipeline_parallel_schedule_csv": "nowhere.csv"}, "must be a file, got 'nowhere.csv'"),
+        ({"pipeline_parallel_schedule_csv": "nowhere.csv"}, "'nowhere.csv' cannot be read"),
         ({"pipeline_parallel_microbatch_size": 3}, "got 3 with 8; the choices are 1, 2, 4, 8"),
     ],
 )
 def test_config_that_does_not_fit_is_refused_with_key_and_numbers(settings, words):
     with pytest.raises(ConfigError, match=words):
         check_against_spec(config_with(**settings), get_train_spec("llama3"))
-
-
-def test_microbatches_have_rows():
-    with pytest.raises(ConfigError, match="pipeline_parallel_microbatch_size must be .* got 0"):
-        check_job_config(config_with(pipeline_parallel_microbatch_size=0))
 
 
 @pytest.mark.parametrize("from_file", [False, True])
@@ -203,11 +183,6 @@ def test_a_rank_keeps_its_modules_under_their_names(pp_mesh):
     assert len(whole.layers) == 4 and whole.tok_embeddings is not None
 
 
-def test_stages_must_be_shared_out_evenly(pp_mesh):
-    with pytest.raises(ValueError, match="3 stages"):
-        pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], [], []])
-
-
 def test_schedule_that_cannot_be_built_says_why(pp_mesh, caplog):
     stages, _ = pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], []])
     config = config_with(pipeline_parallel_microbatch_size=3)
@@ -238,12 +213,3 @@ def test_wrong_calls_of_a_schedule_say_what_to_give(pp_mesh):
         schedule.eval(kwarg_mbs=[{}, {}], input_shapes=[(1, 2), (1, 3)])
     with torch.no_grad(), pytest.raises(RuntimeError, match="call eval"):
         schedule.step(kwarg_mbs=[{}], target_mbs=[None])
-
-
-def test_model_without_layers_is_named():
-    with pytest.raises(ValueError, match="SimpleArgs has no n_layers"):
-        pipeline_llm(nn.Linear(1, 1), None, config_with(), None, SimpleArgs(), None, None)
-
-
-class SimpleArgs:
-    pass

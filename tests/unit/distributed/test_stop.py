@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -54,16 +53,6 @@ def test_handlers_of_the_process_itself_are_left_alone():
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_hangup_is_left_ignored_as_under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with request() as stop:
-            send(signal.SIGHUP)
-            assert stop.answer() is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_signal_to_a_forked_child_is_the_childs():
     with request() as stop:
         read, write = os.pipe()
@@ -77,19 +66,6 @@ def test_signal_to_a_forked_child_is_the_childs():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         time.sleep(0.05)
         assert stop.answer() is None
-
-
-def test_another_thread_than_the_main_one_catches_nothing():
-    answers = []
-
-    def train():
-        with request() as stop:
-            answers.append((signal.getsignal(signal.SIGTERM), stop.answer()))
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert answers == [(signal.SIG_DFL, None)]
 
 
 def answers_of_rank(rank_with_signal):

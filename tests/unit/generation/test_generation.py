@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from torchtitan.checkpoint.folder import mark_unfinished
 from torchtitan.config import JobConfig
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.generation.one_token import is_plain
 from torchtitan.generation.sampling import (
     end_ids,
     generate,
@@ -29,7 +27,6 @@ from torchtitan.generation.sampling import (
     logits_to_probs,
     multinomial_sample_one,
 )
-from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -467,54 +464,3 @@ def test_newest_finished_step_is_taken(tmp_path):
     mark_unfinished(str(tmp_path / "step-11"))
     assert find_checkpoint(str(tmp_path)) == str(tmp_path / "step-10")
     assert find_checkpoint(str(tmp_path / "step-9")) == str(tmp_path / "step-9")
-
-
-# ---- one token per row, without modules ----
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen2, fp32 head"])
-@torch.no_grad()
-def test_one_token_is_computed_as_the_modules_compute_it(model, dtype, monkeypatch):
-    """bf16 by autocast; rows of one length and of several; packed weights; changed weights."""
-    monkeypatch.setattr("torchtitan.numerics.products._LEAST_PACKED", 32 * 48)
-    biased = replace(QWEN3_ARGS, qkv_bias=True, qk_norm=False, fp32_head=True)
-    made = {
-        "llama3": tiny_model,
-        "qwen3": tiny_qwen3,
-        "qwen2, fp32 head": lambda: Qwen3Model(biased),
-    }
-    torch.manual_seed(0)
-    model = made[model]()
-    model.init_weights()
-    tokens, lengths = random_tokens(3, 12), [5, 3, 5]
-    found = {}
-    for direct in (True, False):
-        monkeypatch.setattr("torchtitan.generation.kv_cache.is_plain", lambda _, x=direct: x)
-        with torch.autocast("cpu", enabled=dtype == torch.bfloat16), kv_cache(model, 12) as forward:
-            found[direct] = [forward(tokens[:, :5])[:, -1:], forward(tokens[:, 5:6])]
-            assert (forward._of_one_token is None) is not direct
-            model.layers["0"].attention.wq.weight.mul_(2.0)
-            forward.weights_changed()
-            found[direct].append(forward(tokens[:, 6:7]))
-            forward.lengths = list(lengths)
-            found[direct] += [forward(tokens[:, i : i + 1]) for i in (7, 8)]
-            model.layers["0"].attention.wq.weight.mul_(0.5)
-    # The sums have another order; in bf16 a rounding that falls the other way is 2 ** -8 of a number.
-    atol = 5e-6 if dtype == torch.float32 else 0.03
-    for ours, modules in zip(found[True], found[False], strict=True):
-        assert ours.dtype == modules.dtype
-        torch.testing.assert_close(ours, modules, rtol=0, atol=atol)
-
-
-def test_hooks_and_other_families_are_left_to_the_modules():
-    model = tiny_model()
-    assert is_plain([model])
-    handle = model.layers["1"].attention.wo.register_forward_hook(lambda *_: None)
-    assert not is_plain([model])
-    handle.remove()
-    use_batch_invariant([model])
-    assert is_plain([model])
-    assert not any(
-        is_plain([FAMILIES[name][0](FAMILIES[name][1])]) for name in FAMILIES if name != "qwen3"
-    )

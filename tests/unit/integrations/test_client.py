@@ -117,19 +117,6 @@ def test_step_whose_gradient_norm_is_not_finite_changes_nothing_and_says_so(clie
     assert torch.equal(client.forward(DATA).result().loss_fn_outputs[0]["logprobs"], before)
 
 
-def test_log_probs_of_a_broken_policy_are_not_handed_out(client):
-    weight = client._trainer.engine.model_parts[0].norm.weight
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(math.nan)
-    try:
-        with pytest.raises(FloatingPointError, match="not finite in Datum 0"):
-            client.forward(DATA).result()
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
-
-
 def test_calls_are_carried_out_in_order_and_errors_come_out_of_futures(client):
     futures = [
         client.forward_backward(DATA, "cross_entropy"),
@@ -178,31 +165,43 @@ def test_loaded_state_is_the_saved_one(client):
         client.optim_step(AdamParams()).result()
 
 
+def data(**inputs):
+    return [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "data", "message"),
+    [
+        ("dpo", data(), "loss_fn must be one of cross_entropy"),
+        (
+            "cross_entropy",
+            data(target_tokens=[2.5, 3]),
+            r"must be token ids, got \[2.5, 3.0\]; give",
+        ),
+        ("cross_entropy", data(weights=["a", "b"]), "must be a list or a tensor of numbers"),
+        ("cross_entropy", data(weights=[1.0]), r"one number per input token, \[2\], got \[1\]"),
+        ("cross_entropy", [Datum(ModelInput((1,)), {})], "needs target_tokens"),
+        ("cross_entropy", [datum(list(range(30)))], "a row of 24 tokens, got 29"),
+        ("ppo", data(logprobs=[-1.0, -1.0]), "needs advantages in loss_fn_inputs"),
+    ],
+)
+def test_data_that_cannot_be_used_fail_the_step(client, loss_fn, data, message):
+    with pytest.raises(ValueError, match=message):
+        client.forward_backward(data, loss_fn).result()
+    if loss_fn != "dpo":  # refused before it became a call of the step
+        with pytest.raises(RuntimeError, match="of this step failed"):
+            client.optim_step(AdamParams()).result()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.forward_backward(DATA, "dpo"), "loss_fn must be one of cross_entropy"),
         (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config of ppo takes"),
-        (
-            lambda c: c.forward([Datum(ModelInput.from_ints([1]), {})]).result(),
-            "needs target_tokens",
-        ),
-        (lambda c: c.forward([datum(list(range(30)))]).result(), "a row of 24 tokens, got 29"),
-        (
-            lambda c: c.optim_step(AdamParams(learning_rate=math.nan)).result(),
-            "lr must be at least 0 and finite, got nan",
-        ),
-        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
         (
             lambda c: c.forward_backward(DATA, "ppo", {"clip_low_threshold": math.nan}),
             "clip_low_threshold of loss_fn_config must be a number, got nan",
         ),
-        (
-            lambda c: c.forward_backward_custom(
-                DATA, lambda _, x: (x[0].sum() * math.nan, {})
-            ).result(),
-            "got loss nan; correct the function",
-        ),
+        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
         (
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})
@@ -210,13 +209,10 @@ def test_loaded_state_is_the_saved_one(client):
             "must have a finite loss and finite gradients",
         ),
         (
-            lambda c: c.forward_backward(
-                [datum([1, 2, 3], weights=[1.0])], "cross_entropy"
-            ).result(),
-            r"weights of a Datum must have one number per input token, \[2\], got \[1\]",
+            lambda c: c.forward_backward_custom(DATA, lambda _, x: (x[0], {})).result(),
+            "loss_fn must return a sum over tokens, a scalar tensor",
         ),
         (lambda c: c.save_state("../x").result(), "got '../x', which is outside of it"),
-        (lambda c: c.save_state("/tmp/x").result(), "got '/tmp/x', which is outside of it"),
         (lambda c: c.save_state("a/..").result(), "got 'a/..', which is outside of it"),
     ],
 )
@@ -240,51 +236,12 @@ def test_step_with_a_failed_call_is_not_taken_in_part(client):
         client.optim_step(AdamParams()).result()
 
 
-@pytest.mark.parametrize("missing", ["logprobs", "advantages"])
-def test_policy_loss_names_its_missing_input(client, missing):
-    inputs = {"logprobs": [-1.0], "advantages": [1.0]}
-    del inputs[missing]
-    with pytest.raises(ValueError, match=f"needs {missing} in loss_fn_inputs"):
-        client.forward_backward([datum([1, 2], **inputs)], "importance_sampling").result()
-    with pytest.raises(RuntimeError):
-        client.optim_step(AdamParams()).result()
-
-
 def test_mask_and_weights_count_together(client):
     def loss(**inputs):
         data = [datum([1, 2, 3], **inputs)]
         return client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
 
     assert loss(weights=[2.0, 5.0], mask=[1.0, 0.0]) == pytest.approx(loss(weights=[2.0, 0.0]))
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [lambda data, lps: (3.0, {}), lambda data, lps: (lps[0], {}), lambda *_: (torch.ones(()), {})],
-)
-def test_custom_loss_must_be_a_scalar_with_a_gradient(loss_fn, client):
-    with pytest.raises(ValueError, match="loss_fn must return a sum over tokens, a scalar tensor"):
-        client.forward_backward_custom([datum([1, 2, 3])], loss_fn).result()
-    with pytest.raises(RuntimeError, match="of this step failed"):
-        client.optim_step(AdamParams()).result()
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (
-            {"target_tokens": [2.5, 3]},
-            r"target_tokens .* must be token ids, got \[2.5, 3.0\]; give",
-        ),
-        ({"weights": ["a", "b"]}, "weights of a Datum must be a list or a tensor of numbers"),
-    ],
-)
-def test_inputs_that_are_not_ids_or_numbers_are_named(inputs, message, client):
-    given = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], **inputs})
-    with pytest.raises(ValueError, match=message):
-        client.forward_backward([given], "cross_entropy").result()
-    with pytest.raises(RuntimeError, match="of this step failed"):
-        client.optim_step(AdamParams()).result()
 
 
 def test_concurrent_samples_are_drawn_at_once_and_each_gets_its_own(client, monkeypatch):

@@ -1,9 +1,11 @@
 """The HTTP server, tested with raw requests; test_serve_tinker.py uses the published client."""
 
 import contextlib
+import functools
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -13,7 +15,15 @@ import time
 import pytest
 
 from tests.reliability import jobs
-from tests.unit.integrations.tinker_server import Http, forward_backward_message, part, serving
+from tests.unit.integrations.tinker_server import (
+    DATA,
+    PROMPT,
+    Http,
+    forward_backward_message,
+    part,
+    server_config,
+    serving,
+)
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker import http, results, sessions, wire
@@ -26,30 +36,7 @@ from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.testing.gloo import run_ranks
 
-DATA = [
-    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
-    ([5], {"target_tokens": [6], "weights": [1.0]}),
-]
-PROMPT = [1, 2, 3, 4]
 SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
-
-
-def server_config(folder, *overrides):
-    return toy_config(folder, "--rl.serve.port=0", *overrides)
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
-        yield url
-
-
-@pytest.fixture
-def run(url):
-    """A new training run, which gives up the policy at its end."""
-    client = Http(url).start()
-    yield client
-    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
 
 
 def test_training_over_http_is_training_in_this_process(run, tmp_path):
@@ -73,7 +60,7 @@ def test_new_model_begins_with_the_first_weights(run, url):
     run.forward_backward(DATA)
     run.optim_step()
     assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] != before
-    run.ask(f"sessions/{run.session}/finish", reason={"type": "success"})
+    run.finish()
     again = Http(url).start()
     run.session = again.session  # finished by the fixture
     assert again.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
@@ -132,24 +119,6 @@ def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
     assert [f["sequences"][0]["tokens"] for f in found] == [
         f["sequences"][0]["tokens"] for f in alone
     ]
-
-
-def test_mistake_of_one_sample_is_not_the_others(run):
-    sampler = run.sampler()
-    long = {"max_tokens": 21}  # 4 + 21 tokens are one more than a row has
-    accepted = [
-        run.sample(sampler, PROMPT[:length], i, wait=False, params=long if length < 4 else {})
-        for i, length in enumerate([3, 4, 3])
-    ]
-    assert all("sequences" in run.result(future) for future in accepted)
-    status, answer = run.post(
-        "asample",
-        sampling_session_id=sampler,
-        seq_id=9,
-        prompt={"chunks": [{"tokens": PROMPT}]},
-        sampling_params={"max_tokens": 30},
-    )
-    assert (status, answer["detail"]) == (400, "max_tokens must be 1 to 21, got 30")
 
 
 def test_request_that_is_sent_twice_is_carried_out_once(run):
@@ -225,19 +194,31 @@ def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, cap
     assert status == 404 and "a newer model took the policy over" in answer["detail"]
 
 
-def test_second_session_waits_for_the_policy(run, url):
+def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
+    run, url, monkeypatch
+):
+    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 2.0)
+    heartbeat = functools.partial(run.ask, "session_heartbeat", session_id=run.session)
+    heartbeat()
     other = Http(url)
     session = other.ask("create_session")["session_id"]
-    status, answer = other.post(
-        "create_model", session_id=session, model_seq_id=0, base_model="any"
-    )
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
+    beats = threading.Timer(0.2, heartbeat)
+    beats.start()
+    status, answer = other.post("create_model", **model)
+    beats.join()
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
+    assert other.post("create_model", **model)[0] == 200, "as after the owner was killed"
+    status, answer = run.post("get_info", model_id=run.model)
+    assert status == 404 and "its session has ended" in answer["detail"]
+    run.session = session  # finished by the fixture
 
 
 def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
-    monkeypatch.setattr("torchtitan.integrations.tinker.sessions.SECONDS_UNTIL_GONE", 0.2)
+    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 0.2)
     run.ask("session_heartbeat", session_id=run.session)
     time.sleep(0.25)
+    monkeypatch.undo()
     other = Http(url)
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
     assert status == 200 and json.loads(answer)["is_lora"] is False
@@ -260,19 +241,6 @@ def test_failed_call_fails_the_step(run):
     assert "of this step failed" in run.optim_step()["error"]
     run.forward_backward(DATA)
     assert "metrics" in run.optim_step()
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        ("stable_reinforce", "loss_fn must be one of cross_entropy, .* got 'stable_reinforce'"),
-        ("importance_sampling", "a policy loss needs logprobs"),
-    ],
-)
-def test_unknown_loss_is_an_error_of_the_future(run, loss_fn, message):
-    import re
-
-    assert re.search(message, run.forward_backward(DATA, loss_fn)["error"])
 
 
 def test_numbers_that_are_not_finite_reach_no_gradient_and_no_answer(run):
@@ -321,15 +289,9 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),
         (
             "optim_step",
-            {"adam_params": {"learning_rate": "1"}},
-            400,
-            "learning_rate must be a number, got '1'",
-        ),
-        (
-            "optim_step",
             {"adam_params": {"learning_rate": None}},
             400,
-            "learning_rate must be a finite number, got null, which stands for NaN",
+            "got null, which stands for NaN",
         ),
         ("get_info", {"model_id": "none"}, 404, "model none is unknown, or its session has ended"),
         ("session_heartbeat", {"session_id": "gone"}, 410, "make a new ServiceClient"),
@@ -338,9 +300,8 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
             "weights_info",
             {"tinker_path": "tinker://../../etc/weights/passwd"},
             400,
-            "a saved state is tinker://",
+            "a saved state is",
         ),
-        ("weights_info", {"tinker_path": "tinker://a/weights/b"}, 404, "is not among this server"),
         ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not supported"),
     ],
 )
@@ -353,14 +314,13 @@ def test_wrong_requests_are_named(url, path, values, status, message):
     ("body", "headers", "status", "message"),
     [
         (b"{", {}, 400, "not valid JSON"),
-        (b"[1]", {}, 400, "must be a JSON object"),
         (b"[" * 100_000, {}, 400, "not valid JSON"),
         (b"", {"Content-Length": str(2**40)}, 413, "raise rl.serve.max_request_mib"),
         (b"", {"Content-Length": "-1"}, 411, "need a Content-Length"),
+        (b"", {"X": "y" * 2**17}, 400, "the request is not HTTP/1.1 with short headers"),
         (b"{}", {"Content-Encoding": "zstd"}, 415, "must not be compressed"),
         (b"{}", {"Origin": "http://example.org"}, 403, "web pages are not answered"),
         (b"{}", {"Host": "127.0.0.1.example.org:80"}, 403, "add the name to rl.serve.names"),
-        (b'{"tags": NaN}', {}, 400, "numbers must be finite, got NaN"),
         (b'{"tags": 1e999}', {}, 400, "numbers must be finite, got 1e999"),
     ],
 )
@@ -369,28 +329,10 @@ def test_broken_requests_are_refused(url, body, headers, status, message):
     assert found == status and message in json.loads(answer)["detail"]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"\x0a\xff\xff\xff\xff\xff\x7fx", "ends"),
-        (b"\xff" * 12, "does not end"),
-        (b"\x0b", "unknown wire type 3"),
-        (b"\x1a\x02\x08\x01", "number in place of a message"),
-        (b"\x18\x01", "number in place of a message"),
-        (b"\x20\x80\x80\x80\x80\x80\x01", "number in place of a name"),
-    ],
-)
-def test_bytes_that_are_not_a_message_are_refused(run, body, message):
-    body = part(1, run.model) + body
-    found, answer = run.send("POST", "/api/v1/forward_backward", body)
-    assert found == 400 and message in json.loads(answer)["detail"]
-
-
 def test_cut_and_changed_messages_get_one_kind_of_error():
-    import random
-
     rng = random.Random(0)
     whole = forward_backward_message("m", 1, DATA, config={"clip_low_threshold": 0.5})
+    n_refused = 0
     for _ in range(2000):
         body = bytearray(whole[: rng.randrange(len(whole))])
         for _ in range(rng.randrange(4)):
@@ -398,23 +340,18 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
                 body[rng.randrange(len(body))] = rng.randrange(256)
         try:
             wire.read_forward_backward(bytes(body), lambda _: None)
-        except ValueError:
-            pass
+        except ValueError as error:
+            assert "the request is not a message of the tinker client" in str(error)
+            n_refused += 1
+    assert n_refused > 1000
 
 
-def test_model_is_checked_before_its_data_are_read(url):
-    body = part(1, "nobody") + b"\x1a\x02\x08\x01"  # the data are not a message
-    status, answer = Http(url).send("POST", "/api/v1/forward_backward", body)
-    assert status == 404 and "model nobody is unknown" in json.loads(answer)["detail"]
-
-
-@pytest.mark.parametrize("entry", [b"\x1a\x00", b"\x1a\x04\x12\x02\x12\x00"])
-def test_entries_of_a_request_are_bounded(monkeypatch, entry):
-    monkeypatch.setattr(wire, "MOST_FIELDS", 2**12)
-    body = part(1, "m") + entry * (2**23 // len(entry))  # without a limit, reading them took 86 s
+@pytest.mark.parametrize("entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20)])
+def test_entries_of_a_request_are_bounded(entries):
+    """Without a limit, reading them takes minutes."""
     began = time.process_time()
-    with pytest.raises(wire.WireError, match="may have 4096 fields in all its data"):
-        wire.read_forward_backward(body, lambda _: None)
+    with pytest.raises(ValueError, match="may have 262144 Datums, chunks and loss inputs"):
+        wire.read_forward_backward(part(1, "m") + entries, lambda _: None)
     assert time.process_time() - began < 2
 
 
@@ -432,20 +369,18 @@ def listening(*access):
 
 
 def test_connections_without_a_request_are_closed_and_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(http, "_MAX_UNREAD", 4)
-    monkeypatch.setattr(http, "_SECONDS_UNREAD", 0.05)
+    monkeypatch.setattr(http, "_MAX_CONNECTIONS", 4)
     with listening() as server, contextlib.ExitStack() as stack:
-        before = threading.active_count()
         for i in range(20):
-            half_open = stack.enter_context(socket.create_connection(server.server_address))
+            half_open = stack.enter_context(socket.create_connection((server.host, server.port)))
             if i % 2:
                 half_open.sendall(b"POST / HTTP/1.1\r\nContent-Le")
         assert Http(server.url).send("GET", "/")[0] == 200
-        assert threading.active_count() - before <= 5
+        assert len(server._open) <= 4
         monkeypatch.setattr(http, "_SECONDS_IDLE", 0.1)
         for sent in (b"", b"POST / HT"):
-            idle = stack.enter_context(socket.create_connection(server.server_address))
-            idle.settimeout(5)
+            idle = stack.enter_context(socket.create_connection((server.host, server.port)))
+            idle.settimeout(60)
             idle.sendall(sent)
             assert idle.recv(1) == b""
 
@@ -454,7 +389,7 @@ def test_request_that_comes_byte_by_byte_has_one_deadline(monkeypatch):
     monkeypatch.setattr(http, "_SECONDS_PER_REQUEST", 0.3)
     with (
         listening() as server,
-        socket.create_connection(server.server_address, timeout=0.1) as client,
+        socket.create_connection((server.host, server.port), timeout=0.1) as client,
     ):
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n")
         answer, n_sent = b"", 0
@@ -498,20 +433,17 @@ def test_key_is_read_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("flag", "message"),
     [
-        (["--rl.serve.host=example"], "rl.serve.host must be an IP address, got 'example'"),
-        (["--rl.serve.names", "Box:80"], "must be host names in lower case, .* got 'Box:80'"),
-        (["--rl.serve.port=70000"], "rl.serve.port must be at most 65535"),
-        (["--rl.serve.max_request_mib=0"], "rl.serve.max_request_mib must be at least 1"),
-        (["--rl.serve.max_models=0"], "rl.serve.max_models must be at least 1"),
-        (["--rl.serve.max_host_mib=-1"], "rl.serve.max_host_mib must be at least 0"),
-        (["--rl.async_steps=1"], "clients of a server choose the order"),
+        ("host=example", "rl.serve.host must be an IP address, got 'example'"),
+        ("names=Box:80", "must be host names in lower case, .* got 'Box:80'"),
+        ("max_models=0", "rl.serve.max_models must be at least 1"),
     ],
 )
-def test_config_of_the_server_is_checked(tmp_path, values, message):
+def test_config_of_the_server_is_checked(tmp_path, flag, message):
+    key, _, value = flag.partition("=")
     with pytest.raises(ConfigError, match=message):
-        check_server_config(toy_config(tmp_path, *values))
+        check_server_config(toy_config(tmp_path, f"--rl.serve.{key}", value))
 
 
 def test_address_in_use_is_a_config_error(url, tmp_path):
@@ -606,111 +538,14 @@ def test_two_fsdp_ranks_serve_as_one_does(tmp_path):
             assert dict(ours) == pytest.approx(dict(theirs), abs=1e-4)
 
 
-# ---- clients that end, and results that wait ----
-
-
-def open_poll(client, request_id):
-    """Send a request for a result over a socket of its own; the answer is not read."""
-    host, _, port = client.address.partition(":")
-    connection = socket.create_connection((host, int(port)))
-    body = json.dumps({"request_id": request_id}).encode()
-    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
-
-
-def blocked(url, monkeypatch):
-    """Events: an optimizer step has begun, and they may go on."""
-    has_begun, may_go_on = threading.Event(), threading.Event()
-    step = LocalTrainingClient.optim_step.__wrapped__
-
-    def wait(self, params):
-        has_begun.set()
-        may_go_on.wait(30)
-        return step(self, params)
-
-    monkeypatch.setattr(
-        LocalTrainingClient,
-        "optim_step",
-        lambda self, params: self._thread.submit(wait, self, params),
-    )
-    return has_begun, may_go_on
-
-
-def test_client_that_is_killed_while_it_waits_gives_up_the_policy_at_once(run, url, monkeypatch):
-    has_begun, may_go_on = blocked(url, monkeypatch)
-    run.forward_backward(DATA)
-    step = run.ask("optim_step", model_id=run.model, seq_id=60, adam_params={})
-    assert has_begun.wait(5)
-    waiting = [{"model_id": run.model, "seq_id": 61 + i, "adam_params": {}} for i in range(2)]
-    futures = [run.ask("optim_step", **values) for values in waiting]
-    connection = open_poll(run, step["request_id"])
-    time.sleep(0.3)
-    other = Http(url)
-    session = other.ask("create_session")["session_id"]
-    model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
-    assert other.post("create_model", **model)[0] == 400
-    connection.close()  # what the system does for a process that is killed
-    began = time.monotonic()
-    while (found := other.post("create_model", **model))[0] != 200:
-        assert time.monotonic() - began < 2
-        time.sleep(0.05)
-    may_go_on.set()
-    other.result(found[1])  # after the steps that nobody waits for
-    for future in futures:
-        assert "the client closed its connections" in run.result(future)["error"]
-    run.session = session  # finished by the fixture
-
-
-def test_idle_client_that_closes_its_connections_has_until_its_next_heartbeat(monkeypatch):
-    alive = sessions.Sessions()
-    now = [100.0]
-    monkeypatch.setattr(sessions.time, "monotonic", lambda: now[0])
-    session, here = alive.create(), threading.get_ident()
-    alive.connection_ended(here, False, False)  # closed by the server
-    now[0] += 29
-    assert alive.is_alive(session)
-    alive.note(f"{session}:train:0")
-    alive.connection_ended(here, True, False)
-    now[0] += 11.9
-    assert alive.is_alive(session) and alive.has_client(f"{session}:train:0")
-    alive.note(session)  # a heartbeat, on a new connection
-    alive.connection_ended(here, True, False)
-    now[0] += 12.1
-    assert not alive.is_alive(session) and not alive.has_client(session)
-    alive.note(session)
-    assert alive.is_alive(session) and alive.has_client(session)
-    now[0] += 31  # silent, but its connection is open: it may come back
-    assert not alive.is_alive(session) and alive.has_client(session)
-
-
-def test_client_that_loses_its_connection_gets_the_result_and_the_step_runs_once(
-    run, url, monkeypatch
-):
-    _, may_go_on = blocked(url, monkeypatch)
-    before = run.forward_backward(DATA)["metrics"]["loss:sum"]
-    step = {"model_id": run.model, "seq_id": 70, "adam_params": {"learning_rate": 1e-2}}
-    accepted = run.ask("optim_step", **step)
-    lost = open_poll(run, accepted["request_id"])
-    assert run.ask("optim_step", **step) == accepted
-    lost.close()
-    may_go_on.set()
-    metrics = run.result(accepted)["metrics"]
-    assert run.result(accepted)["metrics"] == metrics
-    assert run.ask("optim_step", **step) == accepted and run.result(accepted)["metrics"] == metrics
-    assert run.forward_backward(DATA)["metrics"]["loss:sum"] < before
-    assert "metrics" in run.optim_step(), "there was one step, and gradients of one call since"
-
-
 def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch):
     monkeypatch.setattr(results, "_MAX_BYTES", 1000)
     commands = []
     kept = results.Results(commands.append)
 
     def send(number, n_bytes=300):
-        kept.submit(
-            str(number), {}, Command("m", {}), lambda _: Answer({"n": number}, n_bytes=n_bytes)
-        )
+        answer = Answer(protobuf=bytes([number]) * n_bytes)
+        kept.submit(str(number), {}, Command("m", {}), lambda _: answer)
         if len(commands) > number:
             commands[number].answer(None)
 
@@ -718,7 +553,7 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
         send(number)
     kept.retrieve({"request_id": "1"})
     send(3)  # 1,200 bytes: the result that was fetched goes first
-    assert kept.retrieve({"request_id": "0"}).values == {"n": 0}
+    assert kept.retrieve({"request_id": "0"}).protobuf[0] == 0
     with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
         kept.retrieve({"request_id": "1"})
     assert raised.value.status == 410

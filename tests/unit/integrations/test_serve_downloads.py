@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from tests.tiny_hf import tiny_hf_model
-from tests.unit.integrations.test_serve import server_config
-from tests.unit.integrations.test_serve_lora import LORA, Client
-from tests.unit.integrations.tinker_server import serving
+from tests.unit.integrations.tinker_server import LORA, Http, server_config, serving
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.tinker import saved
@@ -26,7 +24,7 @@ KEY = "tml-secret"
 FP32 = ["--training.mixed_precision_param=float32", "--activation_checkpoint.mode=none"]
 
 
-class ClientWithKey(Client):
+class ClientWithKey(Http):
     def send(self, method, path, body=b"", headers=None):
         return super().send(method, path, body, {"X-API-Key": KEY, **(headers or {})})
 
@@ -65,14 +63,13 @@ def url(base, tmp_path_factory):
 
 @pytest.fixture
 def run(url):
-    client = ClientWithKey(url)
-    client.session = client.ask("create_session", tags=[], sdk_version="0")["session_id"]
+    client = ClientWithKey(url).begin()
     client.start_model(rank=4, seed=5)
     for _ in range(3):
         client.forward_backward(DATA)
         client.optim_step()
     yield client
-    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+    client.finish()
 
 
 def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
@@ -165,20 +162,6 @@ def test_saved_states_are_listed_and_external_ones_deleted(run):
     assert [c["checkpoint_id"] for c in get(run, "")[1]["checkpoints"]] == ["weights/state"]
     status, answer = get(run, "/external_weights/b/external_weights_urls")
     assert status == 404 and "is not a saved state with adapters" in answer["detail"]
-
-
-def test_what_cannot_be_saved_or_loaded_is_refused(run):
-    status, answer = run.post(
-        "save_weights_external",
-        model_id=run.model,
-        seq_id=99,
-        path="c",
-        age_encryption_recipients=["age1"],
-    )
-    assert status == 400 and "age_encryption_recipients are not supported" in answer["detail"]
-    path = run.train("save_weights_external", path="d")["path"]
-    status, answer = run.post("load_weights", model_id=run.model, seq_id=98, path=path)
-    assert status == 400 and "is for other programs" in answer["detail"]
 
 
 def test_published_client_downloads_a_saved_state(url, monkeypatch, tmp_path):

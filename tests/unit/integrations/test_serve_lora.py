@@ -1,47 +1,24 @@
-"""A server of adapters gives each client the rank that it asks for."""
+"""A server of adapters: each client has the rank that it asks for, and changes no other client's model."""
+
+import json
 
 import pytest
 import torch
 
-from tests.unit.integrations.test_serve import DATA, PROMPT, server_config
-from tests.unit.integrations.tinker_server import Http, serving
+from tests.unit.integrations.tinker_server import (
+    DATA,
+    LORA,
+    PROMPT,
+    Http,
+    forward_backward_message,
+)
+from tests.unit.rl.neighbours import changes, files_of_at_most, train_on_full_disk
+from tests.unit.rl.together import largest_difference, train
 from tests.unit.rl.toy import toy_config
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 
-LORA = ["--model.converters=lora", "--lora.rank=8", "--lora.alpha=16"]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with serving(server_config(tmp_path_factory.mktemp("served"), *LORA)) as url:
-        yield url
-
-
-class Client(Http):
-    number = 0
-
-    def create(self, **config):
-        self.number += 1
-        return self.post(
-            "create_model",
-            session_id=self.session,
-            model_seq_id=self.number,
-            base_model="any",
-            lora_config=config,
-        )
-
-    def start_model(self, **config):
-        status, answer = self.create(**config)
-        assert status == 200, answer
-        self.model = self.result(answer)["model_id"]
-
-
-@pytest.fixture
-def run(url):
-    client = Client(url).start()
-    yield client
-    client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+FLAGS = LORA
 
 
 def test_rank_of_a_client_is_that_of_an_engine_of_this_rank(run, tmp_path):
@@ -87,8 +64,8 @@ def test_model_from_a_saved_state_keeps_its_rank_and_goes_on_as_it_would_have(ru
     assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 4
     expected = two_steps()
     for optimizer in (True, False):
-        run.number += 1
-        loaded = {"model_seq_id": run.number, "path": path, "optimizer": optimizer}
+        run.n_models += 1
+        loaded = {"model_seq_id": run.n_models, "path": path, "optimizer": optimizer}
         run.model = run.wait("load_weights", session_id=run.session, **loaded)["model_id"]
         assert run.ask("get_info", model_id=run.model)["lora_rank"] == 4
         found = two_steps()
@@ -110,14 +87,6 @@ def test_parts_that_a_client_leaves_out_do_not_train(tmp_path):
                 assert torch.any(rows[:3]) == ("attention" in name), name
 
 
-def test_ranks_and_parts_that_cannot_be_are_refused_in_one_sentence(run):
-    status, answer = run.create(rank=16)
-    assert status == 400
-    assert "rank must be 1 to 8, this server's lora.rank, got 16; ask for less" in answer["detail"]
-    status, answer = run.create(rank=4, train_attn=False, train_mlp=False)
-    assert status == 400 and "must train a part that has adapters" in answer["detail"]
-
-
 def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):
     """Gradients are added twice before a step, between those of the others; then one client leaves."""
     calls_of = {0: [2, 2, 1, 1], 1: [2, 2], 2: [2, 2, 1, 1]}  # client -> calls before each step
@@ -125,7 +94,7 @@ def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):
         n: [([n + 7, n + 8], {"target_tokens": [n + 8, 3], "weights": [1.0, 1.0]})]
         for n in calls_of
     }
-    runs = {n: Client(url).start() for n in calls_of}
+    runs = {n: Http(url).start() for n in calls_of}
     losses = {n: [] for n in calls_of}
     for n, run in runs.items():
         run.start_model(rank=2 * n + 1, seed=n)
@@ -138,7 +107,7 @@ def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):
         for n in reversed(here):
             runs[n].optim_step()
             if step == len(calls_of[n]) - 1:
-                runs[n].ask(f"sessions/{runs[n].session}/finish", reason={"type": "success"})
+                runs[n].finish()
     for n, calls in calls_of.items():
         own = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in data[n]]
         with LocalTrainingClient(toy_config(tmp_path / str(n), *LORA)) as client:
@@ -149,3 +118,78 @@ def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):
                 alone += [output.result().metrics["loss:sum"] for output in outputs]
                 client.optim_step(AdamParams(learning_rate=1e-2)).result()
         assert losses[n] == alone, "bit for bit"
+
+
+def test_no_command_changes_the_model_of_another_client(tmp_path):
+    assert changes(str(tmp_path)) == []
+
+
+def test_states_that_do_not_fit_on_the_disk_stay_in_memory(tmp_path):
+    expected = train(str(tmp_path / "memory"), 3, 2)
+    found = train_on_full_disk(str(tmp_path / "full"), 3, 2)
+    assert largest_difference(found, expected) == 0
+
+
+def saved_names(run):
+    answer = json.loads(run.send("GET", f"/api/v1/training_runs/{run.model}/checkpoints")[1])
+    return [saved["checkpoint_id"] for saved in answer["checkpoints"]]
+
+
+def test_failed_load_leaves_the_rank_of_a_model_and_the_failure_of_its_step(run, folder):
+    run.start_model(rank=2, seed=1)
+    run.forward_backward(DATA)
+    run.optim_step()
+    smaller = run.train("save_weights", path="smaller")["path"]
+    part = next((folder / "states" / smaller.removeprefix("tinker://")).glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-64])
+    run.start_model(rank=8, seed=1)
+    run.forward_backward(DATA)
+    run.optim_step()
+    assert "error" in run.forward_backward([([1], {"target_tokens": [99], "weights": [1.0]})])
+    assert "is damaged" in run.train("load_weights", path=smaller)["error"]
+    assert run.ask("get_info", model_id=run.model)["lora_rank"] == 8
+    assert "a forward_backward of this step failed" in run.optim_step()["error"]
+    path = run.train("save_weights", path="after")["path"]
+    assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 8
+    run.n_models += 1
+    failed = run.wait(
+        "load_weights", session_id=run.session, model_seq_id=run.n_models, path=smaller
+    )
+    assert "is damaged" in failed["error"]
+    status, _ = run.post("get_info", model_id=f"{run.session}:train:{run.n_models}")
+    assert status == 404, "a model that could not be loaded does not exist"
+
+
+def test_failed_save_leaves_the_saved_state_before_it_and_no_other(run):
+    """On a full disk: no file may have more than 1 kB."""
+    run.start_model(rank=4, seed=1)
+    path = run.train("save_weights", path="first")["path"]
+    expected = run.forward_backward(DATA)["metrics"]["loss:sum"]
+    run.optim_step()
+    with files_of_at_most(1000):
+        assert "second" in run.train("save_weights", path="second")["error"]
+        assert "first" in run.train("save_weights", path="first", overwrite=True)["error"]
+    assert saved_names(run) == ["weights/first"]
+    run.train("load_weights", path=path)
+    assert run.forward_backward(DATA)["metrics"]["loss:sum"] == expected
+
+
+def test_other_request_under_the_number_of_an_earlier_one_is_refused(run, url):
+    """As from two programs that train one model, and each count their requests from 1."""
+    other = Http(url)
+    other.session, other.model, other.n_sent = run.session, run.model, run.n_sent
+    losses = [run.forward_backward(DATA)["metrics"]["loss:sum"] for _ in range(2)]
+    assert other.forward_backward(DATA)["metrics"]["loss:sum"] == losses[0], "sent again"
+    body = forward_backward_message(run.model, run.n_sent, DATA[:1])
+    status, answer = other.send("POST", "/api/v1/forward_backward", body)
+    assert status == 400 and b"was accepted before with other content" in answer
+    run.optim_step(lr=1e-2)
+    request = {"model_id": run.model, "seq_id": run.n_sent}
+    status, answer = other.post("optim_step", adam_params={"learning_rate": 1e-3}, **request)
+    assert status == 400 and "make a client for each program" in answer["detail"]
+    sampler = run.sampler()
+    run.sample(sampler, [1, 2, 3], 1)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}
+    request = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt}
+    status, answer = other.post("asample", sampling_params={"max_tokens": 4}, **request)
+    assert status == 400 and "was accepted before with other content" in answer["detail"]

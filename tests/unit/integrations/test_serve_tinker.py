@@ -2,16 +2,7 @@
 
 import pytest
 
-from tests.unit.integrations.test_serve import server_config
-from tests.unit.integrations.tinker_server import serving
-
 tinker = pytest.importorskip("tinker")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with serving(server_config(tmp_path_factory.mktemp("served"))) as url:
-        yield url
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.integrations.test_serve import DATA, PROMPT, server_config
-from tests.unit.integrations.test_serve_lora import Client
-from tests.unit.integrations.tinker_server import serving
+from tests.unit.integrations.tinker_server import DATA, PROMPT, Http
 from tests.unit.rl.together import (
     EXPERTS,
     LAYERS,
@@ -228,16 +226,11 @@ def test_samples_and_logprobs_of_a_sampler_are_joined_across_each_other():
 # ---- over HTTP ----
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    flags = (*LORA, "--rl.serve.max_models=4", "--training.local_batch_size=16")
-    with serving(server_config(tmp_path_factory.mktemp("served"), *flags)) as url:
-        yield url
+FLAGS = (*LORA, "--rl.serve.max_models=4", "--training.local_batch_size=16")
 
 
 def begin(url, **config):
-    client = Client(url)
-    client.session = client.ask("create_session", tags=[], sdk_version="0")["session_id"]
+    client = Http(url).begin()
     client.start_model(**config)
     return client
 
@@ -260,7 +253,7 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
         for _ in range(5):
             losses[number].append(client.forward_backward(DATA)["metrics"]["loss:sum"])
             client.optim_step()
-        client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+        client.finish()
 
     threads = [threading.Thread(target=use, args=(number,)) for number in losses]
     for thread in threads:
@@ -280,13 +273,12 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
 
 def test_model_beyond_the_limit_is_refused_with_the_setting(url):
     clients = [begin(url, rank=8) for _ in range(4)]
-    late = Client(url)
-    late.session = late.ask("create_session", tags=[], sdk_version="0")["session_id"]
-    status, answer = late.create(rank=1)
+    late = Http(url).begin()
+    status, answer = late.create_model(rank=1)
     assert status == 429
     assert "4 models train on this server, its rl.serve.max_models; close" in answer["detail"]
     for client in clients:
-        client.ask(f"sessions/{client.session}/finish", reason={"type": "success"})
+        client.finish()
     late.start_model(rank=1)
     sampled = late.sample(late.sampler(), PROMPT, 1)
     assert len(sampled["sequences"][0]["tokens"]) == 4

@@ -105,16 +105,12 @@ def test_program_runs_in_this_process(in_process):
     assert weights_only == with_optimizer and in_process[-3] != in_process[-1]
 
 
-def test_program_returns_the_same_over_http(in_process, tmp_path, monkeypatch):
+def test_program_returns_the_same_over_http(in_process, url, monkeypatch):
     tinker = pytest.importorskip("tinker")
-    from tests.unit.integrations.test_serve import server_config
-    from tests.unit.integrations.tinker_server import serving
-
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with serving(server_config(tmp_path)) as url:
-        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-        found = plain(program(tinker, service))
-        service.close("success").result()
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    found = plain(program(tinker, service))
+    service.close("success").result()
     assert found == approx(in_process)
 
 

@@ -2,12 +2,26 @@
 
 import contextlib
 import http.client
+import itertools
 import json
+import math
 import struct
 import threading
 import urllib.parse
 
+from tests.unit.rl.toy import toy_config
 from torchtitan.rl.serve import Server
+
+DATA = [
+    ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
+    ([5], {"target_tokens": [6], "weights": [1.0]}),
+]
+PROMPT = [1, 2, 3, 4]
+LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
+
+
+def server_config(folder, *overrides):
+    return toy_config(folder, "--rl.serve.port=0", *overrides)
 
 
 @contextlib.contextmanager
@@ -29,11 +43,11 @@ def serving(config):
 
 
 class Http:
-    """Sends requests and returns (status, JSON)."""
+    """Sends requests and returns (status, JSON, or a result in protobuf as the JSON that it stands for)."""
 
     def __init__(self, url):
         self.address = urllib.parse.urlparse(url).netloc
-        self.n_sent = 0
+        self.n_sent, self.n_models = 0, -1
 
     def send(self, method, path, body=b"", headers=None):
         connection = http.client.HTTPConnection(self.address, timeout=60)
@@ -45,7 +59,7 @@ class Http:
 
     def post(self, path, /, **values):
         status, body = self.send("POST", "/api/v1/" + path, json.dumps(values).encode())
-        return status, json.loads(body)
+        return status, result_of(body) if body[:1] == b"\n" else json.loads(body)
 
     def ask(self, path, /, **values):
         """The answer to a request, which must succeed."""
@@ -67,15 +81,31 @@ class Http:
     # ---- a training run ----
 
     def start(self):
+        self.begin().start_model(rank=8)
+        return self
+
+    def begin(self):
         self.session = self.ask("create_session", tags=[], sdk_version="0")["session_id"]
-        self.model = self.wait(
+        return self
+
+    def create_model(self, **lora_config):
+        """A further model of the session, with adapters."""
+        self.n_models += 1
+        return self.post(
             "create_model",
             session_id=self.session,
-            model_seq_id=0,
+            model_seq_id=self.n_models,
             base_model="any",
-            lora_config={"rank": 8},
-        )["model_id"]
-        return self
+            lora_config=lora_config,
+        )
+
+    def start_model(self, **lora_config):
+        status, answer = self.create_model(**lora_config)
+        assert status == 200, answer
+        self.model = self.result(answer)["model_id"]
+
+    def finish(self):
+        self.ask(f"sessions/{self.session}/finish", reason={"type": "success"})
 
     def train(self, path, /, **values):
         self.n_sent += 1
@@ -150,3 +180,66 @@ def forward_backward_message(
     for name, value in (config or {}).items():
         out += part(5, part(1, name) + b"\x11" + struct.pack("<d", value))
     return out
+
+
+def fields(data):
+    """(number, value) of each field of a message."""
+
+    def number(at):
+        value = shift = 0
+        while True:
+            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128:
+                return value, at
+
+    at = 0
+    while at < len(data):
+        tag, at = number(at)
+        if tag & 7 == 1:
+            value, size = struct.unpack_from("<d", data, at)[0], 8
+        else:
+            value, at = number(at)
+            size = value if tag & 7 == 2 else 0
+            value = data[at : at + size] if tag & 7 == 2 else value
+        yield tag >> 3, value
+        at += size
+
+
+def floats(data):
+    return [None if math.isnan(x) else x for (x,) in struct.iter_unpack("<f", data)]
+
+
+def integers(data, kind="i"):
+    return [x for (x,) in struct.iter_unpack(f"<{kind}", data)]
+
+
+def result_of(data):
+    """The entries of a result of forward_backward, or of sampling."""
+    found = list(fields(data))
+    last = dict(found)
+    if last[1] == b"ArrayRecord":
+        tensor = dict(fields(dict(fields(dict(fields(last[2]))[2]))[2]))
+        values, ends = floats(tensor[1]), integers(tensor[2], "q")
+        outputs = [values[a // 4 : b // 4] for a, b in itertools.pairwise(ends)]
+        metrics = (dict(fields(entry)) for number, entry in found if number == 3)
+        return {
+            "loss_fn_outputs": [{"logprobs": {"data": values}} for values in outputs],
+            "metrics": {entry[1].decode(): entry[2] for entry in metrics},
+        }
+    sequences = (dict(fields(entry)) for number, entry in found if number == 1)
+    top = dict(fields(last.get(3, b"")))
+    cells = list(zip(integers(top.get(1, b"")), floats(top.get(2, b"")), strict=True))
+    k = top.get(3, 0)
+    rows = [cells[i * k : i * k + k] for i in range(top.get(4, 0))]
+    return {
+        "sequences": [
+            {
+                "tokens": integers(entry[2]),
+                "logprobs": floats(entry[3]),
+                "stop_reason": ("stop", "length")[entry[1]],
+            }
+            for entry in sequences
+        ],
+        "prompt_logprobs": floats(last[2]) if 2 in last else None,
+        "topk_prompt_logprobs": [None if row[0] == (0, -99999.0) else row for row in rows],
+    }

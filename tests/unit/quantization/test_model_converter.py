@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from torchtitan import quantization
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
@@ -14,8 +15,7 @@ from torchtitan.protocols.model_converter import (
     find_model_converter,
     register_model_converter,
 )
-from torchtitan.quantization import utils as quantization_utils
-from torchtitan.quantization.utils import module_filter_fn
+from torchtitan.quantization import module_filter_fn
 
 needs_mx = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="MXFP8 of torchao needs a newer torch"
@@ -60,11 +60,6 @@ class Recorder:
 
 class OtherRecorder(Recorder):
     pass
-
-
-def test_no_converter_by_default():
-    container = build()
-    assert isinstance(container, ModelConvertersContainer) and container.converters == []
 
 
 def test_converters_run_in_config_order(registry, monkeypatch):
@@ -144,16 +139,19 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_float8_without_hardware_names_the_remedy(no_gpu):
-    with pytest.raises(ValueError, match="8.9.*float8.emulate = true and compile.enable = false"):
-        build_named("quantize.linear.float8")
-    with pytest.raises(ValueError, match="compile.enable = false"):
-        build(*EMULATED, "--compile.enable")
-
-
-def test_grouped_float8_without_hardware_is_a_value_error(no_gpu):
-    with pytest.raises(ValueError, match="quantize.grouped_mm.float8 needs a GPU"):
-        build_named("quantize.grouped_mm.float8")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["quantize.linear.float8"], "8.9.*float8.emulate = true and compile.enable = false"),
+        ([*EMULATED[1:], "--compile.enable"], "compile.enable = false"),
+        (["quantize.grouped_mm.float8"], "quantize.grouped_mm.float8 needs a GPU"),
+        (["quantize.linear.mx"], "quantize.linear.mx needs a GPU of compute capability 10.0"),
+        (["quantize.grouped_mm.mx"], "grouped_mm.mx needs a GPU of compute capability 10.0"),
+    ],
+)
+def test_missing_hardware_is_an_error_with_the_remedy(flags, message, no_gpu):
+    with pytest.raises(ValueError, match=message):
+        build("--model.converters", *flags)
 
 
 @pytest.fixture
@@ -175,16 +173,13 @@ ROWWISE = [
 ]
 
 
-def test_rowwise_float8_needs_the_capability_of_float8(gpu):
-    gpu(8, 6)
-    with pytest.raises(ValueError, match="compute capability 8.9"):
-        build(*ROWWISE, "--compile.enable")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, caplog):
     import torch._inductor.config
 
+    gpu(8, 6)
+    with pytest.raises(ValueError, match="compute capability 8.9"):
+        build(*ROWWISE, "--compile.enable")
     gpu(8, 9)
     with torch._inductor.config.patch(emulate_precision_casts=False):
         (converter,) = build(*ROWWISE, *["--compile.enable"] * compiled).converters
@@ -236,13 +231,10 @@ def missing_torchao(name):
     raise ImportError(f"No module named {name!r}")
 
 
-@pytest.mark.parametrize(
-    "flags", [EMULATED, ["--model.converters", "quantize.linear.mx"]], ids=["float8", "mx"]
-)
-def test_missing_torchao_names_the_extra(flags, monkeypatch):
-    monkeypatch.setattr(quantization_utils, "import_module", missing_torchao)
+def test_missing_torchao_names_the_extra(monkeypatch):
+    monkeypatch.setattr(quantization, "import_module", missing_torchao)
     with pytest.raises(ImportError, match=r"pip install -U torchtitan-embeddable\[float8\]"):
-        build(*flags)
+        build(*EMULATED)
 
 
 class Block(nn.Module):
@@ -295,18 +287,14 @@ def test_float8_recipes_reach_torchao(recipe):
         torch._inductor.config.emulate_precision_casts = before
 
 
-def test_float8_recipe_excludes_float8_all_gather():
-    flags = ["--quantize.linear.float8.enable_fsdp_float8_all_gather"]
-    with pytest.raises(ValueError, match="exclude each other, got recipe_name = 'rowwise'"):
-        build(*EMULATED, *flags, "--quantize.linear.float8.recipe_name", "rowwise")
-
-
 def test_float8_all_gather_needs_sharded_data_parallelism():
     flags = [
         *EMULATED,
         "--quantize.linear.float8.enable_fsdp_float8_all_gather",
         "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
     ]
+    with pytest.raises(ValueError, match="exclude each other, got recipe_name = 'rowwise'"):
+        build(*flags, "--quantize.linear.float8.recipe_name", "rowwise")
     config = ConfigManager().parse_args(flags)
     (alone,) = build_model_converters(config, one_rank()).converters
     assert not alone.config.enable_fsdp_float8_all_gather and not alone.precompute_scale
@@ -358,13 +346,6 @@ def test_auto_filter_leaves_small_layers_and_the_config_alone():
     assert not converter.filter_fn(nn.Linear(8192, 8192, device="meta"), "output")
 
 
-def test_mxfp8_without_hardware_is_a_value_error(no_gpu):
-    pytest.importorskip("torchao.prototype.moe_training.config")
-    for name in ("quantize.linear.mx", "quantize.grouped_mm.mx"):
-        with pytest.raises(ValueError, match=f"{name} needs a GPU of compute capability 10.0"):
-            build_named(name)
-
-
 def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ValueError, match="newer than 2.11, got.*upgrade it"):
@@ -374,12 +355,7 @@ def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
 @needs_mx
 def test_emulated_mxfp8_trains_on_cpu():
     pytest.importorskip("torchao.prototype.moe_training.config")
-    (converter,) = build(
-        "--model.converters",
-        "quantize.linear.mx",
-        "--quantize.linear.mx.recipe_name",
-        "mxfp8_emulated",
-    ).converters
+    (converter,) = build(*WRAPPED_WEIGHTS["mx"]).converters
     torch.manual_seed(0)
     plain = Block().bfloat16()
     model = copy.deepcopy(plain)

@@ -159,6 +159,7 @@ def test_every_metric_of_rl_is_described():
 # ---- extending.md ----
 
 
+@pytest.mark.long
 def test_module_of_the_page_on_extending_trains(tmp_path):
     page = PAGES["docs/extending.md"]
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -312,6 +313,7 @@ THEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -77,11 +77,6 @@ def test_fastest_layout_comes_first():
     assert "50 %" in rows[0] and rows[0].endswith("| 500 |")
 
 
-@pytest.mark.parametrize("n_gpus", [1, 7, 12])
-def test_any_number_of_gpus_has_a_layout(n_gpus):
-    assert list(layouts(JobConfig(), n_gpus, gpus_per_node=8, global_rows=n_gpus))
-
-
 @pytest.mark.parametrize("option", ["1", "2", "3", "op"])
 @pytest.mark.parametrize("less", [(1, 1), (0, 0), (2, 1)])
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved1f1b", "ZBVZeroBubble"])
@@ -102,13 +97,6 @@ def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
         sizes.append(layers[0])
     # Whole periods of what selective checkpointing repeats.
     assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
-
-
-def test_stages_of_the_users_own_are_rehearsed_whole():
-    config = JobConfig()
-    config.parallelism.pipeline_parallel_degree = 2
-    config.parallelism.pipeline_parallel_layers_per_stage = 3
-    assert depths_of(config) is None
 
 
 def test_a_cpu_computes_and_sends_by_turns():

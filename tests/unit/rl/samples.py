@@ -99,8 +99,8 @@ def make_episodes(
 ) -> list[Episode]:
     """Return graded episodes of completions, which are in the order of the prompts."""
     per_prompt = len(completions) // len(prompts)
-    dialogues = [
-        rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i, [completion])
-        for i, completion in enumerate(completions)
-    ]
-    return rollout._graded(task, dialogues, stop_strings, several_turns=False)
+    dialogues = []
+    for i, completion in enumerate(completions):
+        dialogues.append(rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i))
+        dialogues[-1].complete(completion)
+    return rollout._graded(task, dialogues, rollout.Request([], per_prompt, None, stop_strings))

@@ -60,13 +60,9 @@ def test_metrics_are_finite_for_any_number_of_episodes():
     assert advantage_metrics([-1.0, 0.0], [0, 1])["zero_advantage_groups"] == 0.5
 
 
-def test_unknown_names_and_rewards_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="rl.advantage.name must be one of"):
-        AdvantageEstimator("mean")
-    with pytest.raises(ValueError, match="rl.advantage.std divides"):
-        AdvantageEstimator("none", std=True)
+def test_rewards_that_are_no_numbers_are_refused():
     for reward in (math.nan, -math.inf, 1e19):
         with pytest.raises(
-            ValueError, match=rf"finite numbers, got {reward}.* in group 3".replace("+", ".")
+            ValueError, match=rf"finite numbers .* got {reward} in group 3".replace("+", ".")
         ):
             AdvantageEstimator()([reward], [3])

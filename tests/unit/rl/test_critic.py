@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.unit.rl.toy import gradients, toy_config, toy_samples
 from torchtitan.config.checks import ConfigError
-from torchtitan.engine import TrainingEngine
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
@@ -45,13 +44,6 @@ def test_advantages_are_the_discounted_sums_of_the_definition(completions, gamma
             )
             assert advantage[t].item() == pytest.approx(expected, abs=1e-12)
             assert wanted[t].item() == pytest.approx(expected + v[t], abs=1e-12)
-
-
-def test_with_lam_and_gamma_of_one_every_return_is_the_reward():
-    values = [torch.tensor([0.5, -2.0, 7.0]), torch.tensor([0.1])]
-    advantages, returns = GAE(whiten=False)([1.0, -3.0], values)
-    torch.testing.assert_close(torch.cat(returns), torch.tensor([1.0, 1, 1, -3]).double())
-    torch.testing.assert_close(advantages[0], 1 - values[0].double())
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_all_tokens_in_any_order():
@@ -147,18 +139,6 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(
         torch.testing.assert_close(of_split, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_advantages_do_not_depend_on_what_is_in_one_batch_or_microbatch(critic):
-    whole, metrics = graded(critic)
-    batcher = critic.batcher
-    critic.batcher = dataclasses.replace(batcher, rows=1)
-    single, again = graded(critic)
-    critic.batcher = batcher
-    for name in ("advantages", "old_values", "returns"):
-        ours, theirs = (torch.cat([getattr(s, name) for s in found]) for found in (whole, single))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert again == pytest.approx(metrics, abs=1e-5)
-
-
 def test_values_are_those_of_the_model_before_each_sampled_token(critic):
     samples, metrics = graded(critic)
     (model,) = critic.engine.model_parts
@@ -176,12 +156,6 @@ def test_values_are_those_of_the_model_before_each_sampled_token(critic):
     unexplained = (returns - values).var() / returns.var()
     assert metrics["explained_variance"] == pytest.approx(1 - unexplained.item(), abs=1e-5)
     assert metrics["return_mean"] == pytest.approx(returns.mean().item())
-
-
-def test_batch_without_values_is_refused(critic):
-    batch = Batcher(seq_len=24).batch(toy_samples(2))
-    with pytest.raises(ValueError, match="got no old_values and no returns"):
-        critic.forward_backward(batch)
 
 
 def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, tmp_path):
@@ -259,34 +233,6 @@ def test_critic_learns_alone_while_it_warms_up(tmp_path):
     assert [row["step"] for row in rows] == [3, 6, 8]
 
 
-def test_critic_begins_with_the_policys_weights(tmp_path):
-    before = controller_of(tmp_path / "a")
-    before.train_step()
-    before.trainer.save_checkpoint(str(tmp_path / "state"))
-    before.close()
-    config = toy_config(tmp_path / "b", *GAE_RUN, "--checkpoint.enable")
-    config.checkpoint.initial_load_path = str(tmp_path / "state")
-    controller = Controller(config)
-    controller.setup()
-    policy = dict(controller.trainer.engine.model_parts[0].named_parameters())
-    critic = dict(controller.critic.engine.model_parts[0].named_parameters())
-    assert critic.keys() - policy.keys() == {"score.weight", "score.bias"}
-    assert all(torch.equal(policy[name], critic[name]) for name in critic.keys() & policy.keys())
-    controller.close()
-
-
-def test_critic_begins_with_the_folder_that_the_config_names(tmp_path):
-    before = controller_of(tmp_path / "a")
-    before.train_step()
-    before.critic.engine.save(str(tmp_path / "critic"))
-    expected = weights(before.critic)
-    before.close()
-    after = controller_of(tmp_path / "b", f"--rl.critic.initial_load_path={tmp_path / 'critic'}")
-    assert all(map(torch.equal, expected, weights(after.critic)))
-    assert after.train_step()["critic/grad_norm"] > 0
-    after.close()
-
-
 def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
     overrides = ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--lr_scheduler.warmup_steps=3"]
     unbroken = controller_of(tmp_path / "a", *overrides)
@@ -315,12 +261,12 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
             ["--rl.advantage.std"],
             "without comparing the rewards of a prompt, got rl.advantage.std = True",
         ),
-        (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be 0 to 1, got 1.5"),
+        (["--rl.advantage.lam=1.5"], "rl.advantage.lam must be at most 1, got 1.5"),
         (
             ["--rl.batch.skip_zero_advantage"],
             "learns from all samples, .*got rl.batch.skip_zero_advantage = True",
         ),
-        (["--rl.critic.warmup_steps=8"], "got 8 with training.steps = 8"),
+        (["--rl.critic.warmup_steps=8"], "at most training.steps - 1 = 7, got 8"),
         (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
         (["--rl.critic.value_clip=-1"], "rl.critic.value_clip must be at least 0"),
         (
@@ -332,30 +278,3 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
 def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         Controller(toy_config(tmp_path, *GAE_RUN, *flags))
-
-
-def test_model_that_cannot_have_a_value_head_is_refused_before_it_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.rl.policy.TrainingEngine", None)
-    monkeypatch.setattr(
-        "torchtitan.config.checks.model.heads",
-        lambda job, *_: ["it has no place for one"] if job.model.value_head else [],
-    )
-    with pytest.raises(ConfigError, match="the policy's model with a value head, and it has no pl"):
-        Controller(toy_config(tmp_path, *GAE_RUN))
-
-
-def test_policy_of_a_run_with_critic_and_reference_is_loaded_without_them(tmp_path):
-    before = controller_of(tmp_path / "a", "--rl.loss.kl_coef=0.1")
-    before.train_step()
-    before.trainer.save_checkpoint(str(tmp_path / "state"))
-    expected = weights(before.trainer)
-    before.close()
-    resumed = Controller(toy_config(tmp_path / "b"))
-    resumed.trainer.load_checkpoint(str(tmp_path / "state"))
-    assert resumed.step == 1 and all(map(torch.equal, expected, weights(resumed.trainer)))
-    resumed.close()
-    engine = TrainingEngine(toy_config(tmp_path / "c"))
-    engine.load(str(tmp_path / "state"))
-    assert engine.step == 1
-    assert all(map(torch.equal, expected, engine.model_parts[0].parameters()))
-    engine.close()

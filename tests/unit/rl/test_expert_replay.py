@@ -34,7 +34,7 @@ from torchtitan.rl.generator import LocalGenerator, recording
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import _joined_experts
-from torchtitan.rl.types import Episode, SamplingConfig, TrainingSample
+from torchtitan.rl.types import SamplingConfig, TrainingSample
 from torchtitan.tools.errors import ConfigError, RunError
 
 SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
@@ -163,28 +163,6 @@ def test_packed_samples_give_the_log_probs_and_gradients_of_single_rows(trainer)
     assert (chosen_again[4] - results[True][0][4]).abs().max() > 5e-4
 
 
-def test_replay_of_the_own_choice_changes_nothing(trainer):
-    generator = recording(LocalGenerator(trainer.engine), True)
-    prompts = [[5, 6, 7], [8, 9]]
-    completions = generator.generate(prompts, SamplingConfig(max_tokens=6, seed=1))
-    scores = []
-    for replays in (True, False):
-        samples = [
-            TrainingSample.from_sequence(
-                prompt,
-                c.token_ids,
-                c.token_logprobs,
-                1.0,
-                routed_experts=c.routed_experts if replays else None,
-            )
-            for prompt, c in zip(prompts, completions, strict=True)
-        ]
-        scores.append(trainer.forward(Batcher(seq_len=16, rows=2).batch(samples)))
-    # The order of a token's experts may differ, and so may the order of its sum.
-    torch.testing.assert_close(*scores, rtol=0, atol=2e-6)
-    assert (scores[0][0][2:] - torch.tensor(completions[0].token_logprobs)).abs().max() <= 5e-6
-
-
 WRONG = {
     "layers": (lambda x: x[:, :1], r"experts per token\] = \(5, 16, 4, 2\), got \(5, 16, 1, 2\)"),
     "experts per token": (lambda x: x[..., :1], r"got \(5, 16, 4, 1\)"),
@@ -221,7 +199,7 @@ def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
         Batcher(seq_len=16).batch(some)
     other = dataclasses.replace(sample, routed_experts=sample.routed_experts[:, :1])
-    with pytest.raises(ValueError, match=r"same layers .* got \[\(1, 2\), \(4, 2\)\]"):
+    with pytest.raises(ValueError, match=r"one number of layers .* got \[\(1, 2\), \(4, 2\)\]"):
         Batcher(seq_len=16).batch([sample, other])
     dense = build_engine("qwen3", [], str(tmp_path))
     with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
@@ -237,17 +215,6 @@ def test_dialogue_keeps_the_experts_with_which_each_token_was_first_read():
     first, second = torch.zeros(5, 2, 3), torch.ones(9, 2, 3)
     joined = _joined_experts([first, second])
     assert joined[:, 0, 0].tolist() == [0.0] * 5 + [1.0] * 4
-
-
-def test_episode_with_experts_goes_through_json():
-    experts = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
-    episode = Episode(0, "p", (1, 2), "a", "t", (3, 4), (-1.0, -2.0), 1, routed_experts=experts)
-    again = Episode.from_dict(json.loads(json.dumps(episode.to_dict())))
-    assert again == episode
-    assert again.routed_experts.dtype == torch.int16
-    assert torch.equal(again.routed_experts, experts)
-    sample = TrainingSample.from_episode(dataclasses.replace(again, advantage=1.0))
-    assert torch.equal(sample.routed_experts, experts)
 
 
 class AnotherEngine(ForeignGenerator):
@@ -351,8 +318,3 @@ def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_pat
     lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["routed_experts"] is None
     controller.close()
-
-
-def test_loop_of_a_dense_model_refuses_to_replay(tmp_path):
-    with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
-        Controller(toy_config(tmp_path, "--rl.generator.replay_experts"))

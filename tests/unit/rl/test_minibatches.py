@@ -1,7 +1,6 @@
 """Several optimizer updates on one batch of episodes."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -98,21 +97,3 @@ def test_evaluations_and_checkpoints_are_due_where_a_multiple_is_passed(tmp_path
     assert [row["step"] for row in rows if "eval/greedy_reward" in row] == [0, 8, 12]
     assert [row["step"] for row in rows if "loss" in row] == [4, 8, 12]
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {"step-8", "step-12"}
-
-
-@pytest.mark.parametrize("changed", [TWICE_TWO, []])
-def test_resumed_run_may_change_the_number_of_updates(changed, tmp_path):
-    before = controller_of(tmp_path, *([] if changed else TWICE_TWO))
-    for _ in range(2):
-        before.train_step()
-    before.trainer.save_checkpoint(str(tmp_path / "state"))
-    step = before.step
-    before.close()
-    controller = Controller(toy_config(tmp_path, *changed))
-    controller.trainer.load_checkpoint(str(tmp_path / "state"))
-    controller.trainer.push_model_state_dict(controller.generator)
-    assert (controller.step, controller.num_batches) == (step, 2)
-    assert controller.train_step()["rl/lag"] == 0
-    assert controller.num_batches == 3
-    assert math.isfinite(controller.train_step()["loss"])
-    controller.close()

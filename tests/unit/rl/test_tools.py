@@ -218,7 +218,7 @@ def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
             [question("a"), {"prompt": "b"}],
             tokenizer,
             [],
-            "line 2: with rl.task.tools prompts must be",
+            "line 2: rl.task.prompt_key = .* must name a list of messages, because of rl.task.tools",
         ),
         ([{"prompt": ["b"]}], tokenizer, [], "line 1: a message must be an object with a role"),
         ([{"prompt": [{"role": "king", "content": ""}]}], tokenizer, [], "no such role: king"),

@@ -1,5 +1,4 @@
 import dataclasses
-import math
 import statistics
 
 import pytest
@@ -63,7 +62,7 @@ def test_deferred_normalisation_equals_weights_that_knew_the_whole_step(trainer)
     total = trainer._denominator
     found = {name: gradient / total for name, gradient in gradients(trainer).items()}
     torch.testing.assert_close(found, expected, **CLOSE)
-    with pytest.raises(ValueError, match="all have final weights or all leave"):
+    with pytest.raises(ValueError, match="all or none leave the division"):
         trainer.forward_backward(batcher().batch(samples))
 
 
@@ -82,12 +81,6 @@ def test_step_has_the_metrics_of_its_samples_and_the_statistics_of_their_advanta
     assert done.metrics == pytest.approx({"loss": sum(losses), **whole}, rel=1e-5)
 
 
-def test_one_episode_and_none_give_finite_numbers(trainer):
-    for samples in (toy_samples(1), []):
-        found = trainer.forward_backward(batcher(agg_mode="token-mean").batch(samples))
-        assert all(math.isfinite(value) for value in (found.loss, *found.metrics.values()))
-
-
 def test_logprobs_come_back_per_sample_and_equal_those_of_a_forward(trainer):
     samples = toy_samples(6)
     batch = batcher(rows=2).batch(samples)
@@ -100,20 +93,6 @@ def test_logprobs_come_back_per_sample_and_equal_those_of_a_forward(trainer):
             logits = model(sample.token_ids[None].to(trainer.engine.device)).cpu()
         expected = logits[0].log_softmax(-1).gather(1, sample.labels[:, None]).squeeze(1)
         torch.testing.assert_close(ours, expected * sample.loss_mask, rtol=1e-5, atol=2e-6)
-
-
-def test_oversize_sample_has_no_logprobs(trainer):
-    samples = toy_samples(2)
-    batch = batcher(seq_len=max(map(len, samples)) - 1).batch(samples)
-    assert sorted(x is None for x in trainer.forward(batch)) == [False, True]
-
-
-def test_loss_of_the_caller_takes_the_place_of_the_configs(trainer):
-    samples = toy_samples(4)
-    batch = batcher().batch(samples)
-    found = trainer.forward_backward(batch, CrossEntropyLoss())
-    logprobs = torch.cat(trainer.forward(batch))
-    assert found.loss == pytest.approx(-logprobs.sum().item(), rel=1e-5)
 
 
 def test_step_that_the_device_skips_makes_no_version(trainer, monkeypatch):
@@ -143,21 +122,6 @@ def test_step_takes_the_callers_settings_once_and_zeroes(trainer):
 
     trainer.forward_backward(batcher().batch(toy_samples(3)))
     assert trainer.optim_step().lr == pytest.approx(trainer.job_config.optimizer.lr, rel=0.2)
-
-
-def test_step_without_gradients_is_refused(trainer):
-    with pytest.raises(ValueError, match="call forward_backward before"):
-        trainer.optim_step()
-
-
-def test_converters_hook_runs_after_each_step(trainer, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        trainer.engine.model_converters, "post_optimizer_hook", lambda model: seen.append(model)
-    )
-    trainer.forward_backward(batcher().batch(toy_samples(2)))
-    trainer.optim_step()
-    assert seen == [trainer.engine.model_parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,26 +154,10 @@ def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer
     ("override", "message"),
     [
         ("--training.gradient_reduction=mean", "training.gradient_reduction = 'mean'"),
-        ("--optimizer.early_step_in_backward", "early_step_in_backward = true"),
-        ("--rl.batch.packing", "rl.batch.packing keeps the samples of a row apart"),
+        ("--optimizer.early_step_in_backward", "early_step_in_backward = True"),
+        ("--rl.batch.packing", "rl.batch.packing needs positions"),
     ],
 )
 def test_config_that_would_train_on_something_else_is_refused(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
         PolicyTrainer(toy_config(tmp_path, override))
-
-
-@pytest.mark.parametrize("method", ["forward_backward", "forward", "rescore"])
-def test_batch_for_another_layout_is_refused_before_anything_is_computed(trainer, method):
-    batch = batcher(dp_size=2).batch(toy_samples(8))
-    with pytest.raises(ValueError, match="made for 2 data-parallel ranks, got a trainer with 1"):
-        getattr(trainer, method)(batch)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"lr": math.nan}, {"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"max_norm": 0.0}],
-)
-def test_settings_that_would_destroy_the_weights_are_refused(settings):
-    with pytest.raises(ValueError, match="must be"):
-        OptimParams(**settings)

@@ -46,23 +46,6 @@ def test_episode_counts_the_tokens_and_the_weights_of_its_turns_alone():
         assert make_episode(token_versions=versions).num_versions == n
 
 
-def test_episode_without_advantage_is_refused():
-    with pytest.raises(ValueError, match="group 3 has no advantage yet"):
-        TrainingSample.from_episode(make_episode())
-
-
-def test_sample_without_prompt_or_completion_is_refused():
-    for prompt, new in (((), (1,)), ((1,), ())):
-        with pytest.raises(ValueError, match="needs a prompt and sampled tokens"):
-            TrainingSample.from_sequence(prompt, new, [0.0] * len(new), 1.0)
-
-
-def test_sample_whose_labels_are_not_shifted_is_refused():
-    token_ids, mask = torch.arange(4), torch.ones(4)
-    with pytest.raises(ValueError, match=r"labels of a sample .* \[4\], got \[5\]"):
-        TrainingSample(token_ids, torch.arange(5), mask, mask, mask)
-
-
 def test_sample_that_would_count_something_else_is_refused():
     tokens, ones = torch.arange(2), torch.ones(2)
     with pytest.raises(ValueError, match=r"loss_mask .* must be 0 or 1, got \[0.5\]; put factors"):
@@ -77,7 +60,7 @@ def test_sample_that_would_count_something_else_is_refused():
 
 @pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
 def test_bad_betas_are_refused_by_name(betas):
-    with pytest.raises(ValueError, match="^beta"):
+    with pytest.raises(ValueError, match="^betas"):
         OptimParams(betas=betas)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan.integrations.vllm_lane import WeightLane, join, receive
-from torchtitan.rl.weight_changes import bytes_of
+from torchtitan.rl.weight_transport import bytes_of
 
 WEIGHTS = [
     ("a", torch.randn(300, 7).to(torch.bfloat16)),

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from torchtitan.tools import bounded
-from torchtitan.tools.signals import SIGNALS
 
 MATCHES = "torchtitan.tools.bounded:first_matches"
 
@@ -53,13 +52,6 @@ def test_process_that_is_killed_is_replaced_and_a_call_that_kills_it_is_told():
     assert bounded.call("os:getpid") != process
     with pytest.raises(bounded.OutOfBoundsError, match="^its process ended with signal 6$"):
         bounded.call("os:abort")
-
-
-def test_signals_that_end_a_run_leave_the_process_to_it():
-    process = bounded.call("os:getpid")
-    for number in SIGNALS:
-        os.kill(process, number)
-    assert bounded.call("os:getpid") == process
 
 
 def test_interrupted_call_answers_no_other_one(monkeypatch):

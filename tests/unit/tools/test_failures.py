@@ -110,27 +110,6 @@ def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
     assert ConfigManager().parse_args().job.description == "größe"
 
 
-def test_path_that_the_system_s_encoding_has_not_is_told_by_its_key(monkeypatch):
-    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii"))  # as under LANG=C
-    with pytest.raises(
-        ConfigError, match="^dataset_path = 'größe' cannot be .* in ascii; set PYTHON"
-    ):
-        ConfigManager().parse_args(["--training.dataset_path=größe", "--job.description=größe"])
-
-
-def test_output_that_is_closed_is_none_of_the_run_s_files(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)  # as under >&-
-    handlers, propagate = logger.handlers, logger.propagate
-    try:
-        init_logger()
-        logger.info("nobody reads this")
-        print("nor this")
-        assert not sys.stdout.isatty() and sys.stdout.name == os.devnull
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        sys.stdout.close()
-
-
 def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))

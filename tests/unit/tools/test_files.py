@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from torchtitan.checkpoint import folder as checkpoint_folder
 from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.config import JobConfig
-from torchtitan.data import counts
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.token_files import TokenDocuments
@@ -187,15 +185,6 @@ def chat_template(folder: Path) -> None:
     ChatTemplate.from_tokenizer(tokenizer, path=str(folder / "own.jinja"))
 
 
-def copies_in_folder(folder: Path) -> None:
-    entry = SimpleNamespace(relative_path=str(folder / "model.safetensors"))
-    names = [SimpleNamespace(fqn="a"), SimpleNamespace(fqn="b")]
-    metadata = SimpleNamespace(
-        storage_data=SimpleNamespace(items=lambda: [(n, entry) for n in names])
-    )
-    hf._check_copies({"a": "b"}, metadata, str(folder))
-
-
 def hashes(folder: Path) -> None:
     checkpoint_folder.recorded_hashes(str(folder))
 
@@ -235,24 +224,6 @@ def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypat
     with pytest.raises((OSError, ValueError), match="not a regular file|leads out of") as refusal:
         READERS[name](tmp_path)
     assert name in str(refusal.value) and str(tmp_path / name) not in map(str, opened)
-
-
-def test_copy_of_a_weight_in_a_pipe_is_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(OSError, match="not a regular file"):
-        copies_in_folder(tmp_path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_kept_counts_that_are_no_file_are_counted_again(tmp_path, monkeypatch, make):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    counts.kept("key", lambda: np.arange(3))
-    (file,) = Path(tmp_path, "torchtitan").iterdir()
-    file.unlink()
-    make(file)
-    for _ in range(2):
-        assert counts.kept("key", lambda: np.arange(3)).tolist() == [0, 1, 2]
-    assert file.is_file() and not file.is_symlink()
 
 
 # Files of the system and of this program itself, which nobody else prepares.

@@ -1,11 +1,9 @@
 import gc
 import json
 import logging
-import os
 import pickle
 import platform
 import re
-import resource
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -46,13 +44,6 @@ def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
     monkeypatch.setattr(utils, "device_type", "cuda")
     assert utils.get_device_info() == ("cuda", torch.cuda)
     assert utils.get_device_type() == "cuda"
-
-
-def test_apple_gpu_is_passed_over_for_the_cpu(monkeypatch):
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps")
-    )
-    assert utils.get_device_type() == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -110,12 +101,6 @@ def test_garbage_collection_is_off_until_closed(collector_on):
     assert gc.isenabled()
 
 
-def test_close_leaves_a_collector_alone_that_the_host_had_off(collector_on):
-    gc.disable()
-    utils.GarbageCollection().close()
-    assert not gc.isenabled()
-
-
 def test_garbage_is_collected_every_gc_freq_steps_but_not_on_the_first(collector_on, monkeypatch):
     handler = utils.GarbageCollection(gc_freq=2)
     generations = []
@@ -138,48 +123,6 @@ def test_debug_collects_all_generations_every_step(collector_on, monkeypatch):
         handler.run(step)
     assert generations == [2, 2, 2]
     handler.close()
-
-
-def test_watch_for_cycles_ends_with_the_memory_history_that_it_began(collector_on, monkeypatch):
-    from torch.utils.viz import _cycles
-
-    events = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_cycles, "warn_tensor_cycles", lambda: lambda: events.append("unwatched"))
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled: events.append(enabled)
-    )
-    handler = utils.GarbageCollection(debug=True)
-    assert not events
-    handler.close()
-    handler.close()
-    assert events == ["unwatched", None]
-
-
-def test_gc_freq_of_zero_is_refused_by_name():
-    with pytest.raises(ValueError, match="training.gc_freq.*got 0"):
-        utils.GarbageCollection(gc_freq=0)
-
-
-@pytest.fixture
-def environment(tmp_path):
-    """A folder that looks like a virtual environment, and the command that prepares it.
-
-    environment(extras, torch) returns what pip was asked to install, and the constraints.
-    """
-    log = tmp_path / "log"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    (tmp_path / "bin/python").chmod(0o755)
-
-    def prepare(extras: str, torch: str = "") -> tuple[str, str]:
-        log.write_text("")
-        variables = os.environ | {"VENV": str(tmp_path), "TORCH": torch, "CONSTRAINTS": ""}
-        command = f'set -eu; source scripts/setup_env.sh; prepare_python "{extras}"'
-        subprocess.run(["bash", "-c", command], env=variables, check=True)
-        return log.read_text(), (tmp_path / "constraints.txt").read_text()
-
-    return prepare
 
 
 def test_torch_older_than_a_feature_is_warned_about(caplog, monkeypatch):
@@ -214,14 +157,6 @@ def test_torch_newer_than_the_tested_ones_is_named_once_on_one_rank(
 # --- profiling ----------------------------------------------------------------------------
 
 
-def test_profiling_is_off_by_default():
-    with (
-        profiling.maybe_enable_profiling(Profiling()) as profiler,
-        profiling.maybe_enable_memory_snapshot(Profiling()) as snapshot,
-    ):
-        assert profiler is None and snapshot is None
-
-
 def test_profiler_writes_one_trace_per_cycle_counting_from_global_step(tmp_path):
     config = Profiling(enable_profiling=True, profile_freq=3, profiler_active=1, profiler_warmup=1)
     with profiling.maybe_enable_profiling(
@@ -243,13 +178,6 @@ def test_profiler_cycle_too_short_names_the_least_that_fits():
     with pytest.raises(ValueError, match="profile_freq.*3 with 3 \\+ 1.*set it to 4"):
         with profiling.maybe_enable_profiling(config):
             pass
-
-
-def test_memory_snapshot_on_cpu_is_skipped_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(utils, "device_type", "cpu")
-    with profiling.maybe_enable_memory_snapshot(Profiling(enable_memory_snapshot=True)) as snapshot:
-        assert snapshot is None
-    assert "enable_memory_snapshot is ignored" in caplog.text
 
 
 class FakeMemory:
@@ -313,24 +241,3 @@ def test_returned_memory_is_not_resident_any_more():
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) > 50 << 20
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
-@pytest.mark.parametrize("chosen", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
-def test_freed_memory_is_reused_unless_the_environment_sets_a_threshold(chosen):
-    code = """if True:
-        import resource
-        from torchtitan.tools.host import keep_freed_memory
-        keep_freed_memory()
-        for _ in range(4):
-            started = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            tensors = [bytearray(24 << 20) for _ in range(4)]
-            del tensors
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - started)
-    """
-    env = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env | chosen, capture_output=True, text=True, check=True
-    )
-    pages = 4 * (24 << 20) // resource.getpagesize()
-    assert (int(run.stdout) < pages / 4) == (not chosen)

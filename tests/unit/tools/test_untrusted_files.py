@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import random
-import time
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import hostile
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import path_inside
 from torchtitan.checkpoint.hf import check_files
 from torchtitan.checkpoint.states import saved_shapes_in
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import read_weight_map
-from torchtitan.tools.unpickling import read_pickle, read_plain
+from torchtitan.tools.unpickling import read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -87,29 +85,6 @@ def test_what_torch_saves_is_read_as_torch_reads_it(folder):
     assert same(ours, theirs) and same(ours, contents())
 
 
-def test_metadata_is_what_torch_reads(folder):
-    ours, theirs = (
-        reader(folder).read_metadata() for reader in (dcp.SafeReader, torch_dcp.FileSystemReader)
-    )
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data
-
-
-@pytest.mark.parametrize("name", sorted(hostile.PICKLES))
-def test_the_hostile_files_do_harm_where_nobody_takes_care(tmp_path, name):
-    pickle.loads(hostile.PICKLES[name](tmp_path / "canary"))
-    assert (tmp_path / "canary").exists()
-
-
-def test_the_hostile_checkpoints_do_harm_where_nobody_takes_care(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "first", "state.lr")
-    torch_dcp.load(emptied(contents()), checkpoint_id=folder)
-    hostile.plant_in_metadata(folder, tmp_path / "second")
-    torch_dcp.FileSystemReader(folder).read_metadata()
-    assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
-
-
 @pytest.mark.parametrize("name", sorted(hostile.PICKLES))
 @pytest.mark.parametrize("read", [saved_shapes_in, lambda f: dcp.load({}, checkpoint_id=f)])
 def test_metadata_executes_nothing(tmp_path, folder, name, read):
@@ -119,20 +94,14 @@ def test_metadata_executes_nothing(tmp_path, folder, name, read):
     assert not (tmp_path / "canary").exists()
 
 
-def test_entry_executes_nothing(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "canary", "state.lr")
+@pytest.mark.parametrize("name", ["state.lr", "weight"])
+def test_entry_executes_nothing(tmp_path, folder, name):
+    hostile.plant_in_entry(folder, tmp_path / "canary", name)
     with pytest.raises(dcp.CheckpointException) as raised:
         dcp.load(emptied(contents()), checkpoint_id=str(folder))
     ((error, _),) = raised.value.failures.values()
     assert type(error) is ValueError
-    assert "__0_0.distcp cannot be read: the entry state.lr: it names posix.mkdir" in str(error)
-    assert not (tmp_path / "canary").exists()
-
-
-def test_tensor_executes_nothing(tmp_path, folder):
-    hostile.plant_in_entry(folder, tmp_path / "canary", "weight")
-    with pytest.raises(dcp.CheckpointException, match="it names posix.mkdir"):
-        dcp.load(emptied(contents()), checkpoint_id=str(folder))
+    assert "__0_0.distcp cannot be read: " in str(error) and "it names posix.mkdir" in str(error)
     assert not (tmp_path / "canary").exists()
 
 
@@ -197,23 +166,6 @@ def damage(path, draw):
     path.write_bytes(bytes(data))
 
 
-def test_numpy_numbers_are_no_plain_data():
-    with pytest.raises(ValueError, match="the state cannot be read: it names numpy"):
-        read_plain(pickle.dumps({"a": numpy.int64(1)}), "the state")
-
-
-@pytest.mark.parametrize("other", ["text", [1e-3], {"a": 1}, b"1"])
-def test_entry_of_another_kind_is_named(folder, other):
-    buffer = io.BytesIO()
-    torch.save(other, buffer)
-    hostile.replace_entry(folder, "state.lr", buffer.getvalue())
-    wanted = contents()
-    with pytest.raises(
-        dcp.CheckpointException, match="the entry state.lr is of type .* float was exp"
-    ):
-        dcp.load(wanted, checkpoint_id=str(folder))
-
-
 def test_whole_numbers_are_no_weights(folder):
     other = emptied(contents()) | {"count": torch.tensor(0.0)}
     with pytest.raises(
@@ -264,13 +216,6 @@ def test_boxes_are_tiles_if_each_number_is_painted_once(data):
     assert dcp._are_tiles(size, tuple(boxes)) == (inside and bool((painted == 1).all()))
 
 
-def test_thousands_of_chunks_are_compared_quickly():
-    grid = [((64 * i, 2 * j), (64, 2)) for i in range(64) for j in range(64)]
-    start = time.process_time()
-    assert dcp._are_tiles((4096, 128), tuple(grid))
-    assert time.process_time() - start < 4  # 0.1 s; comparing pairs of boxes would take 8 s
-
-
 # Chunks (offsets, sizes) that do not cover a tensor [2, 3] once.
 HOLES = {
     "nothing": [],
@@ -298,13 +243,6 @@ def test_checkpoint_that_does_not_cover_a_tensor_is_refused(folder, name):
     assert same(wanted, emptied(contents()))  # no byte was loaded
 
 
-def test_hole_is_left_as_it_was_where_nobody_takes_care(folder):
-    hostile.change_chunks(folder, "weight", *HOLES["half"])
-    wanted = {"weight": torch.full((2, 3), 7.0)}
-    torch_dcp.load(wanted, checkpoint_id=folder)
-    assert wanted["weight"][0].tolist() == [7, 7, 7]
-
-
 @pytest.mark.parametrize("name", ["weight", "state.lr"])
 def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
@@ -314,49 +252,11 @@ def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
         saved_shapes_in(str(folder))
 
 
-# Entries that unpack to more bytes than they have
-
-
-class _Allocates:
-    def __reduce__(self):
-        return bytearray, (10**7,)
-
-
-def saved(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("state.lr", lambda: hostile.deflated(saved("a" * 10**6)), "entry of .* unpacks to 100"),
-        (
-            "weight",
-            lambda: hostile.deflated(saved(torch.zeros(10**6))),
-            "entry of .* unpacks to 400",
-        ),
-        ("state.blob", lambda: saved(_Allocates()), "it names bytearray, which is not plain data"),
-        (
-            "state.lr",
-            lambda: saved("a" * 10**5),
-            "state.lr has 101... bytes, but the limit is 65536",
-        ),
-    ],
-)
-def test_entry_takes_no_more_memory_than_it_has_bytes(folder, name, content, message):
-    torch.load(io.BytesIO(content()), weights_only=True)  # torch unpacks it
-    hostile.replace_entry(folder, name, content())
-    with pytest.raises(dcp.CheckpointException, match=message):
-        dcp.load(emptied(contents()) | {"state": contents()["state"]}, checkpoint_id=str(folder))
-
-
 def test_entry_that_a_stream_unpacks_is_refused(folder):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     next(iter(metadata.storage_data.values())).transform_descriptors = ("zstd",)
     hostile.write_metadata(folder, metadata)
-    with pytest.raises(ValueError, match="is compressed, which is not supported"):
+    with pytest.raises(ValueError, match="is compressed, or has a negative"):
         saved_shapes_in(str(folder))
 
 
@@ -375,14 +275,6 @@ def test_counts_of_a_run_are_whole_numbers(name, value):
 
 
 # Names and links
-
-
-def test_links_within_a_folder_and_of_the_folder_itself_are_followed(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/file").touch()
-    (tmp_path / "real/link").symlink_to("file")
-    (tmp_path / "folder").symlink_to("real")
-    assert path_inside(str(tmp_path / "folder"), "link") == str(tmp_path / "real/file")
 
 
 def hub_cache(tmp_path: Path) -> Path:
@@ -431,23 +323,3 @@ def test_header_is_read_within_bounds(tmp_path):
         os.truncate(file, 10)
         with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
             check_files(str(tmp_path))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_damage_of_a_safetensors_file_is_a_value_error_or_none(tmp_path, seed):
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(20), "b": torch.zeros(3, 4, dtype=torch.bfloat16)}, file)
-    damage(file, random.Random(seed))
-    try:
-        check_files(str(tmp_path))
-    except ValueError as error:
-        assert str(file) in str(error)
-
-
-def test_numbers_that_torch_has_no_type_for_are_named(tmp_path):
-    header = {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
-    hostile.safetensors_file(tmp_path / "model.safetensors", header, bytes(1))
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors (has dtypes|is not a safetensors file)"
-    ):
-        check_files(str(tmp_path))

@@ -1,3 +1,3 @@
-"""The import path in torchtitan 0.2.x of `torchtitan.quantization.utils`."""
+"""The import path in torchtitan 0.2.x of `torchtitan.quantization`."""
 
-from torchtitan.quantization.utils import *  # noqa: F403
+from torchtitan.quantization import *  # noqa: F403

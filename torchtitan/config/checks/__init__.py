@@ -1,14 +1,13 @@
 """Rules that a config has to obey.
 
 A rule is a generator that reads the config and yields a message for each problem: the rule, the key,
-its value and what to change. It touches no device, process group or data. The first message is
-raised.
+its value and what to change. It touches no device, process group or data. The first message is raised.
 """
 
 from collections.abc import Collection
 from typing import Any
 
-from torchtitan.config.checks import adapters, files, layout, model, optimizer, values
+from torchtitan.config.checks import files, layout, model, values
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.errors import ConfigError  # noqa: F401 (other modules import it from here)
@@ -32,20 +31,15 @@ def check_job_config(
         values.features(job_config),
         values.unavailable(job_config),
         values.data(job_config),
-        values.validation(job_config),
-        adapters.lora(job_config),
-        optimizer.groups(job_config),
-        optimizer.muon(job_config),
-        optimizer.state_dtype(job_config),
+        values.lora(job_config),
+        values.optimizer(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),
         model.output_in_high_precision(job_config),
         files.checkpoint_folders(job_config),
-        files.output_paths(job_config),
-        files.writable_folders(job_config, builds_data),
+        files.output_paths(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),
-        files.chat_template(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))
@@ -54,15 +48,14 @@ def check_job_config(
             layout.world_size(job_config, world_size),
             layout.ranks_for_experts(job_config, world_size),
             layout.global_batch_size(job_config, world_size),
-            files.seed_checkpoint(job_config, world_size),
-            files.checkpoint_of_one_rank(job_config, world_size),
+            files.checkpoint_ranks(job_config, world_size),
             layout.early_step_with_ddp(job_config, world_size),
         )
 
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:
     """Raise ConfigError at the first rule the config breaks for its model's `TrainSpec`."""
-    refuse(model.flavor(job_config, train_spec))
+    check_flavor(job_config, train_spec)
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
         model.attention(job_config, model_args),
@@ -80,7 +73,6 @@ def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool
 
 
 def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
-    """Raise ConfigError if the model has no such flavor."""
     refuse(model.flavor(job_config, train_spec))
 
 

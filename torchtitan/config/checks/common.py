@@ -67,10 +67,7 @@ def one_of(key: str, value: Any, known: Collection[Any]) -> Iterator[str]:
 
 
 def divides(key: str, value: int, what: str, *numbers: int) -> Iterator[str]:
-    """The rule that a setting divides the first number, called `what`.
-
-    The choices that the message names divide all numbers.
-    """
+    """The rule that a setting divides the first number, `what`; the choices named divide all."""
     if numbers[0] % value:
         common = math.gcd(*numbers)
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -159,12 +156,13 @@ def import_named(key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        problem = f"got {name!r}: {error}; give its dotted name and start where Python can find it"
-        raise ConfigError(f"{key} names a module to import, {problem}") from error
+        raise ConfigError(
+            f"{key} names a module to import, got {name!r}: {error}; give its dotted name and start "
+            "where Python can find it"
+        ) from error
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"{name!r} fails at {where.filename}, line {where.lineno}"
         raise ConfigError(
-            f"{key} names a module to import, and {problem}: {type(error).__name__}: {error}; "
-            "correct it there"
+            f"{key} names a module to import, and {name!r} fails at {where.filename}, line "
+            f"{where.lineno}: {type(error).__name__}: {error}; correct it there"
         ) from error

@@ -1,4 +1,4 @@
-"""Limits of the device: its memory, kernels and compiler, once the model and the mesh are known."""
+"""Limits of the device's kernels and compiler, once the model and the mesh are known."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +14,10 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
     if get_device_type() == "cpu":
         # torch 2.13's compiler mixes up the saved inputs of a backward on the CPU: sdpa may draw
         # random numbers, and the generator's state takes the place of a split parameter's mesh.
-        recomputes_all = ac.mode == "full" or (
-            ac.mode == "selective" and ac.selective_ac_option != "op"
-        )
+        by_layers = ac.mode == "selective" and ac.selective_ac_option != "op"
         splits_sdpa = parallel_dims.tp_enabled and attn_type == "sdpa"
-        if splits_sdpa and recomputes_all and job_config.compile.applies_to("model"):
+        compiles = job_config.compile.applies_to("model")
+        if compiles and splits_sdpa and (ac.mode == "full" or by_layers):
             yield (
                 f"compile.enable with activation_checkpoint.mode = {ac.mode!r} and "
                 f"selective_ac_option = {ac.selective_ac_option!r} does not work on the CPU with "
@@ -57,27 +56,4 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
         yield (
             f"{setting} needs 16-bit numbers on an accelerator, because its attention kernel takes "
             f"no other type, got {key} = {dtype!r}; set {key} to 'bfloat16', or {remedy}"
-        )
-
-
-def batch_memory(
-    job_config: JobConfig, parallel_dims: Any, model_args: Any, memory: int
-) -> Iterator[str]:
-    """One hidden state must fit; checked before minutes are spent on reading the batch.
-
-    memory: of one device in bytes, 0 if unknown.
-    """
-    training = job_config.training
-    rows = training.local_batch_size
-    if parallel_dims.pp_enabled:
-        rows = job_config.parallelism.pipeline_parallel_microbatch_size
-    ranks = parallel_dims.cp * parallel_dims.tp
-    # One hidden state between two layers, in bf16.
-    needed = rows * training.seq_len * getattr(model_args, "dim", 0) * 2 / ranks
-    if memory and needed > memory:
-        yield (
-            f"training.local_batch_size = {training.local_batch_size} rows of training.seq_len = "
-            f"{training.seq_len} cannot fit: one hidden state of the model takes "
-            f"{needed / 2**30:.0f} GiB, and the device has {memory / 2**30:.0f} GiB; lower "
-            f"local_batch_size (gradients accumulate to training.global_batch_size)"
         )

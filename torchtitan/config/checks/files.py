@@ -1,6 +1,5 @@
 """Rules about the files and folders that a job reads and writes."""
 
-import errno
 import glob
 import os
 import tempfile
@@ -11,41 +10,29 @@ from torchtitan.config.checks.common import data_sections, guess, is_file, needs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.files import find_shipped
 
+# Datasets that have no path of their own.
+_READ_A_PATH = ("local", "tokens", "chat")
+
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
-    checkpoint = job_config.checkpoint
-    folder = _checkpoint_folder(job_config)
-    found = _own_steps(job_config) if checkpoint.enable else []
-    path = checkpoint.initial_load_path
-    if path and not found and not os.path.isdir(path):
+    checkpoint, path = job_config.checkpoint, job_config.checkpoint.initial_load_path
+    continues = checkpoint.enable and _own_steps(job_config)
+    if path and not continues and not os.path.isdir(path):
         yield (
             f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
             f"give the step folder itself, such as .../checkpoint/step-1000"
         )
-    starts_elsewhere = not found and (path or checkpoint.initial_load_in_hf)
-    if checkpoint.load_step == -1 or starts_elsewhere or not checkpoint.enable:
-        return
-    if not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
-        yield (
-            f"checkpoint.load_step must be a step saved in {folder!r}, got "
-            f"{checkpoint.load_step}; saved are {', '.join(found) or 'none'}, "
-            f"and -1 takes the newest, or starts without a checkpoint if there is none"
-        )
 
 
-def seed_checkpoint(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    if not job_config.checkpoint.create_seed_checkpoint:
-        return
-    yield from needs(job_config, "checkpoint.create_seed_checkpoint", "checkpoint.enable")
-    if world_size != 1:
-        yield (
-            f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; "
-            f"start it with --nproc-per-node 1 (NGPU=1)"
-        )
-
-
-def checkpoint_of_one_rank(job_config: JobConfig, world_size: int) -> Iterator[str]:
+def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
     checkpoint, mode = job_config.checkpoint, job_config.comm.mode
+    if checkpoint.create_seed_checkpoint:
+        yield from needs(job_config, "checkpoint.create_seed_checkpoint", "checkpoint.enable")
+        if world_size != 1:
+            yield (
+                f"checkpoint.create_seed_checkpoint runs on 1 process, got {world_size}; start it "
+                f"with --nproc-per-node 1 (NGPU=1)"
+            )
     if mode == "fake_backend" and world_size > 1 and checkpoint.enable and not checkpoint.load_only:
         yield (
             f"checkpoint.enable = True with comm.mode = {mode!r} would save only one rank's part of "
@@ -53,9 +40,9 @@ def checkpoint_of_one_rank(job_config: JobConfig, world_size: int) -> Iterator[s
         )
 
 
-def output_paths(job_config: JobConfig) -> Iterator[str]:
-    # A relative path must not leave the dump folder, where it could reach another job's files. An
-    # absolute path is a deliberate choice.
+def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    """builds_data: False for a bare engine, which may write nothing."""
+    # A relative path must not leave the dump folder, where it could reach another job's files.
     for key in (
         "checkpoint.folder",
         "job.save_config_file",
@@ -69,62 +56,47 @@ def output_paths(job_config: JobConfig) -> Iterator[str]:
         if ".." in path.split(os.sep):
             yield (
                 f"{key} is a path inside job.dump_folder, so it must not contain '..', got {path!r}; "
-                "correct it, change job.dump_folder, or give an absolute path"
+                "correct it, or give an absolute path"
             )
-    files = {"job.save_config_file": job_config.job.save_config_file}
-    if job_config.metrics.enable_jsonl:
-        files["metrics.save_jsonl_file"] = job_config.metrics.save_jsonl_file
-    for key, name in files.items():
-        if name is None:
-            continue
-        path = os.path.join(job_config.job.dump_folder, name)
-        if not os.path.basename(name) or os.path.isdir(path):
-            yield (
-                f"{key} must name a file under job.dump_folder, got {name!r}, which is a folder; "
-                "give a name"
-            )
-
-
-def writable_folders(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for a bare engine, which may write nothing."""
     checkpoint, job = job_config.checkpoint, job_config.job
-    draws_pareto = job_config.activation_checkpoint.visualize_memory_budget_pareto
-    if builds_data or checkpoint.enable or job.save_config_file is not None or draws_pareto:
+    if builds_data or checkpoint.enable or job.save_config_file is not None:
         if not job.dump_folder:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
-        steps = _checkpoint_folder(job_config)
-        unfinished = sorted(glob.glob(f"{glob.escape(steps)}/step-*/.incomplete"))
-        yield from _unwritable("job.dump_folder", job.dump_folder, unfinished)
+        yield from _unwritable("job.dump_folder", job.dump_folder)
         if checkpoint.enable and not checkpoint.load_only:
-            yield from _unwritable("checkpoint.folder", steps, unfinished)
+            yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
 
 
-# Datasets that have no path of their own.
-_READ_A_PATH = ("local", "tokens", "chat")
-
-
-def _datasets(job_config: JobConfig) -> dict[str, Any]:
-    """Return key -> section or table of a mixture, of each dataset that the job reads."""
-    sections, mixture = data_sections(job_config), job_config.training.mixture
-    if mixture:
-        del sections["training"]
-    return sections | {f"training.mixture[{i}]": part for i, part in enumerate(mixture)}
+def _unwritable(key: str, folder: str) -> Iterator[str]:
+    path = existing = os.path.abspath(folder)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    try:
+        # Tried out, because for root os.access calls every folder writable.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
+            os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
+            with open(os.path.join(trial, "file"), "w") as file:
+                file.write("Is there room?")
+    except OSError as error:
+        yield (
+            f"{key} must be a writable folder, got {folder!r}, but it cannot be created in {existing!r} "
+            f"({error.strerror}); choose another, or make room"
+        )
 
 
 def dataset_paths(job_config: JobConfig) -> Iterator[str]:
-    for name, section in _datasets(job_config).items():
+    parts = _datasets(job_config)
+    for name, section in parts.items():
         path = section.dataset_path
-        is_there = _is_there(path)
-        if os.path.exists(path or "") and not os.path.isfile(path) and not os.path.isdir(path):
-            yield (
-                f"{name}.dataset_path must be a regular file or a folder, got {path!r}, a device, "
-                "pipe or socket; write the data to a file"
-            )
-        if path and _looks_local(path) and not glob.glob(path) and not is_there:
+        if path and _looks_local(path) and not glob.glob(path) and not _is_there(path):
             yield (
                 f"{name}.dataset_path must be an existing file or folder, or the name of a dataset "
                 f"on the hub, got {path!r} (looked in {os.getcwd()}); correct the path"
             )
+    template = job_config.training.chat_template
+    if template and any(part.dataset.lower() == "chat" for part in parts.values()):
+        remedy = "correct the path, or leave it out for the template in model.hf_assets_path"
+        yield from is_file("training.chat_template", template, " with a Jinja template", remedy)
 
 
 def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
@@ -138,22 +110,9 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
             )
         if name.lower() in _READ_A_PATH and not _is_there(path):
             yield (
-                f"{section}.dataset = {name.lower()!r} reads the file or folder "
-                f"{section}.dataset_path, which must exist, got {path!r} (looked in {os.getcwd()}); "
-                "set or correct the path"
+                f"{section}.dataset = {name.lower()!r} reads the file or folder {section}.dataset_path, "
+                f"which must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
             )
-
-
-def chat_template(job_config: JobConfig) -> Iterator[str]:
-    path = job_config.training.chat_template
-    if path and any(d.dataset.lower() == "chat" for d in _datasets(job_config).values()):
-        remedy = "correct the path, or leave it out for the template in model.hf_assets_path"
-        yield from is_file("training.chat_template", path, " with a Jinja template", remedy)
-
-
-def _is_there(path: str | None) -> bool:
-    """True for a file or folder, and for a pair of token files without their endings."""
-    return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
 
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
@@ -163,41 +122,22 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     starts_from_it = loads_from_it and not (checkpoint.enable and _own_steps(job_config))
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
-            f"model.hf_assets_path must be a folder with Hugging Face files (tokenizer.json, ...), "
-            f"got {path!r} (looked in {os.getcwd()}); correct the path, or fetch them with "
-            f"scripts/download_hf_assets.py"
+            f"model.hf_assets_path must be a folder with Hugging Face files, got {path!r} (looked in "
+            f"{os.getcwd()}); correct the path, or fetch them with scripts/download_hf_assets.py"
         )
 
 
-def _unwritable(key: str, folder: str, unfinished: list[str]) -> Iterator[str]:
-    """Yield a message if `folder` cannot be created or written to.
+def _datasets(job_config: JobConfig) -> dict[str, Any]:
+    """Return key -> section or table of a mixture, of each dataset that the job reads."""
+    sections, mixture = data_sections(job_config), job_config.training.mixture
+    if mixture:
+        del sections["training"]
+    return sections | {f"training.mixture[{i}]": part for i, part in enumerate(mixture)}
 
-    unfinished: markers of interrupted saves. If the disk is full, removing these saves is a remedy.
-    """
-    path = os.path.abspath(folder)
-    existing = path
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        yield (
-            f"{key} must be a folder, or a place for one, got {folder!r}, but "
-            f"{existing!r} is a file; choose another"
-        )
-    try:
-        # Tried out, because for root os.access calls every folder writable.
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
-            os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
-            with open(os.path.join(trial, "file"), "w") as file:
-                file.write("Is there room?")
-    except OSError as error:
-        remedy = "choose another"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and unfinished:
-            interrupted = ", ".join(map(os.path.dirname, unfinished))
-            remedy = f"remove {interrupted}, whose save was interrupted, or {remedy}"
-        yield (
-            f"{key} must be writable, got {folder!r}, but it cannot be created in {existing!r} "
-            f"({error.strerror}); {remedy}"
-        )
+
+def _is_there(path: str | None) -> bool:
+    """True for a file or folder, and for a pair of token files without their endings."""
+    return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
 
 
 def _checkpoint_folder(job_config: JobConfig) -> str:

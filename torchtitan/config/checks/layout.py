@@ -16,7 +16,6 @@ from torchtitan.config.checks.common import (
     divides,
     guess,
     has_experts,
-    is_file,
     one_of,
     problem_in,
     shard_degree,
@@ -45,8 +44,7 @@ def degrees(job_config: JobConfig) -> Iterator[str]:
     if policy not in policies and tp > 1:
         yield (
             f"parallelism.fsdp_reshard_after_forward = {policy} needs whole parameters, but "
-            f"tensor_parallel_degree = {tp} splits them; set the "
-            f"former to 'always' or 'never', or the latter to 1"
+            f"tensor_parallel_degree = {tp} splits them; set the former to 'always' or 'never'"
         )
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
         yield _other_tensor_degree(etp, tp)
@@ -59,21 +57,17 @@ def _other_tensor_degree(etp: int, tp: int) -> str:
     )
 
 
-# --- Number of processes ----------------------------------------------------------------------
-
-
 def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     degrees = {name: getattr(job_config.parallelism, name) for name in DEGREES}
     degrees["data_parallel_shard_degree"] = shards = shard_degree(job_config, world_size)
-    product = math.prod(degrees.values())
+    product, apart = math.prod(degrees.values()), job_config.ranks_apart
     if product == world_size:
         return
     listed = ", ".join(f"{name} = {degree}" for name, degree in degrees.items())
-    others = product // shards
-    apart = job_config.ranks_apart
     remedy = f"start {product + apart} processes"
-    if world_size % others == 0:
-        remedy += f", or set data_parallel_shard_degree = {world_size // others} (or -1)"
+    if world_size % (product // shards) == 0:
+        fitting = world_size * shards // product
+        remedy += f", or set data_parallel_shard_degree = {fitting} (or -1)"
     yield (
         f"the parallelism degrees must multiply to the number of processes, got {world_size} "
         f"processes{f' that train (and {apart} that generate)' if apart else ''} and a product of "
@@ -84,28 +78,25 @@ def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
 def global_batch_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     training = job_config.training
     global_batch = training.global_batch_size
-    if global_batch == -1:  # what the ranks process at once
+    if global_batch == -1:
         return
     replicas = job_config.parallelism.data_parallel_replicate_degree
     dp = replicas * shard_degree(job_config, world_size)
     unit = training.local_batch_size * dp
-    if global_batch < 1 or global_batch % unit:
+    if global_batch % unit:
         nearest = max(1, round(global_batch / unit)) * unit
         yield (
-            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel "
-            f"ranks, got {global_batch} with {training.local_batch_size} * {dp}; "
-            f"the nearest that fits is {nearest}"
+            f"training.global_batch_size must be a multiple of local_batch_size * data-parallel ranks, "
+            f"got {global_batch} with {training.local_batch_size} * {dp}; the nearest that fits is {nearest}"
         )
     if job_config.optimizer.early_step_in_backward and global_batch > unit:
         yield (
-            f"optimizer.early_step_in_backward updates in every backward, so it cannot accumulate "
-            f"gradients, got training.global_batch_size = {global_batch} with {unit} sequences per "
-            f"microbatch; set global_batch_size to {unit} or turn early_step_in_backward off"
+            f"optimizer.early_step_in_backward accumulates no gradients, got training.global_batch_size "
+            f"= {global_batch}; set global_batch_size to {unit} or turn early_step_in_backward off"
         )
 
 
 def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """Groups of ranks that share the experts must divide the ranks that share the other weights."""
     parallelism = job_config.parallelism
     ep, etp = parallelism.expert_parallel_degree, parallelism.expert_tensor_parallel_degree
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -113,25 +104,18 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     ranks = dp_shard * cp * tp
     if ranks % etp:  # without expert parallelism it only shapes a mesh
         yield _other_tensor_degree(etp, tp)
-    what = (
-        f"data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree / "
-        f"expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
-    )
+    names = "data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree"
+    what = f"{names} / expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
     yield from divides("parallelism.expert_parallel_degree", ep, what, ranks // etp)
-
-
-# --- Tensor and expert parallelism ------------------------------------------------------------
 
 
 def tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     yield from async_tensor_parallel(job_config)
     degree = job_config.parallelism.tensor_parallel_degree
-    for name in job_config.model.converters:
-        if name.startswith("quantize.grouped_mm.") and degree > 1:
-            yield (
-                f"{name} in model.converters does not work with parallelism.tensor_parallel_degree "
-                f"above 1, got {degree}; take it out, or set the degree to 1"
-            )
+    for name in job_config.model.converters if degree > 1 else ():
+        if name.startswith("quantize.grouped_mm."):
+            needed = f"parallelism.tensor_parallel_degree = 1, got {degree}"
+            yield f"{name} in model.converters needs {needed}; take it out"
 
 
 def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
@@ -142,9 +126,8 @@ def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
     degree = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     if job_config.training.seq_len % degree:
         yield (
-            f"parallelism.enable_async_tensor_parallel needs a training.seq_len that "
-            f"tensor_parallel_degree * context_parallel_degree divides, got "
-            f"{job_config.training.seq_len} with {degree}; choose a multiple, or turn it off"
+            f"parallelism.enable_async_tensor_parallel needs a training.seq_len that TP * CP ranks "
+            f"divide, got {job_config.training.seq_len} with {degree}; choose a multiple, or turn it off"
         )
 
 
@@ -176,9 +159,6 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     yield from divides("parallelism.expert_parallel_degree", ep, what, num_experts)
 
 
-# --- Context parallelism ----------------------------------------------------------------------
-
-
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
     """A bare engine pads its caller's rows; the rows of a dataloader have to fit."""
     parallelism = job_config.parallelism
@@ -197,20 +177,15 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
             )
     if balancer == "ptrr" and attn_type_of(job_config, model_args) == "sdpa":
         yield (
-            "parallelism.context_parallel_load_balancer = 'ptrr' balances by the mask, which "
-            "model.attn_type = 'sdpa' does not have; set the balancer to 'headtail', or the type to "
-            "'flex' or 'varlen'"
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances by a mask, which model.attn_type "
+            "= 'sdpa' does not have; set the balancer to 'headtail', or the type to 'flex' or 'varlen'"
         )
     heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
     if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
         yield (
-            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a "
-            f"rank for context_parallel_rotate_method = 'alltoall', got {cp}; set the method to "
-            "'allgather'"
+            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a rank for "
+            f"context_parallel_rotate_method = 'alltoall', got {cp}; set the method to 'allgather'"
         )
-
-
-# --- Pipelines --------------------------------------------------------------------------------
 
 
 def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
@@ -226,17 +201,13 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
             f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; set "
             f"pipeline_parallel_schedule_csv to a file with one, or choose another schedule"
         )
-    problems: list[str] = []
     if csv_path:
-        problems += is_file("parallelism.pipeline_parallel_schedule_csv", csv_path, "")
-        problems += _csv_file(csv_path, parallelism.pipeline_parallel_degree)
-    yield from problems
-    if job_config.compile.applies_to("model") and not problems and splits_backward(parallelism):
+        yield from _csv_file(csv_path, parallelism.pipeline_parallel_degree)
+    if job_config.compile.applies_to("model") and splits_backward(parallelism):
         key, value = ("schedule_csv", csv_path) if csv_path else ("schedule", name)
         yield (
-            f"parallelism.pipeline_parallel_{key} = {value!r} computes gradients of inputs and "
-            f"weights separately, which compiled blocks cannot do, got {compile_settings(job_config)}; "
-            f"turn compile off for 'model', or take '1F1B' or 'Interleaved1F1B'"
+            f"parallelism.pipeline_parallel_{key} = {value!r} splits the backward, which compiled blocks "
+            f"cannot do, got {compile_settings(job_config)}; turn compile off for 'model', or take '1F1B'"
         )
     rows, what = job_config.training.local_batch_size, "training.local_batch_size"
     microbatch = parallelism.pipeline_parallel_microbatch_size
@@ -249,22 +220,21 @@ _CELL = re.compile(rf"\s*({_ACTION}|\({_ACTION};{_ACTION}\)OVERLAP_F_B|)\s*")
 
 
 def _csv_file(path: str, n_ranks: int) -> Iterator[str]:
-    key = "parallelism.pipeline_parallel_schedule_csv"
+    key = f"parallelism.pipeline_parallel_schedule_csv = {path!r}"
     remedy = "write a line per pipeline rank, of cells like 0F0, 0B0 (stage, action, microbatch)"
-    rows: list[list[str]] = []
     try:
         with open_file(path, newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
     except (OSError, ValueError, csv.Error) as error:
-        yield f"{key} = {path!r} cannot be read as a CSV file: {error}"
+        yield f"{key} cannot be read as a CSV file: {error}"
+        return
     for number, row in enumerate(rows, start=1):
         for cell in row:
             if not _CELL.fullmatch(cell):
-                yield f"{key} = {path!r}, line {number}: {cell[:80]!r} is no action; {remedy}"
+                yield f"{key}, line {number}: {cell[:80]!r} is no action; {remedy}"
     if len(rows) != n_ranks:
         yield (
-            f"{key} = {path!r} has {len(rows)} lines, and parallelism.pipeline_parallel_degree is "
-            f"{n_ranks}; {remedy}"
+            f"{key} has {len(rows)} lines, and parallelism.pipeline_parallel_degree is {n_ranks}; {remedy}"
         )
 
 
@@ -277,9 +247,6 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
         yield f"{degree}, but model {model.name!r} has no pipelining_fn; set the degree to 1"
     if train_spec.fact("cuts_by_layers") and hasattr(model_args, "n_layers"):
         yield from problem_in(modules_of_stages, parallelism, model_args.n_layers)
-
-
-# --- Optimizer steps in backward --------------------------------------------------------------
 
 
 def early_step(job_config: JobConfig) -> Iterator[str]:
@@ -310,9 +277,8 @@ def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]
     has_fsdp = shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1
     if job_config.optimizer.early_step_in_backward and replicas > 1 and not has_fsdp:
         yield (
-            f"optimizer.early_step_in_backward would update with the gradient of one replica only "
-            f"under DDP, got parallelism.data_parallel_replicate_degree = {replicas} with "
-            f"data_parallel_shard_degree * context_parallel_degree = 1; set "
-            f"data_parallel_shard_degree = {replicas} and data_parallel_replicate_degree = 1, "
-            f"whatever tensor_parallel_degree is, or turn early_step_in_backward off"
+            f"optimizer.early_step_in_backward would update with one replica's gradient under DDP, got "
+            f"parallelism.data_parallel_replicate_degree = {replicas} with data_parallel_shard_degree * "
+            f"context_parallel_degree = 1; set data_parallel_shard_degree = {replicas} and "
+            "data_parallel_replicate_degree = 1, or turn it off"
         )

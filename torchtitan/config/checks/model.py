@@ -17,7 +17,6 @@ from torchtitan.config.mask_types import check_kernel
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
-    """Rules for sizes that a user sets; every published flavor obeys them."""
     for name in ("dim", "n_layers", "n_heads", "vocab_size"):
         value = getattr(model_args, name, 1)
         if not 1 <= value < 2**24:
@@ -43,7 +42,6 @@ def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 def heads(
     job_config: JobConfig, train_spec: Any, model_args: Any, builds_data: bool
 ) -> Iterator[str]:
-    """Rules for outputs that only our decoder has."""
     name = job_config.model.name
     for key in ("value_head", "fp32_head"):
         if getattr(job_config.model, key) and not hasattr(model_args, key):
@@ -56,8 +54,7 @@ def heads(
     if has_value_head(job_config, model_args) and reads_data and train_spec.fact("has_token_loss"):
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
-            "logits of next tokens; train with an engine and a loss_fn (docs/embedding.md, Values), "
-            "or set it to false"
+            "logits; train with an engine and a loss_fn (docs/embedding.md, Values)"
         )
 
 
@@ -65,9 +62,8 @@ def gradient_reduction(job_config: JobConfig, train_spec: Any, builds_data: bool
     reduction = job_config.training.gradient_reduction
     if reduction != "sum" and builds_data and train_spec.build_dataloader_fn is not None:
         yield (
-            f"training.gradient_reduction = {reduction!r} is for programs that feed an engine "
-            "themselves: a trainer with data divides the loss by a count over all ranks, so the "
-            "ranks' gradients have to be summed; set it to 'sum'"
+            f"training.gradient_reduction = {reduction!r} is for programs that feed an engine: a trainer "
+            "with data divides the loss by a count over all ranks; set it to 'sum'"
         )
 
 
@@ -78,10 +74,8 @@ def output_in_high_precision(job_config: JobConfig) -> Iterator[str]:
         filters = getattr(job_config.quantize.linear, kind).filter_fqns
         if name not in job_config.model.converters or any(part in "output" for part in filters):
             continue
-        reason = "parallelism.tensor_parallel_degree above 1"
-        if job_config.model.fp32_head:
-            reason = "model.fp32_head = True"
-        if job_config.model.fp32_head or (kind == "float8" and tp > 1):
+        reason = "parallelism.tensor_parallel_degree above 1" if kind == "float8" and tp > 1 else ""
+        if reason := "model.fp32_head = True" if job_config.model.fp32_head else reason:
             yield (
                 f"{reason} leaves the output projection in high precision, got {name} in "
                 f"model.converters with filter_fqns = {filters}; add 'output' to {name}.filter_fqns"
@@ -100,9 +94,8 @@ def converters_of_experts(job_config: JobConfig, model_args: Any) -> Iterator[st
     for name in job_config.model.converters:
         if name.startswith("quantize.grouped_mm.") and not has_experts(model_args):
             yield (
-                f"{name} in model.converters converts experts, and {job_config.model.name!r} flavor "
-                f"{job_config.model.flavor!r} has none; {name.replace('grouped_mm', 'linear')} "
-                f"converts the linear layers of dense models"
+                f"{name} in model.converters converts experts, and flavor {job_config.model.flavor!r} "
+                f"has none; {name.replace('grouped_mm', 'linear')} converts linear layers"
             )
 
 
@@ -121,6 +114,5 @@ def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     if rows is not None and tokens > rows:
         yield (
             f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
-            f"{tokens} tokens and vocab_size {rows}; take the tokenizer that belongs to "
-            f"model.flavor, or a flavor with a larger vocabulary"
+            f"{tokens} tokens and vocab_size {rows}; take the one that belongs to model.flavor"
         )

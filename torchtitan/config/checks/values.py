@@ -1,13 +1,14 @@
-"""Rules about single values, and about features that need or exclude one another."""
+"""Rules about values of single sections, and about features that need or exclude one another."""
 
-import importlib.util
+import math
+import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
-from torchtitan.config.checks.common import clash, compiled_model, is_path, needs, one_of
+from torchtitan.config.checks.common import clash, compiled_model, is_path, needs, no_effect, one_of
 from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
@@ -15,9 +16,9 @@ from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-def single_values(job_config: JobConfig) -> Iterator[str]:
+def single_values(section: Any, prefix: str = "") -> Iterator[str]:
     """Choices, ranges and texts. A config built in Python has not been through a parser."""
-    for key, value, annotation, default in settings_of(job_config, in_lists=True):
+    for key, value, annotation, default in settings_of(section, prefix, in_lists=True):
         # Literal[...] or Annotated[..., Range(...)], perhaps with None
         members = (annotation, *get_args(annotation))
         for kind in members:
@@ -30,29 +31,16 @@ def single_values(job_config: JobConfig) -> Iterator[str]:
                         yield f"{key} must be {problem}, got {value}; the default is {default}"
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and _NOT_TEXT.search(text):  # it may get into paths and logs
-                yield (
-                    f"{key} must be text without NUL characters and in UTF-8, got {text!r}; correct it"
-                )
+                yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             # In flags and TOML it is expanded already, for known users.
-            yield (
-                f"{key} must not begin with '~', which was not replaced by a home folder, got "
-                f"{value!r}; use os.path.expanduser, or begin with './'"
-            )
+            yield f"{key} must not begin with '~', got {value!r}; use os.path.expanduser, or './~'"
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
-    keep = checkpoint.keep_latest_k
-    if keep < 0 or keep == 1:
-        yield (
-            f"checkpoint.keep_latest_k must be 0 (keep all) or at least 2, because the only "
-            f"checkpoint would be deleted while the next is still being written, got {keep}; "
-            f"use 2 to keep as few as possible"
-        )
-    modes = get_args(get_type_hints(Checkpoint)["async_mode"])
-    yield from one_of("checkpoint.async_mode", checkpoint.async_mode.lower(), modes)
+    """Hugging Face files hold only a model's weights."""
+    yield from single_values(checkpoint, "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
-    # Hugging Face files hold only a model's weights.
     for key, needed in (
         ("initial_load_in_hf", "initial_load_model_only"),
         ("initial_load_in_hf_quantized", "initial_load_in_hf"),
@@ -63,17 +51,11 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
-    """A model without a state_dict_adapter neither loads nor saves Hugging Face files.
-
-    model: its name in the message.
-    """
+    """A model without a state_dict_adapter, called `model`, has no Hugging Face files."""
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
-            yield (
-                f"checkpoint.{key} = True needs a model that can be converted to Hugging Face "
-                f"format, got {model}, which cannot; turn it off"
-            )
+            yield f"checkpoint.{key} = True needs a state_dict_adapter, got {model}; turn it off"
 
 
 def features(job_config: JobConfig) -> Iterator[str]:
@@ -81,27 +63,16 @@ def features(job_config: JobConfig) -> Iterator[str]:
     if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
         yield (
             f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
-            f"{checkpoint.enable} and checkpoint.load_only = {checkpoint.load_only}; turn saving on, "
-            f"or leave the limit out"
+            f"{checkpoint.enable} and load_only = {checkpoint.load_only}; turn saving on"
         )
     option = ac.selective_ac_option
-    is_number = option.isascii() and option.isdigit() and len(option) <= 9 and int(option) > 0
-    if ac.mode == "selective" and option != "op" and not is_number:
+    if ac.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]{0,8}", option):
         yield (
             f"activation_checkpoint.selective_ac_option must be 'op' or a whole number n of at "
             f"least 1 in quotes (every n-th layer), got {option!r}; the default is '2'"
         )
-    yield from one_of(
-        "activation_checkpoint.determinism_check", ac.determinism_check, ("default", "none")
-    )
     if ac.mode == "memory_budget":
         yield from compiled_model(job_config, "activation_checkpoint.mode = 'memory_budget'")
-    if ac.mode == "memory_budget" and ac.visualize_memory_budget_pareto:
-        if importlib.util.find_spec("matplotlib") is None:
-            yield (
-                "activation_checkpoint.visualize_memory_budget_pareto = True has torch draw with "
-                "matplotlib, which is not installed: pip install matplotlib, or turn it off"
-            )
     for name in job_config.compile.components:
         yield from one_of("each name in compile.components", name, ("model", "loss"))
     backend = job_config.compile.backend
@@ -113,18 +84,17 @@ def features(job_config: JobConfig) -> Iterator[str]:
 
 
 def unavailable(job_config: JobConfig) -> Iterator[str]:
-    """Features of the reference that this version lacks; `--help` does not list their keys."""
+    """Features of the reference that this version lacks."""
     if job_config.fault_tolerance.enable:
         yield (
-            "fault_tolerance.enable = True needs replicas under torchft, which this version does not "
-            "have; leave it out, and let torchrun --max-restarts start the job again, which continues "
-            "from its newest checkpoint"
+            "fault_tolerance.enable = True is not available; leave it out, and let torchrun "
+            "--max-restarts start the job again, which continues from its newest checkpoint"
         )
     backend = job_config.parallelism.expert_parallel_comm_backend
     if backend != "standard":
         yield (
-            f"parallelism.expert_parallel_comm_backend must be 'standard', torch's all-to-all, got "
-            f"{backend!r}, whose kernels this version does not call; leave it out"
+            f"parallelism.expert_parallel_comm_backend must be 'standard' in this version, got "
+            f"{backend!r}; leave it out"
         )
 
 
@@ -132,32 +102,95 @@ def profiling_cycle(profiling: Profiling) -> Iterator[str]:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < needed:
         yield (
-            f"profiling.profile_freq must be at least profiler_warmup + profiler_active, got "
-            f"{profiling.profile_freq} with {profiling.profiler_warmup} + "
-            f"{profiling.profiler_active}; set it to {needed} or more"
+            f"profiling.profile_freq must be at least profiler_warmup + profiler_active = {needed}, got "
+            f"{profiling.profile_freq}; raise it"
         )
 
 
 def data(job_config: JobConfig) -> Iterator[str]:
-    training = job_config.training
+    training, validation = job_config.training, job_config.validation
     if training.mixture:
         yield from clash(
             "[[training.mixture]]",
             "has its own datasets, whose passes end at different steps; each table can have the key",
             {"training.dataset_path": training.dataset_path, "training.epochs": training.epochs},
         )
-    if training.mixture and job_config.validation.enable and job_config.validation.dataset is None:
+        if validation.enable and validation.dataset is None:
+            yield (
+                "validation.dataset must be named beside [[training.mixture]], which has no held-out "
+                "part, got None; set it and validation.dataset_path"
+            )
+    if validation.enable and (validation.seq_len or 0) > training.seq_len:
         yield (
-            "validation.dataset must be named beside [[training.mixture]], because a mixture has no "
-            "held-out part, got None; set it and validation.dataset_path"
+            f"validation.seq_len must not be above training.seq_len, got {validation.seq_len} with "
+            f"{training.seq_len}; set it to {training.seq_len} or less"
         )
 
 
-def validation(job_config: JobConfig) -> Iterator[str]:
-    training, section = job_config.training, job_config.validation
-    if section.enable and (section.seq_len or 0) > training.seq_len:
+def optimizer(job_config: JobConfig) -> Iterator[str]:
+    settings, dtype = job_config.optimizer, job_config.training.dtype
+    if settings.name != "Muon":
+        why = f"with optimizer.name = {settings.name!r}; set the name to 'Muon'"
+        yield from no_effect(job_config, ("optimizer.muon.",), why)
+    coefficients = settings.muon.ns_coefficients
+    if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
+        yield f"optimizer.muon.ns_coefficients must be three finite numbers, got {coefficients}; correct it"
+    for i, table in enumerate(settings.groups):
+        key = f"optimizer.groups[{i}]"
+        try:
+            problem = "" if re.compile(table.pattern) and table.pattern else "it is empty"
+        except re.error as error:
+            problem = str(error)
+        if problem:
+            yield (
+                f"{key}.pattern must be a regular expression, got {table.pattern!r}: {problem}; correct "
+                'it, for example to "norm"'
+            )
+        if not table.muon and settings.name != "Muon":
+            yield (
+                f"{key}.muon = False has no effect with optimizer.name = {settings.name!r}; remove it, "
+                "or set the name to 'Muon'"
+            )
+    if settings.state_dtype is not None and dtype != "float32":
         yield (
-            f"validation.seq_len must not be above training.seq_len, for which the model's positions "
-            f"are computed, got {section.seq_len} with {training.seq_len}; set it to "
-            f"{training.seq_len} or less"
+            f"optimizer.state_dtype = {settings.state_dtype!r} rounds float32 moments, got "
+            f"training.dtype = {dtype!r}, in which they are kept anyway; remove it"
+        )
+
+
+def lora(job_config: JobConfig) -> Iterator[str]:
+    """Rules that need no model; the converter checks names against its layers."""
+    settings, converters = job_config.lora, job_config.model.converters
+    if "lora" not in converters:
+        why = f'without adapters, got model.converters = {converters}; add "lora" to it'
+        yield from no_effect(job_config, ("lora.",), why)
+        return
+    if converters.index("lora") + 1 != len(converters):
+        yield (
+            f'model.converters must name "lora" once and last, because others replace layers, got '
+            f"{converters}; reorder it"
+        )
+    for key, limits in (("rank", Range(1, 10**9)), ("alpha", Range(0, 10**9, excluded=0))):
+        for layer, value in getattr(settings, f"{key}_pattern").items():
+            problem = limits.problem(value)
+            if key == "rank" and not isinstance(value, int):
+                problem = "a whole number"
+            if problem:
+                example = 'choose one such as in "layers.0" = 4, with quotes if the name has dots'
+                yield f"lora.{key}_pattern[{layer!r}] must be {problem}, got {value!r}; {example}"
+    for key in ("target_modules", "also_train"):
+        names = settings.names(getattr(settings, key))
+        if not all(name.strip(".") for name in names) or (key == "target_modules" and not names):
+            yield f"lora.{key} holds names of layers, got {names}; give one such as q_proj"
+    recomputes = job_config.activation_checkpoint
+    if settings.dropout and recomputes.mode != "none" and not recomputes.preserve_rng_state:
+        yield (
+            f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw others "
+            "with activation_checkpoint.preserve_rng_state = false; set it to true"
+        )
+    path = settings.adapter_path
+    if path is not None and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+        yield (
+            f"lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got "
+            f"{path!r}; correct it"
         )

@@ -1,14 +1,9 @@
-"""DeepEP's kernels for experts on several ranks: not available.
-
-The names exist so that programs written against the reference can import them; each raises
-NotImplementedError when used.
-"""
+"""Names of DeepEP's kernels, which are not available: each raises NotImplementedError when used."""
 
 from typing import Any, NoReturn
 
 
 def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
     raise NotImplementedError(
         "there are no DeepEP kernels here, tokens travel to experts by torch's all-to-all; set "
         "parallelism.expert_parallel_comm_backend = 'standard', use ExpertParallel() for the "
@@ -16,8 +11,4 @@ def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-combine_tokens = sync_combine = dispatch_tokens
-
-
-class DispatchState:
-    __init__ = dispatch_tokens
+combine_tokens = sync_combine = DispatchState = dispatch_tokens

@@ -1,14 +1,14 @@
 """Ranks of an engine fail together: if one rank fails in a step, every rank raises.
 
-- A function of the caller fails. That rank finishes the call without the function, with losses of
-  0, so that its collectives match the other ranks'. Then all ranks raise; the engine stays usable.
-- Any other failure, on all ranks and after the same collectives. All raise; the engine stays usable.
-- Any other failure, on some ranks only, or inside a pipeline schedule, whose sends between two ranks
-  are not counted. Other ranks may wait in collectives that the failed ranks never enter, so every
-  rank aborts the engine's groups. All ranks raise, and the engine is lost.
+- A function of the caller fails: its rank ends the call without it, with losses of 0, so that its
+  collectives match the other ranks'. Then all ranks raise; the engine stays usable.
+- Another failure, on all ranks after the same collectives: all raise; the engine stays usable.
+- Another failure, on some ranks only or inside a pipeline schedule, whose messages are not counted:
+  other ranks may wait in collectives that the failed rank never enters, so every rank aborts the
+  engine's groups. All ranks raise, and the engine is lost.
 
-Ranks send messages through the store of the default process group, where a thread of each rank
-waits for them. A step without a failure sends no message.
+A thread of each rank waits for messages in the store of the default process group. A step without a
+failure sends none.
 """
 
 import contextlib
@@ -42,10 +42,7 @@ _watches = itertools.count()  # numbers this process's watches, which all ranks 
 
 
 class Watch:
-    """The watch of an engine.
-
-    This base class is that of a process without other ranks: failures are raised where they happen.
-    """
+    """The watch of an engine without other ranks, where failures are raised where they happen."""
 
     # False while sends between two ranks may be in flight, because no group counts those.
     counts_collectives = True
@@ -55,17 +52,14 @@ class Watch:
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Return `function()`, or `instead()` if a function has failed during this call.
-
-        `raise_failures` raises the failure.
-        """
+        """Return `function()`; `instead()` if it fails, or another has failed in this call."""
         return function()
 
     def raise_failures(self, *, waits: bool) -> None:
-        """Raise the failure of a function on all ranks; the other ranks raise it as RunError.
+        """Raise an `attempt`'s failure on all ranks; the other ranks raise it as RunError.
 
-        waits: first wait for all ranks. Unnecessary after a collective that needs input that every
-            rank sends only after its last function.
+        waits: wait for all ranks first; unnecessary after a collective that all ranks enter after
+            their last function.
         """
 
     def close(self) -> None:
@@ -73,9 +67,9 @@ class Watch:
 
 
 class FailureWatch(Watch):
-    """This rank's part of the watch, which all ranks of the default process group make together.
+    """The watch that all ranks of the default process group make together.
 
-    groups: the groups that steps communicate over; they are aborted when the engine is lost.
+    groups: the groups that steps communicate over, aborted when the engine is lost.
     host_group: a group of all ranks for tensors in host memory.
     """
 
@@ -85,11 +79,10 @@ class FailureWatch(Watch):
         name, store = f"torchtitan/failures/{next(_watches)}", torch_parts.default_store()
         self._store = dist.PrefixStore(name, store)
         self._call = 0  # number of the current or last call, the same on every rank
-        # (call, rank, text): failure of a function on another rank, not yet raised here. That rank
-        # may be one call ahead.
+        # (call, rank, text): a failed function of another rank, which may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # failure of a function on this rank, in this call
-        self._raised: BaseException | None = None  # failure that `raise_failures` raised
+        self._own: BaseException | None = None  # a failed function of this rank, in this call
+        self._raised: BaseException | None = None  # by `raise_failures`
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
             store = store.clone()  # blocks in the thread's waits while this rank uses the other one
@@ -130,8 +123,7 @@ class FailureWatch(Watch):
             except BaseException as error:
                 self._own = error
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                    # Free the function's tensors: the rest of the call needs the memory.
-                    traceback.clear_frames(error.__traceback__)
+                    traceback.clear_frames(error.__traceback__)  # free the function's tensors
                 with contextlib.suppress(RuntimeError):  # raised by the store
                     # The first rank to fail informs all ranks before any rank can end this call.
                     if self._store.add(f"failed/{self._call}", 1) == 1:
@@ -246,10 +238,7 @@ def _text_of(error: BaseException) -> str:
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Watch:
-    """Make the watch of an engine. Collective.
-
-    groups: those that the engine made, apart from its meshes' groups, which are added.
-    """
+    """Make the watch of an engine, over `groups` and its meshes' groups. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()

@@ -1,11 +1,7 @@
 """The process groups that engines make, apart from the host's, and aborting their collectives.
 
-If a rank has failed, a collective that waits for it can only be aborted by aborting its whole
-group. The host's default group is not ours to abort, so steps don't communicate over it.
-
-gloo's own `abort` and `shutdown` return at once and change nothing (torch 2.13 to 2.15): a rank would
-wait for a failed rank until its group times out. So this module shuts down the group's connections,
-which it finds among the process's sockets: twice for each engine (0.6 ms) and once at an abort (0.3 ms).
+If a rank has failed, a collective that waits for it ends only if its whole group is aborted. The
+host's default group is not ours to abort, so steps don't communicate over it.
 """
 
 import contextlib
@@ -34,7 +30,6 @@ def group_is_ours() -> bool:
 
 
 def claim_default_group() -> None:
-    """Remember that the default process group is ours."""
     global _our_default
     _our_default = weakref.ref(dist.group.WORLD)
 
@@ -51,10 +46,9 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes: an axis of all ranks gets a new group, not the host's default.
+    """`making_groups` for meshes, whose axes of all ranks share one new group.
 
-    Source of torch 2.13: `DeviceMesh` uses the default group for an axis of all ranks. We replace its
-    function inside, so that all such axes share one new group.
+    Source of torch 2.13: `DeviceMesh` uses the default group for such an axis, which may be the host's.
     """
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()
@@ -70,7 +64,8 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     groups: made inside `making_groups`. May be called from any thread.
     """
     groups = [group for group in groups if group in torch_parts.world.pg_map]
-    # One of the two ranks of a gloo connection has accepted it, at the address where it listened.
+    # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. One of the
+    # two ranks of a connection has accepted it, at the address where it listened.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
@@ -82,8 +77,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backends.append(torch_parts.backend_of(group, torch.accelerator.current_accelerator()))
-    # Abort them as one batch, because one communicator could wait for another; torch's own
-    # `_abort_process_group` (2.13) does the same.
+    # Abort them as one batch, as torch's own function does: a communicator could wait for another.
     together = next((x for x in backends if torch_parts.field_of(x, "start_abort")), None)
     if together is not None:
         torch_parts.field_of(together, "start_abort")()
@@ -95,11 +89,9 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches after groups are destroyed or aborted.
+    """Clear DTensor's caches, which would give the next engine's meshes the groups of this one's.
 
-    Source of torch 2.13: DTensor caches results together with their meshes, and treats meshes of
-    equal layout as equal, so the next engine would use the old groups. Torch clears the caches only
-    in `tensor.debug`, whose import takes a fifth of a second.
+    Torch clears the caches only in `tensor.debug`, whose import takes a fifth of a second.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -115,10 +107,7 @@ def _listening_addresses() -> set[tuple]:
 
 
 def _tcp_sockets() -> Iterator[tuple[socket.socket, tuple, bool]]:
-    """Yield each TCP socket of this process, its own address and whether it listens.
-
-    The socket is a duplicate, open until the next one. None is found on systems without /proc.
-    """
+    """Yield a duplicate of each TCP socket of this process, its own address and whether it listens."""
     folder = "/proc/self/fd"
     for number in map(int, os.listdir(folder) if os.path.isdir(folder) else ()):
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -40,10 +40,8 @@ _SETTINGS_PER_RANK = set(
 _MOST_KEYS_SHOWN = 8
 # Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
 _ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
-_LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
-# After a helper's failure, to save; torchrun kills ranks 30 s after its SIGTERM.
-_SECONDS_TO_SAVE = 25
+_SECONDS_TO_SAVE = 25  # after a helper's failure; torchrun kills ranks 30 s after its SIGTERM
 _SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
 _SECONDS_TO_CONNECT = 5  # after rank 0's failure, for starting ranks to connect and learn of it
 _SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resources
@@ -56,19 +54,18 @@ class PeerError(Exception):
 class Peers:
     """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
-    Every rank is connected to rank 0, which forwards failures. If a connection ends without a
-    message, its rank was killed. If a connection is silent for the store's timeout (at least a
-    minute), its rank was stopped: a thread sends regular messages, even while the main thread hangs.
+    Every rank is connected to rank 0, which forwards failures. If a connection ends without a message,
+    its rank was killed. If it is silent for the store's timeout (at least a minute), its rank was
+    stopped: a thread sends regular messages, even while the main thread hangs.
 
-    What is protected: each rank draws a secret, and publishes only its digest in the store. Rank 0
-    reads the digests before it opens its port, admits each secret once, and closes the port when all
-    ranks are connected. So nobody who reads the store, or finds the port, can pass for a rank, end
-    the job or use up rank 0's files. Not protected: torch's store at MASTER_PORT and torch's own
-    connections ask nobody for a secret. A program that can write there while the job starts can end
-    the job or take part in it, so keep the ports of a job's machines closed to others.
+    Each rank draws a secret and publishes only its digest in the store. Rank 0 reads the digests
+    before it opens its port, admits each secret once, and closes the port when all ranks are
+    connected. So nobody who reads the store, or finds the port, can pass for a rank, end the job or
+    use up rank 0's files. Not protected: a program that can write to torch's store at MASTER_PORT
+    can end the job or take part in it, so keep the ports of a job's machines closed to others.
 
-    helpers: ranks that the other ranks don't need in order to save. When a helper fails, the other
-        ranks have longer to end by themselves.
+    helpers: ranks that the other ranks don't need in order to save: when a helper fails, they have
+        longer to end by themselves.
     Raises RunError if another process has this rank's number.
     """
 
@@ -94,18 +91,15 @@ class Peers:
     def compare(self, config: dict[str, Any] | None, error: str | None = None) -> None:
         """Compare this rank's config, or its error in reading the config, with all other ranks'.
 
-        The version of this package is compared like a setting. Raises PeerError on every rank if
-        any rank has an error or if configs differ; rank 0 prints the reason, unless that is its
-        own error. Raises DistStoreError if a rank does not report in time.
+        Raises PeerError on every rank if any rank has an error, or if configs or the versions of this
+        package differ; rank 0 prints the reason, unless that is its own error. Raises
+        DistStoreError if a rank does not report in time.
         """
         settings = flat_settings(config) | {"the version of torchtitan": torchtitan.__version__}
         self._agree(self._store, self.world_size, settings, error)
 
     def compare_data(self, record: dict[str, Any]) -> None:
-        """Compare this rank's record of its data (`checkpoint.run_record`) with other trainers'.
-
-        Raises PeerError on every rank that trains if the records differ.
-        """
+        """Raise PeerError on all trainers if their records of the data (`run_record`) differ."""
         num_trainers = self._helpers.start if self._helpers else self.world_size
         if self.rank < num_trainers:
             self._agree(dist.PrefixStore("data", self._store), num_trainers, record)
@@ -218,26 +212,21 @@ class Peers:
 
     def _read(self, connection: socket.socket) -> None:
         """Handle one message of a rank, or the end of its connection, which is a failure."""
-        rank, problem = self._connections[connection], ""
+        rank = self._connections[connection]
         self._heard_at[rank] = time.monotonic()
         try:
             kind = connection.recv(1)
             if kind == _ALIVE:
                 return
             if kind == _FAILED:
-                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
-                return self._fail(int(failed), str(text))
-            if kind not in (_LEAVES, b""):
-                raise ValueError(kind)
-        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
-            problem = f"it sent a message that no rank sends: {error!r}"
-        except OSError:
+                return self._fail(*json.loads(connection.makefile("rb").readline()))
+        except OSError:  # the connection was reset
             kind = b""
         self._selector.unregister(connection)
         del self._connections[connection]
         connection.close()
         if kind != _LEAVES:
-            self._fail(rank, problem)
+            self._fail(rank, "")
 
     def _fail(self, rank: int, message: str) -> None:
         """Record the first failure, forward it, and end this process if it doesn't end itself."""
@@ -279,12 +268,12 @@ class Peers:
         timer.start()
 
     def leave(self) -> None:
-        """Tell rank 0 that this rank is done, so that the end of its connection is no failure."""
+        """Tell the other ranks that the end of this rank's connection is no failure."""
         self._leaving.set()
         self._send(_LEAVES)
 
     def _send(self, kind: bytes, failure: tuple[int, str] | None = None) -> None:
-        message = kind if failure is None else kind + json.dumps(failure).encode() + b"\n"
+        message = kind + (json.dumps(failure).encode() + b"\n" if failure else b"")
         for connection in list(self._connections):
             with suppress(OSError):
                 connection.sendall(message)
@@ -324,10 +313,10 @@ def _longest_silence(timeout: timedelta) -> float:
 
 
 def _listen() -> socket.socket:
-    """Listen on a free port: on MASTER_ADDR's interface if it is known, else on all interfaces.
+    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if it is unknown.
 
     It is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
-    may have for the machine's own name: other machines can't reach that.
+    may have for the machine's own name, unless all ranks are on this machine.
     """
     name = os.environ["MASTER_ADDR"]
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -337,6 +326,6 @@ def _listen() -> socket.socket:
         is_loopback = ipaddress.ip_address(address).is_loopback
         if is_local or not is_loopback or name in ("localhost", address):
             return socket.create_server((address, 0), family=family)
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

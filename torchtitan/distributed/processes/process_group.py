@@ -33,14 +33,12 @@ def init_distributed(
     base_folder: str = "",
     ranks: list[int] | None = None,
 ) -> int:
-    """Join the default process group, or reuse an existing group; returns the world size.
+    """Join the default process group, or reuse the host's; returns the world size.
 
-    A group that this function makes is destroyed when the last engine of this process is closed. An
-    existing group is the host's: without an engine, the environment stays as it is, too.
-
-    Outside torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group, and
-    needs no environment. `enable_cpu_backend` adds gloo for CPU tensors on a machine with
-    accelerators. NCCL writes its traces of a hang below `base_folder`.
+    A group that this function makes is destroyed with the last engine of this process. Outside
+    torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group.
+    `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators. NCCL writes its
+    traces of a hang below `base_folder`.
 
     Raises ValueError if only some of torchrun's variables are set, and if an existing group cannot
     communicate on this machine's device; RunError if not all ranks join in time.
@@ -73,8 +71,7 @@ def init_distributed(
     _configure_flight_recorder(comm_config, base_folder, backend)
     timeout = timedelta(seconds=comm_config.init_timeout_seconds)
     meeting = _rendezvous(timeout)
-    # Given the device, NCCL connects all ranks now, so that a broken link, or two ranks on one
-    # device, fail here and not at the first collective. Without LOCAL_RANK the device is unknown.
+    # Given the device, NCCL connects all ranks now, so that a broken link fails here.
     device_type, _ = get_device_info()
     local_rank = os.environ.get("LOCAL_RANK")
     excepthook = sys.excepthook
@@ -88,8 +85,7 @@ def init_distributed(
             **meeting,
         )
     # Source of torch 2.13: from a group bound to a device, NCCL splits each later group, with all
-    # ranks of the bound group. Unbind it, because that hangs if a client makes groups for some ranks
-    # only, and costs one split per rank for each mesh axis of size 1.
+    # ranks of the bound group, which hangs if a client makes groups for some ranks only.
     dist.group.WORLD.bound_device_id = None
     # Torch's hook prefixes a traceback's lines with the rank. Restore the old hook with the group.
     ranks_hook, sys.excepthook = sys.excepthook, excepthook
@@ -98,19 +94,14 @@ def init_distributed(
     return dist.get_world_size()
 
 
-# ---- the end of a group that we made ----
-
-
 def _destroy_group_at_end() -> None:
+    def destroy() -> None:
+        if group_is_ours():
+            dist.destroy_process_group()
+            forget_meshes()
+
     claim_default_group()
-    host.at_last_move_out(_destroy_our_group)
-
-
-def _destroy_our_group() -> None:
-    if not group_is_ours():
-        return
-    dist.destroy_process_group()
-    forget_meshes()
+    host.at_last_move_out(destroy)
 
 
 # ---- where ranks meet ----
@@ -118,8 +109,8 @@ def _destroy_our_group() -> None:
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The variables' values -> [(store, rank, world size), number of groups made there]. All groups of
-# this process use one store, one after the other. With a new store per group, ranks that make the
-# next group while another rank still leaves the last would find old keys, or a server that is closing.
+# this process use one store: with a new store per group, ranks that make the next group while
+# another rank still leaves the last would find old keys, or a server that is closing.
 _meeting_places: dict[tuple[str, ...], list[Any]] = {}
 
 
@@ -141,44 +132,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     place = _meeting_place()
     if place not in _meeting_places:
-        rank, world_size, address, port = place
-        something_answers = False
-        deadline = time.monotonic() + timeout.total_seconds()
-        try:
-            # Wait here until rank 0, or torchrun, is reachable: torch logs pages while it waits.
-            while rank != "0":
-                try:
-                    socket.create_connection((address, int(port)), timeout=5).close()
-                    break
-                except OSError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.1)
-            something_answers = True
-            # torch waits for ever if another program has the port. Otherwise its own error comes
-            # before this time limit, and says how many ranks joined.
-            meeting = run_beside(lambda: next(dist.rendezvous("env://", timeout=timeout)))
-            _meeting_places[place] = [meeting.result(timeout.total_seconds() + 2), 0]
-        except (dist.DistError, OSError) as error:
-            where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
-            if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-                raise RunError(
-                    f"rank {rank} cannot listen for the other ranks at {where}: the port is in use, "
-                    "perhaps by a job that has not ended; end it, or set another MASTER_PORT on all "
-                    "ranks"
-                ) from error
-            joined = re.search(r"(\d+)/\d+ clients joined", str(error))
-            seen = f"nothing answers there ({error})"
-            if something_answers and isinstance(error, TimeoutError):
-                seen = "a program listens there, but does not answer as rank 0 of a job does"
-            elif joined:
-                seen = f"{joined[1]} of {world_size} ranks came"
-            raise RunError(
-                f"rank {rank} did not meet the other ranks within {timeout.total_seconds():.0f} s "
-                f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall "
-                f"lets it through, and that all {world_size} ranks were started, with the same "
-                "WORLD_SIZE"
-            ) from error
+        _meeting_places[place] = [_meet(place, timeout), 0]
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     # torchrun's store survives a restart, with addresses of processes that are gone.
@@ -186,11 +140,49 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
 
-def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of a part of the job, with `world_size` ranks, until it ends.
+def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, int]:
+    rank, world_size, address, port = place
+    seconds, something_answers = timeout.total_seconds(), False
+    deadline = time.monotonic() + seconds
+    try:
+        # Wait here until rank 0, or torchrun, is reachable: torch logs pages while it waits.
+        while rank != "0":
+            try:
+                socket.create_connection((address, int(port)), timeout=5).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        something_answers = True
+        # torch waits for ever if another program has the port. Otherwise its own error comes before
+        # this time limit, and says how many ranks joined.
+        meeting = run_beside(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+        return meeting.result(seconds + 2)
+    except (dist.DistError, OSError) as error:
+        where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise RunError(
+                f"rank {rank} cannot listen for the other ranks at {where}: the port is in use, perhaps "
+                "by a job that has not ended; end it, or set another MASTER_PORT on all ranks"
+            ) from error
+        joined = re.search(r"(\d+)/\d+ clients joined", str(error))
+        seen = f"nothing answers there ({error})"
+        if something_answers and isinstance(error, TimeoutError):
+            seen = "a program listens there, but does not answer as rank 0 of a job does"
+        elif joined:
+            seen = f"{joined[1]} of {world_size} ranks came"
+        raise RunError(
+            f"rank {rank} did not meet the other ranks within {seconds:.0f} s "
+            f"(comm.init_timeout_seconds) at {where}: {seen}; check the address, that a firewall lets "
+            f"it through, and that all {world_size} ranks were started, with the same WORLD_SIZE"
+        ) from error
 
-    RANK, WORLD_SIZE and the default process group become those of the part. `name` is the same on
-    all ranks of a part, and differs between parts. Call `find_peers` first.
+
+def join_part(name: str, rank: int, world_size: int) -> None:
+    """Make this process a rank of the part `name` of the job until it ends. Call `find_peers` first.
+
+    RANK, WORLD_SIZE and the default process group become those of the part.
     """
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -236,12 +228,9 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
-    """Make NCCL record its last collectives, and write the record to a file at a time-out.
-
-    Gloo keeps a record too, of 50 MiB at the default size, but never writes it.
-    """
-    # 3: a failed collective ends the process without waiting until the other ranks notice.
-    # torchrun sets 1 in every job, so replacing a 1 overrides no user's choice.
+    """Make NCCL write its last collectives to a file at a time-out; gloo's record is kept small."""
+    # 3: a failed collective ends the process without waiting until the other ranks notice. A 1 is
+    # torchrun's default, no user's choice.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     is_written = "nccl" in backend
     size = comm_config.trace_buf_size if is_written else min(comm_config.trace_buf_size, 100)
@@ -272,8 +261,7 @@ def _set_environment(name: str, value: str, launcher_default: str | None = None)
 def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
     """Act as rank 0 of `world_size` ranks that don't exist; collectives return at once.
 
-    With comm_mode "local_tensor" this process holds every rank's tensors instead, and
-    collectives are computed on them.
+    comm_mode "local_tensor": this process computes with every rank's tensors instead.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     if comm_mode == "local_tensor":
@@ -282,11 +270,8 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
-    """Set the timeout of every group in use, except a default group made by the host. Collective.
-
-    The first step compiles and connects, so it runs with a longer timeout. A barrier makes sure
-    that no rank is still in that step when the shorter timeout begins.
-    """
+    """Set the timeout of every group in use, except the host's. Collective: no rank is still in the
+    first step, which compiles and connects, when the shorter timeout begins."""
     level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
     logger.log(level, "collectives time out after %s from here on", timeout)
     device_type, device_module = get_device_info()

@@ -20,18 +20,11 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
 
     For reading a network file system, which ranks may see differently for a while.
     """
-    if not dist.is_initialized():
-        return ask()
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = ask()
-        except Exception as error:  # raised below, on every rank
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    is_asked = not dist.is_initialized() or dist.get_rank() == 0
+    answer = [_result_of(ask) if is_asked else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    return _unwrap(answer)[0]
 
 
 def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -44,16 +37,19 @@ def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Call `work()` on every rank, and return all results in rank order.
+    """Call `work()` on every rank; return all results in rank order, or raise the first exception."""
+    return _unwrap(all_ranks(_result_of(work)))
 
-    If it raises on one rank, every rank raises, so that no rank waits for the rank that failed.
-    """
-    own: tuple[Any, Exception | None]
+
+def _result_of(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        own = work(), None
-    except Exception as error:  # raised below, on every rank
-        own = None, error
-    answers = all_ranks(own)
-    if failure := next((error for _, error in answers if error is not None), None):
-        raise failure
+        return work(), None
+    except Exception as error:  # raised by `_unwrap`, on every rank
+        return None, error
+
+
+def _unwrap(answers: list[Any]) -> list[Any]:
+    for _, error in answers:
+        if error is not None:
+            raise error
     return [result for result, _ in answers]

@@ -22,12 +22,9 @@ _TIME_LIMIT = 64  # in place of a signal's number
 class StopRequest:
     """Decides whether to save and end after this step, with the same answer on every rank.
 
-    The reason is a SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 to any rank, or
-    `training.time_limit_minutes`. Use it as a context manager around the loop, on every rank, and
-    call `ask` and `answer` in each step.
-
-    If the config saves no checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
-    For a second signal and for signals that are left alone see `SignalThread`.
+    The reason is one of `SIGNALS` to any rank, or `training.time_limit_minutes`. A context manager
+    around the loop; call `ask` and `answer` in each step, on every rank. If the config saves no
+    checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -49,8 +46,7 @@ class StopRequest:
         if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             if self._world_size > 1:
-                # gloo, so that no step waits for the device; a group of its own, so that its
-                # messages don't mix with other collectives.
+                # gloo, so that no step waits for the device; a group that nothing else uses
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._signals.start()
         return self
@@ -106,11 +102,7 @@ class StopRequest:
         self._longest_save = max(self._longest_save, seconds)
 
     def _is_time_up(self, now: float) -> bool:
-        """Return True if another step with a save after it could exceed the time limit.
-
-        The time reserved for the save is 1.5 times the longest save so far, and at least one minute
-        or a tenth of the limit, whichever is less.
-        """
+        """Return True if another step with a save after it could exceed the time limit."""
         if not self._limit_seconds:
             return False
         for_save = max(1.5 * self._longest_save, min(60, 0.1 * self._limit_seconds))
@@ -118,10 +110,7 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """Make a data worker ignore signals from launchers, because the trainer still needs its data.
-
-    SIGTERM from the trainer itself still ends the worker.
-    """
+    """Make a data worker ignore signals, except SIGTERM from the trainer, who still needs its data."""
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)

@@ -19,22 +19,21 @@ class CharTokenizer(BaseTokenizer):
             raise ValueError(f"characters must differ from each other, got {characters!r}")
         self.characters = characters
         self.eos_id = 0
-        self._ids = {character: i for i, character in enumerate(characters, start=1)}
 
     def encode(self, text: str, *, add_eos: bool = False, **_: Any) -> list[int]:
         """Return the ids of a text; raises ValueError for unknown characters."""
-        unknown = sorted(set(text) - set(self._ids))
-        if unknown:
+        if unknown := sorted(set(text) - set(self.characters)):
             raise ValueError(
                 f"this tokenizer knows the characters {self.characters!r}, got {unknown} in {text!r}"
             )
-        return [self._ids[character] for character in text] + [self.eos_id] * add_eos
+        ids = [self.characters.index(character) + 1 for character in text]
+        return ids + [self.eos_id] * add_eos
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """Return the text of ids; ids beyond the vocabulary, which a larger model may draw, are U+FFFD."""
-        known = len(self.characters)
+        characters = self.characters
         return "".join(
-            self.characters[i - 1] if i <= known else "\ufffd" for i in token_ids if i > 0
+            characters[i - 1] if i <= len(characters) else "\ufffd" for i in token_ids if i > 0
         )
 
     def get_vocab_size(self) -> int:
@@ -42,8 +41,7 @@ class CharTokenizer(BaseTokenizer):
 
 
 class CharTask(Task):
-    """A task with random problems that are spelled in a few characters. The reward is 1 for the
-    answer and 0 for any other text.
+    """Random problems that are spelled in a few characters; the reward is 1 for the answer, else 0.
 
     Held-out prompts are drawn independently of training prompts, but may equal some of them if there
     are few problems.
@@ -57,12 +55,14 @@ class CharTask(Task):
     def draw(self, rng: random.Random) -> tuple[str, str]:
         """Return a random problem: its text and its answer."""
 
+    def _problem(self, kind: str, index: int) -> Prompt:
+        return self.make_prompt(*self.draw(random.Random(f"{self.seed} {kind} {index}")))
+
     def prompt(self, index: int) -> Prompt:
-        return self.make_prompt(*self.draw(random.Random(f"{self.seed} training {index}")))
+        return self._problem("training", index)
 
     def held_out(self, n: int) -> list[Prompt]:
-        rngs = (random.Random(f"{self.seed} held out {index}") for index in range(n))
-        return [self.make_prompt(*self.draw(rng)) for rng in rngs]
+        return [self._problem("held out", index) for index in range(n)]
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
         exact = float(text == prompt.answer)
@@ -70,10 +70,7 @@ class CharTask(Task):
 
 
 class SumDigitsTask(CharTask):
-    """Add numbers: "3+4=" expects "7". The reward is 1 for the sum and 0 for any other text.
-
-    num_min, num_max: the fewest and the most numbers. value_max: the largest number; the smallest is 0.
-    """
+    """Add `num_min` to `num_max` numbers from 0 to `value_max`: "3+4=" expects "7"."""
 
     def __init__(self, num_min: int = 2, num_max: int = 2, value_max: int = 9, seed: int = 0):
         super().__init__("0123456789+=", seed)
@@ -86,9 +83,9 @@ class SumDigitsTask(CharTask):
 
 
 class CopyTask(CharTask):
-    """Repeat letters: "cab=" expects "cab". The reward is the share of correct positions.
+    """Repeat `length` of the alphabet's first `num_letters`: "cab=" expects "cab".
 
-    length: letters in a prompt. num_letters: size of the alphabet, which begins at a.
+    The reward is the share of correct positions.
     """
 
     def __init__(self, length: int = 3, num_letters: int = 8, seed: int = 0):
@@ -116,10 +113,9 @@ class SortTask(CopyTask):
 
 
 class GuessTask(CharTask):
-    """Find a number in several turns: the reply to a wrong guess is "<" or ">", if the number is less
-    or greater. The reward is 1 if the last guess is right. All prompts are "?".
+    """Find a number up to `value_max` in several turns; all prompts are "?".
 
-    value_max: the largest number; the smallest is 0.
+    The reply to a wrong guess is "<" or ">", if the number is less or greater.
     """
 
     def __init__(self, value_max: int = 9, seed: int = 0):
@@ -136,20 +132,12 @@ class GuessTask(CharTask):
         return "<" if int(number) < int(guess) else ">"
 
 
-# ---- builders, by their names in `rl.task.name` ----
-
-
-def sum_digits(rl: Any, *_: Any) -> Task:
-    return SumDigitsTask(rl.task.num_min, rl.task.num_max, rl.task.value_max, rl.seed)
-
-
-def copy(rl: Any, *_: Any) -> Task:
-    return CopyTask(rl.task.length, rl.task.num_letters, rl.seed)
-
-
-def sort(rl: Any, *_: Any) -> Task:
-    return SortTask(rl.task.length, rl.task.num_letters, rl.seed)
-
-
-def guess(rl: Any, *_: Any) -> Task:
-    return GuessTask(rl.task.value_max, rl.seed)
+def build(rl: Any, *_: Any) -> Task:
+    """Build the task that `rl.task.name` names; a `tasks.TaskBuilder`."""
+    task = rl.task
+    match task.name:
+        case "sum_digits":
+            return SumDigitsTask(task.num_min, task.num_max, task.value_max, rl.seed)
+        case "guess":
+            return GuessTask(task.value_max, rl.seed)
+    return {"copy": CopyTask, "sort": SortTask}[task.name](task.length, task.num_letters, rl.seed)

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,8 @@ from torchtitan.checkpoint.saver import is_rank_zero
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.integrations.tinker.call_thread import CallThread, on_thread
 from torchtitan.integrations.tinker.conversions import (
+    adapters_of,
     check_finite,
     finite_output,
     loss_of,
@@ -39,7 +40,11 @@ from torchtitan.integrations.tinker.conversions import (
     output_of,
     training_sample,
 )
-from torchtitan.integrations.tinker.local_sampling import LocalSamplingClient
+from torchtitan.integrations.tinker.local_sampling import (
+    CallThread,
+    LocalSamplingClient,
+    on_thread,
+)
 from torchtitan.integrations.tinker.states import Limits, TrainingState
 from torchtitan.integrations.tinker.types import (
     AdamParams,
@@ -97,9 +102,8 @@ class LocalTrainingClient(AsyncNames):
         self._pushed: WeightsKey | None = None  # of the weights in the generator
         self._failure: Exception | None = None  # of a forward_backward in this step
         self._thread = CallThread(engine.device)
-        self._trained = list(
-            changing_weights(engine)
-        )  # kept, because collecting them takes as long
+        # Kept, because collecting them takes as long as exchanging them.
+        self._trained = list(changing_weights(engine))
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
         self.limits = Limits.from_config(
@@ -136,7 +140,6 @@ class LocalTrainingClient(AsyncNames):
         loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo or dro.
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio; for dro
             `beta`.
-
         Raises ValueError unless every input has one finite number per token, and if the loss is not
         finite, which can happen because ratios are not bounded.
         """
@@ -181,38 +184,37 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def save_state(
-        self, name: str, ttl_seconds: int | None = None, *, rank: int | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        *,
+        rank: int | None = None,
+        external: bool = False,
     ) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
         Adapters are also saved there in PEFT's format, in the folder `peft`.
         ttl_seconds: ignored; nothing is deleted. rank: what `start_adapters` got; None is `lora.rank`.
+        external: save only files of other programs: adapters in PEFT's format, or Hugging Face's files.
         Raises ValueError for a name that leads out of `states_folder`.
         """
         checkpointer = self.checkpointer
         with self._writing(name) as folder:
-            self._trainer.save_checkpoint(folder)
-            if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
-                checkpointer.save_peft(os.path.join(folder, "peft"), rank=rank)
+            if not external:
+                self._trainer.save_checkpoint(folder)
+                if checkpointer.has_adapters and checkpointer.sd_adapter is not None:
+                    checkpointer.save_peft(os.path.join(folder, "peft"), rank=rank)
+            elif checkpointer.has_adapters:
+                checkpointer.save_peft(folder, rank=rank)
+            else:
+                self._trainer.engine.save_hf(folder)
         return SaveWeightsResponse(self._state_path(name))
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> ClientFuture[SaveWeightsResponse]:
         """Save as `save_state` does, under names of their own, for `create_sampling_client`."""
-        return self.save_state(os.path.join("sampler_weights", name), ttl_seconds)
-
-    @on_thread
-    def save_external(self, name: str, rank: int | None = None) -> SaveWeightsResponse:
-        """Save, as `save_state`, files of other programs: adapters in PEFT's format, or Hugging Face's
-        files of a model without adapters.
-        """
-        with self._writing(name) as folder:
-            if self.checkpointer.has_adapters:
-                self.checkpointer.save_peft(folder, rank=rank)
-            else:
-                self._trainer.engine.save_hf(folder)
-        return SaveWeightsResponse(self._state_path(name))
+        return self.save_state(os.path.join("sampler_weights", name))
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[str]:
@@ -251,19 +253,19 @@ class LocalTrainingClient(AsyncNames):
         return path
 
     @on_thread
-    def load_state(self, path: str) -> None:
-        """Load the weights of a saved state, and reset the optimizer."""
-        self._load(path, model_only=True)
+    def load_state(self, path: str | None, *, optimizer: bool = False) -> bool:
+        """Load the weights of a saved state, and reset the optimizer.
 
-    @on_thread
-    def load_state_with_optimizer(self, path: str) -> None:
+        path: None is the config's newest checkpoint, else its initial one; False if there is none.
+        """
+        with self._changing():
+            found = self._trainer.load_checkpoint(path, model_only=not optimizer)
+        self._failure = None
+        return found
+
+    def load_state_with_optimizer(self, path: str | None) -> ClientFuture[bool]:
         """Load weights and optimizer of a saved state, to continue exactly from there."""
-        self._load(path, model_only=False)
-
-    @on_thread
-    def load_initial_state(self) -> bool:
-        """Load the config's newest checkpoint, else its initial one; False if there is none."""
-        return self._load(None, model_only=False)
+        return self.load_state(path, optimizer=True)
 
     @on_thread
     def load_sampler_weights(self, sampler: LocalSamplingClient) -> None:
@@ -361,17 +363,7 @@ class LocalTrainingClient(AsyncNames):
         self._thread.shutdown()
         self._trainer.close()
 
-    def __enter__(self) -> "LocalTrainingClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- on the thread ----
-
-    def room_after(self, n_tokens: int) -> int:
-        """Return how many tokens a completion may have after a prompt of n tokens."""
-        return self._batcher.seq_len + 1 - n_tokens  # the last token is drawn and not read
 
     @on_thread
     def _add_gradients(
@@ -408,15 +400,10 @@ class LocalTrainingClient(AsyncNames):
                 f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
                 "correct the function"
             )
-        surrogate = self.samples(
-            [
-                only_targets(datum, weights=-gradient)
-                for datum, gradient in zip(data, gradients, strict=True)
-            ]
-        )
+        pairs = zip(data, gradients, strict=True)
+        surrogate = self.samples([only_targets(datum, weights=-grad) for datum, grad in pairs])
         self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())
-        metrics = {"loss:sum": loss.item(), **metrics}
-        return output_of([values.detach() for values in logprobs], metrics)
+        return output_of([x.detach() for x in logprobs], {"loss:sum": loss.item(), **metrics})
 
     def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
         """The log-probs [n] of each datum's targets, including masked ones; or with k, the k most
@@ -429,18 +416,8 @@ class LocalTrainingClient(AsyncNames):
         self, data: Sequence[Datum], loss: PolicyLoss | None = None
     ) -> list[TrainingSample]:
         """Raises ValueError for data that the model, or the loss, cannot use."""
-        samples = []
-        for number, datum in enumerate(data):
-            for name in (
-                ("logprobs", "advantages") if loss is not None and loss.has_generator else ()
-            ):
-                if name not in datum.loss_fn_inputs:
-                    raise ValueError(
-                        f"a policy loss needs {name} in loss_fn_inputs, got "
-                        f"{sorted(datum.loss_fn_inputs)} in datum {number}; give one number per "
-                        "target"
-                    )
-            samples.append(sample := training_sample(datum, loss))
+        samples = [training_sample(datum, loss) for datum in data]
+        for number, sample in enumerate(samples):
             if len(sample) > self._batcher.seq_len:
                 raise ValueError(
                     f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
@@ -450,15 +427,77 @@ class LocalTrainingClient(AsyncNames):
             check_ids("labels", sample.labels, self.vocab_size)
         return samples
 
-    def _load(self, path: str | None, model_only: bool) -> bool:
-        with self._changing():
-            found = self._trainer.load_checkpoint(path, model_only=model_only)
-        self._failure = None
-        return found
-
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Change the weights inside: sampling clients that still need them get a copy first."""
         self._pushed = None
         with self._snapshots.changing():
             yield
+
+
+class LocalServiceClient(AsyncNames):
+    """Tinker's ServiceClient in this process, so that a program runs with or without a server.
+
+    There is one policy, and so one training client. Each call that makes one returns that client,
+    started again. Arguments that describe a run (`user_metadata`, ...) are ignored.
+    Raises ConfigError for a config that cannot run.
+    """
+
+    def __init__(self, job_config: JobConfig):
+        self._config = job_config
+        self._training = LocalTrainingClient(job_config)
+        self._training.load_state_with_optimizer(None).result()
+        self._base = self._training.save_weights_and_get_sampling_client(pinned=True).result()
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        **_: Any,
+    ) -> ClientFuture[LocalTrainingClient]:
+        """Start again from the first weights, with new adapters if the model has the converter `lora`.
+
+        base_model: ignored. Raises ValueError for adapters that the model cannot have.
+        """
+        lora = self._config.lora if self._training.checkpointer.has_adapters else None
+        adapters = adapters_of(lora, rank, seed, train_attn, train_mlp, train_unembed)
+        calls: list[Future] = [self._training.load_sampler_weights(self._base)]
+        if adapters is not None:
+            calls.append(self._training.start_adapters(**adapters))
+        return self._started(*calls)
+
+    def create_training_client_from_state(
+        self, path: str, **_: Any
+    ) -> ClientFuture[LocalTrainingClient]:
+        """Start from the weights of a saved state, without its optimizer."""
+        return self._started(self._training.load_state(path))
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, **_: Any
+    ) -> ClientFuture[LocalTrainingClient]:
+        """Continue exactly from a saved state."""
+        return self._started(self._training.load_state_with_optimizer(path))
+
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None, **_: Any
+    ) -> ClientFuture[LocalSamplingClient]:
+        """Return a client of a saved state, or of the weights that this service client began with."""
+        if model_path is not None:
+            return self._training.create_sampling_client(model_path)
+        return self._training._thread.submit(lambda: self._base)
+
+    def _started(self, *calls: Future) -> ClientFuture[LocalTrainingClient]:
+        """Return the future of the training client; it raises what one of the calls raises."""
+        # They are done then, because the client's thread keeps the order of calls.
+        return self._training._thread.submit(lambda: [x.result() for x in calls] and self._training)
+
+    def close(self, status: str = "success", detail: str | None = None) -> ClientFuture[None]:
+        """Finish all calls. Safe to call twice."""
+        self._training.close()
+        closed: ClientFuture[None] = ClientFuture()
+        closed.set_result(None)
+        return closed

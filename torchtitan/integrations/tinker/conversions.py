@@ -16,8 +16,13 @@ from torchtitan.rl.types import TrainingSample
 
 _T = TypeVar("_T")
 
-_CLIPPING = ("ppo", "cispo", "gspo")
-_LOSSES = ("cross_entropy", "importance_sampling", *_CLIPPING, "dro")
+_THRESHOLDS = ("clip_high_threshold", "clip_low_threshold")
+# Tinker's losses, and their settings in loss_fn_config.
+_LOSSES = dict.fromkeys(
+    ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"), _THRESHOLDS
+) | {
+    "dro": ("beta",),
+}
 _LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
@@ -29,24 +34,24 @@ def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
             "log-probs call forward_backward_custom"
         )
-    known = {"beta"} if name == "dro" else {"clip_low_threshold", "clip_high_threshold"}
-    if unknown := sorted(set(config) - known):
-        raise ValueError(
-            f"loss_fn_config of {name} takes {' and '.join(sorted(known))}, got {unknown[0]!r}"
-        )
     for key, value in config.items():
-        if not math.isfinite(value) and (name == "dro" or math.isnan(value)):
+        if key not in _LOSSES[name]:
+            known = " and ".join(_LOSSES[name])
+            raise ValueError(f"loss_fn_config of {name} takes {known}, got {key!r}")
+        if math.isnan(value) or (name == "dro" and math.isinf(value)):
             raise ValueError(f"{key} of loss_fn_config must be a number, got {value}; correct it")
-    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's.
-    bounds = dict(config) if name == "dro" else {}
-    if name != "cross_entropy":
-        # Tinker does not bound ratios. A clipped loss stays finite only if exp is finite, too.
-        bounds["max_log_ratio"] = _LARGEST_LOG_RATIO if name in _CLIPPING else math.inf
-    if name in _CLIPPING:
-        bounds["ratio_clip_low"] = 1 - config.get("clip_low_threshold", 0.8)
-        bounds["ratio_clip_high"] = config.get("clip_high_threshold", 1.2) - 1
-    if name in ("ppo", "gspo"):
-        bounds["dual_clip"] = 0.0  # Tinker has no dual clip
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's, which does not
+    # bound ratios and has no dual clip. A clipped loss stays finite only if exp is finite, too.
+    if name == "cross_entropy":
+        return build_loss(name)
+    if name in ("importance_sampling", "dro"):
+        return build_loss(name, max_log_ratio=math.inf, **(config if name == "dro" else {}))
+    bounds = {
+        "max_log_ratio": _LARGEST_LOG_RATIO,
+        "ratio_clip_low": 1 - config.get("clip_low_threshold", 0.8),
+        "ratio_clip_high": config.get("clip_high_threshold", 1.2) - 1,
+    }
+    bounds |= {} if name == "cispo" else {"dual_clip": 0.0}
     return build_loss("dapo" if name == "ppo" else name, **bounds)
 
 
@@ -95,7 +100,7 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
     loss: whose mask to make, if the datum has none: a prompt's targets, which were not sampled, have
     log-prob and advantage 0 and are in no ratio and no metric.
     """
-    given = dict(datum.loss_fn_inputs)
+    given, n = dict(datum.loss_fn_inputs), datum.model_input.length
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
         given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
     if unknown := sorted(set(given) - set(_INPUTS)):
@@ -103,49 +108,55 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
             f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
             "remove it, or correct its name"
         )
-    n, inputs = datum.model_input.length, {}
-    for name, values in given.items():
-        try:
-            # The tinker package's own TensorData are taken, too.
-            inputs[name] = torch.as_tensor(getattr(values, "to_torch", lambda v=values: v)())
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
-            ) from error
-        if (shape := list(inputs[name].shape)) != [n]:
-            raise ValueError(
-                f"{name} of a Datum must have one number per input token, [{n}], got {shape}; for a "
-                "sequence of n + 1 tokens give its first n as input and its last n as targets"
-            )
-        if not (finite := inputs[name].isfinite()).all():
-            place = int(finite.logical_not().nonzero()[0])
-            raise ValueError(
-                f"{name} of a Datum must be finite, got {inputs[name][place].item()} at token "
-                f"{place}; remove or correct the Datum"
-            )
-    if "target_tokens" not in inputs:
+    needed = {"target_tokens"}
+    if has_ratio := loss is not None and loss.has_generator:
+        needed |= {"logprobs", "advantages"}
+    for name in sorted(needed - given.keys()):
         raise ValueError(
-            f"loss_fn_inputs of a Datum needs target_tokens, got {sorted(inputs)}; give the token "
-            "that follows each input token"
+            f"{'a policy loss' if has_ratio else 'a Datum'} needs {name} in loss_fn_inputs, got "
+            f"{sorted(given)}; give one number for the token that follows each input token"
         )
+    inputs = {name: _numbers(name, values, n) for name, values in given.items()}
     targets = inputs["target_tokens"]
     labels = targets.long()
     if not torch.equal(labels.to(targets.dtype), targets):
         raise ValueError(
-            f"target_tokens of a Datum must be token ids, got {targets.flatten().tolist()[:8]}; give "
-            "integers"
+            f"target_tokens of a Datum must be token ids, got {targets.tolist()[:8]}; give integers"
         )
-    mask = inputs.get("mask", torch.ones(n)).float()
-    if loss is not None and loss.has_generator and "mask" not in inputs:
+    zeros, ones = torch.zeros(n), torch.ones(n)
+    mask = inputs.get("mask", ones).float()
+    if has_ratio and "mask" not in inputs:
         mask = ((inputs["logprobs"] != 0) | (inputs["advantages"] != 0)).float()
     return TrainingSample(
         token_ids=torch.tensor(datum.model_input.to_ints()),
         labels=labels,
         loss_mask=(mask != 0).float(),
-        logprobs=inputs.get("logprobs", torch.zeros(n)).float(),
-        advantages=inputs.get("advantages", torch.zeros(n)).float(),
-        weights=inputs.get("weights", torch.ones(n)).float() * mask,
+        logprobs=inputs.get("logprobs", zeros).float(),
+        advantages=inputs.get("advantages", zeros).float(),
+        weights=inputs.get("weights", ones).float() * mask,
     )
+
+
+def _numbers(name: str, values: Any, n: int) -> Tensor:
+    """Return an input of a loss as a tensor [n]. values: may be the tinker package's own TensorData."""
+    try:
+        tensor = torch.as_tensor(values.to_torch() if hasattr(values, "to_torch") else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
+        ) from error
+    if list(tensor.shape) != [n]:
+        raise ValueError(
+            f"{name} of a Datum must have one number per input token, [{n}], got {list(tensor.shape)}; "
+            "for a sequence of n + 1 tokens give its first n as input and its last n as targets"
+        )
+    if not (finite := tensor.isfinite()).all():
+        place = int(finite.logical_not().nonzero()[0])
+        raise ValueError(
+            f"{name} of a Datum must be finite, got {tensor[place].item()} at token {place}; remove or "
+            "correct the Datum"
+        )
+    return tensor
 
 
 def check_finite(logprobs: list[Tensor]) -> list[Tensor]:

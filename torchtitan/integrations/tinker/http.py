@@ -1,49 +1,48 @@
-"""Python's HTTP server, with limits on the memory and connections that a client can take.
+"""An HTTP/1.1 server on asyncio, with limits on the memory, time and connections that a client can take.
 
 Requests are JSON, or the protobuf messages of `wire`; nothing in them is executed or unpickled.
 """
 
+import asyncio
 import contextlib
+import contextvars
 import hmac
+import http.client
 import io
 import ipaddress
+import itertools
 import json
-import logging
-import select
+import os
 import socket
-import sys
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from torchtitan.integrations.tinker.requests import Refused
 from torchtitan.integrations.tinker.results import Answer
+from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes], Answer]
-"""(method, path, body) -> answer; raises ValueError. A connection's requests come on one thread."""
-OnEnd = Callable[[int, bool, bool], Any]
-"""Called with the thread of a connection that has ended; whether its client has closed it; and whether
-it did so while it waited for an answer."""
+"""(method, path, body) -> answer; raises ValueError. Called on a thread, inside which `REACHED_AT` is set."""
 
-_JSON, _PROTOBUF = "application/json", "application/x-protobuf"
-_BYTES = "application/octet-stream"
+REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
+"""The URL under which a request's client reached the server."""
+
 _MAX_CONNECTIONS = 512
-_SECONDS_IDLE = 10  # until a request and its headers have to be there
-_SECONDS_KEPT = 15  # until the next request; more than the 10 s between two heartbeats of a client
-_SECONDS_BETWEEN_LOOKS = 0.2  # at connections that wait for an answer
-_CLOSED = getattr(select, "POLLRDHUP", 0)  # by the other side; Linux tells without a read
-_SECONDS_PER_REQUEST = 60  # to read a request, and as long again to send the answer
+_MAX_HEADER_BYTES = 2**16
+_MAX_BYTES_DROPPED = (
+    2**16
+)  # of a refused request that are read, because closing discards the answer
+_SECONDS_IDLE = (
+    15  # until a request's headers; more than the 10 s between two heartbeats of a client
+)
+_SECONDS_PER_REQUEST = 60  # to read a request's body, and as long again to send the answer
 _SECONDS_TO_FINISH = 5
-# When this many connections have not sent a whole request, further connections wait until one of
-# them does, or has taken `_SECONDS_UNREAD` and is closed.
-_MAX_UNREAD = 64
-_SECONDS_UNREAD = 1.0
-_MAX_BYTES_DROPPED = 2**16  # of a refused request that are read before the answer
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class Access:
                 f"{host[:200]!r}; add the name to rl.serve.names if it is this server's",
                 403,
             )
-        given = headers.get("X-API-Key", "")
-        has_key = hmac.compare_digest(given.encode(), self.key.encode())
+        has_key = hmac.compare_digest(headers.get("X-API-Key", "").encode(), self.key.encode())
         if self.key and not has_key and not self.is_signed(path):
             raise Refused(
                 "the header X-API-Key is missing or wrong; set TINKER_API_KEY to the key in the "
@@ -86,257 +84,154 @@ class Access:
             )
 
 
-class HttpServer(ThreadingHTTPServer):
-    """Serves on its own threads from `start` to `close`.
+class HttpServer:
+    """Serves on a thread of its own from `start` to `close`.
 
     port: 0 takes a free port. max_bytes: limit for a request's body.
-    on_end: may be called again for a connection that was cut.
     Raises OSError if it cannot listen at the address.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        max_bytes: int,
-        access: Access,
-        respond: Respond,
-        on_end: OnEnd = lambda *_: None,
-    ):
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
-        self.max_bytes, self.access, self.respond, self.on_end = max_bytes, access, respond, on_end
-        self.answering: dict[socket.socket, int] = {}  # connection -> its thread
-        self.lock = threading.Lock()
+    def __init__(self, host: str, port: int, max_bytes: int, access: Access, respond: Respond):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{self.host}]' if ':' in host else self.host}:{self.port}"
+        self._max_bytes, self._access, self._respond = max_bytes, access, respond
+        self._open: set[asyncio.StreamWriter] = set()
+        # Connections that have not sent a whole request, the one that waits longest first.
+        self._unread: dict[asyncio.StreamWriter, None] = {}
+        self._n_answering = 0
+        # A request for a result that is not there holds its thread for up to 20 s.
+        self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
         self._is_closed = threading.Event()
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        # Connection without a whole request -> (a request has begun, time of that or of connecting).
-        self._unread: dict[Any, tuple[bool, float]] = {}
-        self._was_read = threading.Condition()
-        self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
-
-    @property
-    def url(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://{f'[{host}]' if ':' in str(host) else host}:{port}"
-
-    def start(self) -> None:
-        self._thread.start()
-        threading.Thread(target=self._look_for_cuts, name="http cuts", daemon=True).start()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="http", daemon=True
+        )
+        self.start = self._thread.start
 
     def close(self) -> None:
         """Accept no more requests, and wait a moment for answers that are being sent."""
-        self.shutdown()
-        self.server_close()
-        until = time.monotonic() + _SECONDS_TO_FINISH
-        while self.answering and time.monotonic() < until:
-            time.sleep(0.02)
         self._is_closed.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * _SECONDS_TO_FINISH)
+        self._socket.close()
+        self._pool.shutdown(wait=False)
 
-    def _look_for_cuts(self) -> None:
-        """Call `on_end` for connections whose clients close them while they wait for an answer."""
-        while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
-            with self.lock:
-                answering = {c.fileno(): thread for c, thread in self.answering.items()}
-                poll = select.poll()
-                for descriptor in answering:
-                    poll.register(descriptor, _CLOSED)
-                for descriptor, _ in poll.poll(0):
-                    self.on_end(answering[descriptor], True, True)
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._connection, sock=self._socket, limit=_MAX_HEADER_BYTES
+        )
+        while not self._is_closed.is_set():
+            await asyncio.sleep(0.1)
+        server.close()
+        until = time.monotonic() + _SECONDS_TO_FINISH
+        while self._n_answering and time.monotonic() < until:
+            await asyncio.sleep(0.02)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._connections.acquire(blocking=False):
-            logger.warning("%d connections are open: refused one more", _MAX_CONNECTIONS)
-            self.shutdown_request(request)
-            return
-        self._wait_for_room()
-        self.note_unread(request, has_begun=False)
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        if len(self._open) > _MAX_CONNECTIONS:
+            logger.warning("%d connections are open: closed one of them", _MAX_CONNECTIONS)
+            closed = next(iter(self._unread), writer)
+            self._unread.pop(closed, None)
+            closed.transport.abort()
+        writer.transport.set_write_buffer_limits(0)  # `drain` waits until all is sent
         try:
-            super().process_request_thread(request, client_address)
+            while await self._request(reader, writer):
+                pass
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            writer.transport.abort()
+        except Exception:
+            logger.exception("a connection broke")
         finally:
-            self.note_read(request)
-            self._connections.release()
+            self._open.discard(writer)
+            self._unread.pop(writer, None)
+            writer.close()
 
-    def note_unread(self, connection: Any, has_begun: bool) -> None:
-        with self._was_read:
-            self._unread[connection] = has_begun, time.monotonic()
-
-    def is_unread(self, connection: Any) -> bool:
-        return connection in self._unread
-
-    def note_read(self, connection: Any) -> None:
-        with self._was_read:
-            self._unread.pop(connection, None)
-            self._was_read.notify_all()
-
-    def _wait_for_room(self) -> None:
-        """Wait until a connection may be added to the unread ones; close those that are too slow.
-
-        Connections that have not begun a request are closed first.
-        """
-        with self._was_read:
-            while len(self._unread) >= _MAX_UNREAD:
-                before = time.monotonic() - _SECONDS_UNREAD
-                late = {c: state for c, state in self._unread.items() if state[1] <= before}
-                if not late:
-                    oldest = min(since for _, since in self._unread.values())
-                    self._was_read.wait(oldest - before)
-                    continue
-                connection = min(late, key=late.__getitem__)
-                del self._unread[connection]
-                with contextlib.suppress(OSError):  # it may be closed already
-                    connection.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
-
-    def server_close(self) -> None:
-        self.socket.close()  # the base class may wait for idle connections
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
-        logger.log(level, "the connection from %s broke", client_address, exc_info=True)
-
-
-class _TimedReads(io.RawIOBase):
-    """Reads a socket; raises TimeoutError after `until`, even while bytes keep arriving."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self.until = 0.0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        seconds = self.until - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError
-        self._connection.settimeout(seconds)
-        return self._connection.recv_into(buffer)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: HttpServer
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "torchtitan", ""
-    disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self._reads = _TimedReads(self.connection)
-        self.rfile = io.BufferedReader(self._reads)
-        self._seconds_idle, self._is_closed_by_client = _SECONDS_IDLE, False
-
-    def finish(self) -> None:
-        super().finish()
-        self.server.on_end(threading.get_ident(), self._is_closed_by_client, False)
-
-    def handle_one_request(self) -> None:
-        self._reads.until = time.monotonic() + self._seconds_idle
-        self._seconds_idle = _SECONDS_KEPT
-        self.server.note_unread(self.connection, has_begun=False)
-        has_begun = False
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request. Returns True if another one may follow."""
+        self._unread[writer] = self._unread.pop(writer, None)
         try:
-            has_begun = bool(self.rfile.peek(1))
-            # Otherwise the server has shut it down, to make room.
-            self._is_closed_by_client = not has_begun and self.server.is_unread(self.connection)
-        except OSError as error:
-            self._is_closed_by_client = not isinstance(error, TimeoutError)
-        if not has_begun:
-            self.close_connection = True
-            return
-        self._reads.until = time.monotonic() + _SECONDS_IDLE
-        self.server.note_unread(self.connection, has_begun=True)
-        super().handle_one_request()
-
-    def do_GET(self) -> None:
-        with self.server.lock:
-            self.server.answering[self.connection] = threading.get_ident()
+            method, path, headers, body = await self._read(reader)
+        except Refused as error:
+            await self._send(writer, Answer({"detail": str(error)}, error.status), keeps=False)
+            return False
+        self._unread.pop(writer, None)
+        keeps = headers.get("Connection", "").lower() != "close"
+        REACHED_AT.set(f"http://{headers['Host']}")
+        self._n_answering += 1
         try:
-            self._send(self._answer())
+            run, call = contextvars.copy_context().run, (self._answer, method, path, body)
+            loop = asyncio.get_running_loop()
+            await self._send(writer, await loop.run_in_executor(self._pool, run, *call), keeps)
         finally:
-            with self.server.lock:
-                del self.server.answering[self.connection]
+            self._n_answering -= 1
+        return keeps
 
-    do_POST = do_PUT = do_DELETE = do_GET
-
-    def _answer(self) -> Answer:
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, Any, bytes]:
+        """Return method, path, headers and body. Raises Refused for a request that is not read."""
         try:
-            body = self._body()
-            self.server.note_read(self.connection)
-            answer = self.server.respond(self.command, self.path.partition("?")[0], body)
-            return answer.on_host(f"http://{self.headers['Host']}") if answer.on_host else answer
+            async with asyncio.timeout(_SECONDS_IDLE):
+                head = await reader.readuntil(b"\r\n\r\n")
+            line, _, fields = head.partition(b"\r\n")
+            method, path, _ = line.decode("latin-1").split(" ")
+            headers = http.client.parse_headers(io.BytesIO(fields))
+        except (ValueError, asyncio.LimitOverrunError, http.client.HTTPException) as error:
+            raise Refused(f"the request is not HTTP/1.1 with short headers: {error}") from error
+        length = headers.get("Content-Length", "0")
+        if headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal()):
+            raise Refused("requests need a Content-Length", 411)
+        size, refusal = int(length[:20]), None
+        try:
+            self._access.check(headers, path)
+            if size > self._max_bytes:
+                raise Refused(
+                    f"requests may have {self._max_bytes} bytes, got {size}; send less at once, or raise "
+                    "rl.serve.max_request_mib",
+                    413,
+                )
+            if headers.get("Content-Encoding", "identity") != "identity":
+                raise Refused("requests must not be compressed", 415)
+        except Refused as error:
+            refusal, size = error, size if size <= _MAX_BYTES_DROPPED else 0
+        try:
+            async with asyncio.timeout(_SECONDS_PER_REQUEST):
+                body = await reader.readexactly(size)
+        except TimeoutError as error:
+            raise Refused(
+                f"a request must arrive within {_SECONDS_PER_REQUEST} s; send less at once", 408
+            ) from error
+        if refusal is not None:
+            raise refusal
+        return method, path, headers, body
+
+    def _answer(self, method: str, path: str, body: bytes) -> Answer:
+        try:
+            return self._respond(method, path.partition("?")[0], body)
         except ValueError as error:
             status = error.status if isinstance(error, Refused) else 400
             return Answer({"detail": str(error)}, status)
         except Exception as error:
-            logger.exception("%s %s failed", self.command, self.path)
+            logger.exception("%s %s failed", method, path)
             return Answer({"detail": f"{type(error).__name__}: {error}"}, 500)
 
-    def _body(self) -> bytes:
-        """Read the body. Raises Refused, and closes the connection, for a request that is not read."""
-        length, limit = self.headers.get("Content-Length", "0"), self.server.max_bytes
-        if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal()):
-            self.close_connection = True
-            raise Refused("requests need a Content-Length", 411)
-        size = int(length[:20])
-        try:
-            self.server.access.check(self.headers, self.path)
-            if size > limit:
-                raise Refused(
-                    f"requests may have {limit} bytes, got {size}; send less at once, or raise "
-                    "rl.serve.max_request_mib",
-                    413,
-                )
-            if self.headers.get("Content-Encoding", "identity") != "identity":
-                raise Refused("requests must not be compressed", 415)
-        except Refused:
-            self.close_connection = True
-            if size <= _MAX_BYTES_DROPPED:
-                self._read(size)  # closing with unread bytes could discard the answer
-            raise
-        return self._read(size)
-
-    def _read(self, size: int) -> bytes:
-        self._reads.until += _SECONDS_PER_REQUEST - _SECONDS_IDLE
-        try:
-            body = self.rfile.read(size)
-        except TimeoutError as error:
-            self.close_connection = True
-            raise Refused(
-                f"a request must arrive within {_SECONDS_PER_REQUEST} s; send less at once", 408
-            ) from error
-        if len(body) < size:
-            self.close_connection = True
-            raise Refused("the request ended early")
-        return body
-
-    def _send(self, answer: Answer) -> None:
-        body, kind = b"", _BYTES
-        if answer.protobuf is not None and _PROTOBUF in self.headers.get("Accept", ""):
-            body, kind = answer.protobuf(), _PROTOBUF
-        elif answer.write is None:
-            values = answer.values() if callable(answer.values) else answer.values
-            body, kind = json.dumps(values, allow_nan=False).encode(), _JSON
-        try:
-            self.connection.settimeout(_SECONDS_PER_REQUEST)
-            self.send_response(answer.status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(answer.length or len(body)))
-            if self.close_connection:
-                self.send_header("Connection", "close")
-            self.end_headers()
-            if answer.write is not None:
-                answer.write(self.wfile)
+    async def _send(self, writer: asyncio.StreamWriter, answer: Answer, keeps: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            if answer.file is not None:
+                file, kind = stack.enter_context(open_file(answer.file, "rb")), "octet-stream"
+                size = os.fstat(file.fileno()).st_size
+                parts = iter(lambda: file.read(2**20), b"")
+            elif answer.protobuf is not None:
+                parts, size, kind = iter([answer.protobuf]), len(answer.protobuf), "x-protobuf"
             else:
-                self.wfile.write(body)
-        except OSError:  # the client has gone
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("%s " + format, self.address_string(), *args)
+                body = json.dumps(answer.values, allow_nan=False).encode()
+                parts, size, kind = iter([body]), len(body), "json"
+            head = (
+                f"HTTP/1.1 {answer.status} {http.client.responses[answer.status]}\r\n"
+                f"Content-Type: application/{kind}\r\nContent-Length: {size}\r\n"
+                f"Connection: {'keep-alive' if keeps else 'close'}\r\n\r\n"
+            )
+            for part in itertools.chain([head.encode()], parts):
+                async with asyncio.timeout(_SECONDS_PER_REQUEST):
+                    writer.write(part)
+                    await writer.drain()

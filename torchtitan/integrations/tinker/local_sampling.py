@@ -1,11 +1,19 @@
-"""Sampling from the weights of one moment of a local training client, or from saved weights."""
+"""Sampling from the weights of one moment of a local training client, or from saved weights.
+
+Also the thread on which the calls of both clients run, one after another.
+"""
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
+
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.integrations.tinker.types import (
     AsyncNames,
     ClientFuture,
@@ -16,9 +24,69 @@ from torchtitan.integrations.tinker.types import (
     SamplingParams,
 )
 from torchtitan.rl.snapshots import WeightsKey
+from torchtitan.tools.utils import use_device
 
 if TYPE_CHECKING:
     from torchtitan.integrations.tinker.client import LocalTrainingClient
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class CallThread:
+    """Runs calls one by one in their order, on one thread; joins calls that share a key."""
+
+    def __init__(self, device: torch.device):
+        self._pool = ThreadPoolExecutor(
+            1, "training client", initializer=use_device, initargs=(device,)
+        )
+        self.shutdown = self._pool.shutdown
+        self._lock = threading.Lock()
+        # The key and the (item, future) pairs of the last call, while more items may join it.
+        self._joinable: tuple[Any, list[tuple[Any, Future]]] = None, []
+
+    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> ClientFuture[_T]:
+        return self.submit_item(lambda _: [call(*args, **kwargs)], None, object())
+
+    def submit_item(
+        self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any
+    ) -> ClientFuture[_T]:
+        """Pass items that were submitted in a row with the same key to one `call`.
+
+        Items join while the thread is busy with an earlier call. Under torchrun each item gets its
+        own call, because the ranks, which have to make the same calls, are not busy equally long.
+        """
+        future: ClientFuture[_T] = ClientFuture()
+        with self._lock:
+            if self._joinable[0] != key or num_ranks() > 1:
+                self._joinable = key, []
+                self._pool.submit(self._run, call, self._joinable[1])
+            self._joinable[1].append((item, future))
+        return future
+
+    def _run(self, call: Callable[[list[Any]], list[_T]], items: list[tuple[Any, Future]]) -> None:
+        with self._lock:
+            if self._joinable[1] is items:
+                self._joinable = None, []
+        items = [entry for entry in items if entry[1].set_running_or_notify_cancel()]
+        try:
+            results = call([item for item, _ in items]) if items else []
+        except BaseException as error:
+            for _, future in items:
+                future.set_exception(error)
+            return
+        for (_, future), result in zip(items, results, strict=True):
+            future.set_result(result)
+
+
+def on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
+    """Make a method run on the client's thread, after all earlier calls, and return a future."""
+
+    @functools.wraps(method)
+    def submit(self: Any, *args: Any, **kwargs: Any) -> ClientFuture[_T]:
+        return self._thread.submit(method, self, *args, **kwargs)
+
+    return submit
 
 
 class LocalSamplingClient(AsyncNames):
@@ -56,9 +124,9 @@ class LocalSamplingClient(AsyncNames):
                 f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
                 f"{topk_prompt_logprobs}"
             )
-        params = SamplingParams.from_attributes(
-            sampling_params, self._client.room_after(prompt.length)
-        )
+        # The last token is drawn and not read.
+        room = self._client._batcher.seq_len + 1 - prompt.length
+        params = SamplingParams.from_attributes(sampling_params, room)
         settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
         # Joined prompts would change what a seed draws.
         key = object() if params.seed is not None else (self._key or self, *settings)
@@ -94,27 +162,23 @@ class LocalSamplingClient(AsyncNames):
             top = self._scores(inputs, k) if k else [None] * len(inputs)
         responses = []
         for (_, last_n), *of_prompt in zip(prompts, scores, top, strict=True):
-            drawn = itertools.islice(completions, num_samples)
             sequences = [
                 SampledSequence(list(c.token_ids), list(c.token_logprobs), c.finish_reason)
-                for c in drawn
+                for c in itertools.islice(completions, num_samples)
             ]
             responses.append(SampleResponse(sequences, *(_last(x, last_n) for x in of_prompt)))
         return responses
 
+    @on_thread
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> ClientFuture[list[float | None]]:
+    ) -> list[float | None]:
         """Return the log-prob of each token given the tokens before it; None for the first.
 
         prompt_logprobs_last_n: None for all tokens but the last ones, too.
         """
-
-        def compute() -> list[float | None]:
-            with self.weights():
-                return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
-
-        return self._thread.submit(compute)
+        with self.weights():
+            return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
 
     def _scores(self, prompts: list[list[int]], k: int = 0) -> list[list[Any]]:
         """Return a value for each token of each prompt, None for the first token: its log-prob, or

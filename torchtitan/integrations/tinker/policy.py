@@ -49,18 +49,15 @@ class Policy:
 
     def __init__(self, client: LocalTrainingClient, job_config: JobConfig):
         self._client, self._config = client, job_config
-        client.load_initial_state().result()
+        client.load_state_with_optimizer(None).result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
         self._model = ""  # the model in the policy; "" has the weights that the server started with
         self._ranks: dict[str, int] = {}  # of models' adapters
-        self._waiting = WaitingStates(
-            client.limits, os.path.join(job_config.job.dump_folder, "waiting_models")
-        )
-
-    def close(self) -> None:
-        self._waiting.close()
+        folder = os.path.join(job_config.job.dump_folder, "waiting_models")
+        self._waiting = WaitingStates(client.limits, folder)
+        self.close = self._waiting.close
 
     def _use(self, model: str) -> None:
         """Put a model into the policy, in place of the one in it, which then waits."""
@@ -117,20 +114,17 @@ class Policy:
 
     def load(self, path: str, optimizer: bool, model: str = "", rank: int | None = None) -> None:
         """Load a saved state into a model, which may be new. rank: of the saved adapters."""
-        client = self._client
         with self._replacing(model, rank):
-            (client.load_state_with_optimizer if optimizer else client.load_state)(path).result()
+            self._client.load_state(path, optimizer=optimizer).result()
 
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
     ) -> list[ForwardBackwardOutput | Exception]:
         """Carry out requests of models; all are forward-only, or none is."""
         if len(items) == 1 or self._passes is None:
-            return [self._alone(*item) for item in items]
+            return self._each(self._forward_backward, items)
         self._use("")  # a pass drops the gradients that are in the policy
-        results = [
-            attempt(lambda m=model: self._check_waits(m), self._config) for model, _ in items
-        ]
+        results = self._each(lambda model, _: self._check_waits(model), items)
         good = [number for number, error in enumerate(results) if error is None]
         states = self._waiting.get([items[number][0] for number in good])
         calls = [Call(s, items[number][1]) for s, number in zip(states, good, strict=True)]
@@ -138,20 +132,19 @@ class Policy:
             results[number] = result
         return results
 
-    def _alone(self, model: str, request: ForwardBackwardRequest) -> Any:
-        return attempt(lambda: self._forward_backward(model, request), self._config)
+    def _each(self, call: Callable[..., Any], items: list[tuple[str, Any]]) -> list[Any]:
+        return [attempt(lambda item=item: call(*item), self._config) for item in items]
 
     def _forward_backward(
         self, model: str, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
         self._use(model)
-        client = self._client
+        client, config = self._client, request.loss_fn_config
         try:
             if request.problem is not None:
                 raise ValueError(request.problem)
             if request.forward_only:
                 return client.forward(request.data, request.loss_fn).result()
-            config = request.loss_fn_config
             return client.forward_backward(request.data, request.loss_fn, config).result()
         except Exception as error:
             if not request.forward_only:
@@ -159,17 +152,17 @@ class Policy:
             raise
 
     def optim_step(self, items: list[tuple[str, AdamParams]]) -> list[dict[str, float] | Exception]:
-        return [attempt(lambda item=item: self._optim_step(*item), self._config) for item in items]
+        def step(model: str, params: AdamParams) -> dict[str, float]:
+            self._use(model)
+            return self._client.optim_step(params).result().metrics
 
-    def _optim_step(self, model: str, params: AdamParams) -> dict[str, float]:
-        self._use(model)
-        return self._client.optim_step(params).result().metrics
+        return self._each(step, items)
 
     def save(self, name: str, external: bool, model: str = "") -> None:
         """Save a model's state; external: files of other programs only."""
         self._use(model)
-        save = self._client.save_external if external else self._client.save_state
-        save(name, rank=self._ranks.get(model)).result()
+        rank = self._ranks.get(model)
+        self._client.save_state(name, rank=rank, external=external).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
         """Make a sampler of the model's weights."""
@@ -194,12 +187,16 @@ class Policy:
 
 
 class CommandLoop:
-    """Runs commands on a policy on all ranks, one after the other."""
+    """Runs commands on a policy on all ranks, one after the other.
+
+    put: queues a command; call it on rank 0, from any thread.
+    """
 
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config
         # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self.put = self._queue.put
         # Commands that were taken from the queue.
         self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
         self._is_stopping = False
@@ -207,12 +204,7 @@ class CommandLoop:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # A separate group, because the policy's own collectives must not mix with broadcasts.
             seconds = job_config.comm.init_timeout_seconds + 2 * _SECONDS_BETWEEN_SIGNS_OF_LIFE
-            timeout = timedelta(seconds=seconds)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def put(self, command: Command) -> None:
-        """Queue a command. Call on rank 0, from any thread."""
-        self._queue.put(command)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
     def stop(self) -> None:
         """End `run` after the running command. Call on rank 0, from any thread."""
@@ -235,14 +227,7 @@ class CommandLoop:
         self._policy.close()
 
     def _carry_out(self, batch: list[Command]) -> None:
-        unwanted = [command for command in batch if not command.is_wanted()]
-        for command in unwanted:
-            command.answer(ValueError("the client closed its connections before this was done"))
-        batch = [command for command in batch if command not in unwanted]
-        if not batch:
-            return
-        first = batch[0]
-        arguments = dict(first.arguments)
+        first, arguments = batch[0], dict(batch[0].arguments)
         if first.items:
             arguments["items"] = [item for command in batch for item in command.items]
         self._broadcast((first.method, arguments))
@@ -250,15 +235,14 @@ class CommandLoop:
         if isinstance(result, Exception) and len(batch) > 1:
             for command in batch:  # one by one, so that only the wrong one fails
                 self._carry_out([command])
-            return
-        if not first.items or isinstance(result, Exception):
+        elif not first.items or isinstance(result, Exception):
             first.answer(result)
-            return
-        results = iter(result)
-        for command in batch:
-            own = [next(results) for _ in command.items]
-            failure = next((item for item in own if isinstance(item, Exception)), None)
-            command.answer(failure or own)
+        else:
+            results = iter(result)
+            for command in batch:
+                own = [next(results) for _ in command.items]
+                failure = next((item for item in own if isinstance(item, Exception)), None)
+                command.answer(failure or own)
 
     def _broadcast(self, call: Any) -> Any:
         """Return rank 0's argument on every rank."""
@@ -287,7 +271,7 @@ class CommandLoop:
     def _take(self, seconds: float) -> bool:
         """Take one entry of the queue; return False if none comes in this time."""
         try:
-            command = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
+            command = self._queue.get(seconds > 0, seconds)
         except queue.Empty:
             return False
         if command is not None:

@@ -6,8 +6,8 @@ each other, and take turns.
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _SECONDS_RECENT = 1.0  # for so long after its last command a lane is expected to have more
@@ -17,26 +17,24 @@ _SECONDS_RECENT = 1.0  # for so long after its last command a lane is expected t
 class Command:
     """The name of a method of `Policy`, its arguments, and a callback.
 
-    lane: commands of the same lane run in their order; "" for a command that depends on no other.
     answer: called with the method's result, or the exception that it raised.
     joins: waiting commands with the same key run as one; None runs the command by itself.
     items: the argument `items` has those of all commands that run as one. The result has a value, or
         an exception, per item, and `answer` gets its command's.
+    lane: commands of the same lane run in their order; "" for a command that depends on no other.
     size: of this command, for the limit of commands that run as one; 0 is not limited.
     comes_in_bursts: more commands with this key may follow soon in the same lane, whose order with
         other such commands does not matter.
-    is_wanted: False once nobody waits for the result; then the command is not carried out.
     """
 
     method: str
     arguments: dict[str, Any]
     answer: Callable[[Any], None] = lambda _: None
     joins: Any = None
-    items: list[Any] = field(default_factory=list)
+    items: Sequence[Any] = ()
     lane: str = ""
     size: int = 0
     comes_in_bursts: bool = False
-    is_wanted: Callable[[], bool] = lambda: True
 
 
 class RequestQueue:
@@ -74,25 +72,19 @@ class RequestQueue:
         Each lane gives one command, or a burst, before a lane gives its second one. The lanes that
         gave some go behind the others.
         """
-        first_lane = next(iter(self._lanes.values()))
-        key = first_lane[0].joins
-        if key is None:
-            batch = [first_lane.popleft()]
-        else:
-            batch = _burst(first_lane, key)
-            size, n_before = sum(command.size for command in batch), 0
-            others = [lane for lane in self._lanes.values() if lane is not first_lane]
-            while n_before < len(batch):
-                n_before = len(batch)
-                for lane in (*others, first_lane):
-                    if lane and lane[0].size + size <= self._max_size:
-                        joined = _burst(lane, key)
-                        size += sum(command.size for command in joined)
-                        batch += joined
+        first, *others = self._lanes.values()
+        key = first[0].joins
+        batch = [first.popleft()] if key is None else _burst(first, key)
+        n_before = 0 if key is not None else len(batch)
+        while n_before < len(batch):
+            n_before = len(batch)
+            for lane in (*others, first):
+                size = sum(command.size for command in batch)
+                if lane and lane[0].size + size <= self._max_size:
+                    batch += _burst(lane, key)
         served = {command.lane for command in batch}
-        left = {name: lane for name, lane in self._lanes.items() if lane}
-        behind = {name: lane for name, lane in left.items() if name in served}
-        self._lanes = {name: lane for name, lane in left.items() if name not in served} | behind
+        left = [(name, lane) for name, lane in self._lanes.items() if lane]
+        self._lanes = dict(sorted(left, key=lambda entry: entry[0] in served))
         return batch
 
 

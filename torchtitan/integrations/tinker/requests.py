@@ -108,27 +108,18 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
     return AdamParams(**{name: _take_number(params, name, names[name].default) for name in names})
 
 
-def sampling_params(
-    values: dict[str, Any], default_max_tokens: int, vocab_size: int
-) -> SamplingParams:
-    """Read `sampling_params`. `SamplingParams.to_config` checks what does not depend on the model."""
+def sampling_params(values: dict[str, Any], room: int) -> SamplingParams:
+    """Read `sampling_params`; the caller checks their ranges. room: the default of `max_tokens`."""
     params = take(values, "sampling_params", dict)
     stop = params.get("stop")
     is_list = isinstance(stop, list) and all(type(s) in (str, int) for s in stop)
     if not is_list and not isinstance(stop, str | None):
         raise Refused(f"stop must be a text, or a list of texts or token ids, got {_short(stop)}")
-    wanted = SamplingParams(
-        max_tokens=take(params, "max_tokens", int, default_max_tokens),
+    return SamplingParams(
+        max_tokens=take(params, "max_tokens", int, room),
         temperature=_take_number(params, "temperature", 1.0),
         top_k=take(params, "top_k", int, -1),
         top_p=_take_number(params, "top_p", 1.0),
         stop=tuple(stop) if isinstance(stop, list) else stop,
         seed=take(params, "seed", int, None),
     )
-    for name, is_kept, rule in (
-        ("max_tokens", 1 <= wanted.max_tokens <= default_max_tokens, f"1 to {default_max_tokens}"),
-        ("top_k", -1 <= wanted.top_k <= vocab_size, f"-1 to {vocab_size}"),
-    ):
-        if not is_kept:
-            raise Refused(f"{name} must be {rule}, got {getattr(wanted, name)}")
-    return wanted

@@ -9,22 +9,20 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
+from torchtitan.integrations.tinker.http import REACHED_AT
 from torchtitan.integrations.tinker.requests import Refused, folder_of
 from torchtitan.integrations.tinker.results import Answer
-from torchtitan.tools.files import open_file, read_json_object
+from torchtitan.tools.files import read_json_object
 
 EXTERNAL = "external_weights"  # saved for other programs only: adapters, or Hugging Face's files
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 _PEFT = "peft"  # folder of a saved state with its adapters
 _FILES = "/api/v1/files/"
 _SECONDS_VALID = 3600
-
-Route = tuple[str, str, Callable[..., Answer]]
-"""(method, pattern of the path, handler)"""
 
 
 class SavedFiles:
@@ -33,13 +31,13 @@ class SavedFiles:
     def __init__(self, folder: str):
         self._folder = folder
         self._secret = secrets.token_bytes(32)  # signatures hold until the server ends
-        saved = r"training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
-        self.routes: list[Route] = [
-            ("GET", r"training_runs/([^/]+)/checkpoints", self._list),
-            ("GET", f"{saved}/external_weights_urls", self._urls),
-            ("PUT", f"{saved}/ttl", lambda *_: Answer({})),
-            ("DELETE", saved, self._delete),
-            ("GET", r"files/\d+/\w+/([^/]+)/([^/]+)/([^/]+)/([^/]+)", self._send),
+        saved = "training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
+        self.routes = [
+            ("GET training_runs/([^/]+)/checkpoints", self._list),
+            (f"GET {saved}/external_weights_urls", self._urls),
+            (f"PUT {saved}/ttl", lambda *_: Answer({})),
+            (f"DELETE {saved}", self._delete),
+            (r"GET files/\d+/\w+/([^/]+)/([^/]+)/([^/]+)/([^/]+)", self._send),
         ]
 
     def exists(self, path: str) -> bool:
@@ -77,70 +75,48 @@ class SavedFiles:
     def _signature(self, expires: str, file: str) -> str:
         return hmac.new(self._secret, f"{expires}/{file}".encode(), hashlib.sha256).hexdigest()
 
-    def _sign(self, file: str) -> tuple[str, datetime]:
-        """Return the path of a URL, and when it expires."""
-        expires = int(time.time()) + _SECONDS_VALID
-        path = f"{_FILES}{expires}/{self._signature(str(expires), file)}/{file}"
-        return path, datetime.fromtimestamp(expires, UTC)
-
     def _urls(self, _: Any, model: str, kind: str, name: str) -> Answer:
-        files = [os.path.basename(path) for path in self._paths(model, kind, name)]
-        signed = {file: self._sign(f"{model}/{kind}/{name}/{file}") for file in files}
-        expires = min(expiry for _, expiry in signed.values()).isoformat()
-
-        def on_host(url: str) -> Answer:
-            urls = {file: url + path for file, (path, _) in signed.items()}
-            return Answer({"urls": urls, "expires": expires})
-
-        return Answer(on_host=on_host)
+        expires, urls = int(time.time()) + _SECONDS_VALID, {}
+        for file in self._files(model, kind, name):
+            path = f"{model}/{kind}/{name}/{file}"
+            signature = self._signature(str(expires), path)
+            urls[file] = f"{REACHED_AT.get()}{_FILES}{expires}/{signature}/{path}"
+        return Answer({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
     def _send(self, _: Any, model: str, kind: str, name: str, file: str) -> Answer:
-        paths = self._paths(model, kind, name)
-        path = next((path for path in paths if os.path.basename(path) == file), None)
+        path = self._files(model, kind, name).get(file)
         if path is None:
             raise Refused(f"tinker://{model}/{kind}/{name} has no file {file}", 404)
+        return Answer(file=path)
 
-        def write(out: BinaryIO) -> None:
-            with open_file(path, "rb") as source:
-                shutil.copyfileobj(source, out)
-
-        return Answer(write=write, length=os.path.getsize(path))
-
-    def _paths(self, model: str, kind: str, name: str) -> list[str]:
-        """Return the files of a saved state that other programs read. Raises Refused if it has none."""
+    def _files(self, model: str, kind: str, name: str) -> dict[str, str]:
+        """Return name -> path of a saved state's files for other programs. Raises Refused without any."""
         path = f"tinker://{model}/{kind}/{name}"
         folder = os.path.join(self._folder, folder_of(path), "" if kind == EXTERNAL else _PEFT)
         if not os.path.isdir(folder):
             raise Refused(
                 f"{path} is not a saved state with adapters; save_weights_external saves one", 404
             )
-        paths = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
-        return [path for path in paths if os.path.isfile(path) and not path.endswith(".tmp")]
+        with os.scandir(folder) as entries:
+            return {x.name: x.path for x in entries if x.is_file() and not x.name.endswith(".tmp")}
 
     # ---- the list ----
 
     def _list(self, _: Any, model: str) -> Answer:
         found = []
         for kind, kind_of_client in _KINDS.items():
-            any_state = folder_of(f"tinker://{model}/{kind}/any")
-            folder = os.path.dirname(os.path.join(self._folder, any_state))
-            names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
-            for name in names:
-                if name.startswith("."):  # being written
-                    continue
-                parts = [
-                    os.path.join(inside, file)
-                    for inside, _, files in os.walk(os.path.join(folder, name))
-                    for file in files
-                ]
-                saved_at = os.path.getmtime(os.path.join(folder, name))
+            folder = Path(self._folder, folder_of(f"tinker://{model}/{kind}/any")).parent
+            for state in sorted(folder.glob("[!.]*")):  # a name with a dot is being written
+                saved_at = datetime.fromtimestamp(state.stat().st_mtime, UTC)
                 found.append(
                     {
-                        "checkpoint_id": f"{kind}/{name}",
+                        "checkpoint_id": f"{kind}/{state.name}",
                         "checkpoint_type": kind_of_client,
-                        "time": datetime.fromtimestamp(saved_at, UTC).isoformat(),
-                        "tinker_path": f"tinker://{model}/{kind}/{name}",
-                        "size_bytes": sum(os.path.getsize(part) for part in parts),
+                        "time": saved_at.isoformat(),
+                        "tinker_path": f"tinker://{model}/{kind}/{state.name}",
+                        "size_bytes": sum(
+                            x.stat().st_size for x in state.rglob("*") if x.is_file()
+                        ),
                     }
                 )
         return Answer({"checkpoints": found})
@@ -148,6 +124,6 @@ class SavedFiles:
     def _delete(self, _: Any, model: str, kind: str, name: str) -> Answer:
         if kind != EXTERNAL:
             raise Refused(f"only {EXTERNAL} can be deleted by clients, got {kind}/{name}")
-        self._paths(model, kind, name)
+        self._files(model, kind, name)
         shutil.rmtree(os.path.join(self._folder, folder_of(f"tinker://{model}/{kind}/{name}")))
         return Answer({})

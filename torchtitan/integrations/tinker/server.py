@@ -47,15 +47,13 @@ class Server:
         config = self._config.rl.serve
         try:
             service = Service(self._config, self._client, self._commands.put)
-            key = api_key(config)
-            access = Access(
-                ("localhost", socket.gethostname().lower(), *config.names),
-                key,
-                service.files.is_signed,
-            )
-            limit = config.max_request_mib * 2**20
+            names, key = ("localhost", socket.gethostname().lower(), *config.names), api_key(config)
             http = HttpServer(
-                config.host, config.port, limit, access, service.answer, service.connection_ended
+                config.host,
+                config.port,
+                config.max_request_mib * 2**20,
+                Access(names, key, service.files.is_signed),
+                service.answer,
             )
         except OSError as error:
             self._commands.stop()
@@ -64,7 +62,7 @@ class Server:
                 f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
                 f"to listen at: {error}; choose another port, or 0 for any"
             ) from error
-        if not key and not ipaddress.ip_address(http.server_address[0]).is_loopback:
+        if not key and not ipaddress.ip_address(http.host).is_loopback:
             logger.warning(
                 "rl.serve.host = %r lets every machine that reaches it train and sample; set "
                 "rl.serve.api_key_file to require a key of clients",
@@ -101,16 +99,15 @@ def _on_signals(call: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = signal.SIGTERM, signal.SIGINT
 
     def handle(number: int, _: Any) -> None:
         logger.info("%s: the server ends", signal.Signals(number).name)
-        for each in before:
+        for each in numbers:
             signal.signal(each, signal.SIG_DFL)
         call()
 
-    for number in before:
-        signal.signal(number, handle)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

@@ -4,12 +4,12 @@ The server trains one policy at a time: all its weights, or adapters. A session 
 is the session's training run, and a sampling session is a sampler of the weights of one moment.
 """
 
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torchtitan.integrations.tinker import sessions, wire
@@ -17,26 +17,12 @@ from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
 from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
-from torchtitan.integrations.tinker.results import Answer, Results, digest_of, write_output
+from torchtitan.integrations.tinker.results import Answer, Results
 from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
-
-
-def _client_config(limit: int) -> Answer:
-    """Return settings for clients. limit: bytes of a request."""
-    return Answer(
-        {
-            "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
-            "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
-            "sample_use_retrieve_futures": True,
-            # Samples wait for the policy while it trains.
-            "sample_enable_stuck_detection": False,
-        }
-    )
 
 
 class Service:
@@ -45,67 +31,63 @@ class Service:
     def __init__(
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
     ):
-        self._config, self._put = job_config, put
+        self._config, self._client, self._put = job_config, client, put
         self._name = self._trained_name = job_config.rl.serve.base_model
-        self._tokenizer = client.tokenizer
-        self._limits, self._shares_passes = client.limits, client.shares_passes
         self._max_len = batch_seq_len(job_config)
         self._lora = job_config.lora if "lora" in job_config.model.converters else None
         # The models that train: one without adapters. -> rank of adapters, name of the base model
         self._models: dict[str, tuple[int, str]] = {}
-        self._results = Results(put)
+        self._results, self._sessions = Results(put), Sessions()
         self._lock = threading.Lock()
-        self._sessions = Sessions()
-        self.connection_ended = self._sessions.connection_ended
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self.files = SavedFiles(client.states_folder)
         self._sampling = Sampling(
-            self._results,
-            put,
-            self._sessions,
-            self.files.loadable,
-            client.tokenizer,
-            client.vocab_size,
-            self._max_len,
+            self._results, put, self._sessions, self.files.loadable, client, self._max_len
         )
         limit = job_config.rl.serve.max_request_mib * 2**20
-        post, get = "POST", "GET"
-        self._routes: list[tuple[str, re.Pattern[str], Callable[..., Answer]]] = [
-            (method, re.compile("/api/v1/" + path), handler)
-            for method, path, handler in (
-                (get, "healthz", lambda *_: Answer({"status": "ok"})),
-                (get, "get_server_capabilities", self._capabilities),
-                (post, "client/config", lambda _: _client_config(limit)),
-                (post, "client/dynamic_config", lambda *_: Answer({})),
-                (post, "telemetry", lambda *_: Answer({"status": "accepted"})),
-                (post, "create_session", self._create_session),
-                (post, "session_heartbeat", self._heartbeat),
-                (post, r"sessions/([^/]+)/finish", self._finish_session),
-                (post, "create_model", self._create_model),
-                (post, "get_info", self._get_info),
-                (post, "weights_info", self._weights_info),
-                (get, r"training_runs/([^/]+)", self._training_run),
-                (post, "optim_step", self._optim_step),
-                (post, "save_weights", lambda x: self._save(x, "weights", "save_weights")),
-                (post, "save_weights_external", self._save_external),
-                (post, "load_weights", self._load_weights),
-                (post, "save_weights_for_sampler", self._save_for_sampler),
-                (post, "create_sampling_session", self._create_sampling_session),
-                (get, r"samplers/([^/]+)", self._get_sampler),
-                (post, "asample", self._sampling.sample),
-                (post, "retrieve_future", self._retrieve),
-                (post, "retrieve_futures", self._sampling.retrieve_many),
+        client_config = {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
+            "sample_use_retrieve_futures": True,
+            "sample_enable_stuck_detection": False,  # samples wait for the policy while it trains
+        }
+        self._routes: list[tuple[re.Pattern[str], Callable[..., Answer]]] = [
+            (re.compile(pattern), handler)
+            for pattern, handler in (
+                ("GET healthz", lambda _: Answer({"status": "ok"})),
+                ("GET get_server_capabilities", self._capabilities),
+                ("POST client/config", lambda _: Answer(client_config)),
+                ("POST client/dynamic_config", lambda _: Answer({})),
+                ("POST telemetry", lambda _: Answer({"status": "accepted"})),
+                ("POST create_session", self._create_session),
+                ("POST session_heartbeat", self._heartbeat),
+                ("POST sessions/([^/]+)/finish", self._finish_session),
+                ("POST create_model", self._create_model),
+                ("POST get_info", self._get_info),
+                ("POST weights_info", self._weights_info),
+                ("GET training_runs/([^/]+)", self._training_run),
+                ("POST optim_step", self._optim_step),
+                ("POST save_weights", lambda x: self._save(x, "weights", "save_weights")),
+                ("POST save_weights_external", self._save_external),
+                ("POST load_weights", self._load_weights),
+                ("POST save_weights_for_sampler", self._save_for_sampler),
+                ("POST create_sampling_session", self._create_sampling_session),
+                ("GET samplers/([^/]+)", self._get_sampler),
+                ("POST asample", self._sampling.sample),
+                ("POST retrieve_future", self._retrieve),
+                ("POST retrieve_futures", self._sampling.retrieve_many),
                 *self.files.routes,
             )
         ]
 
     def answer(self, method: str, path: str, body: bytes) -> Answer:
         """Return the answer to a request. Raises Refused or another ValueError for a wrong request."""
-        if (method, path) == ("POST", "/api/v1/forward_backward"):
+        route = f"{method} {path.removeprefix('/api/v1/')}"
+        if route == "POST forward_backward":
             return self._forward_backward(body)
-        for verb, pattern, handler in self._routes:
-            match = pattern.fullmatch(path)
-            if match and verb == method:
+        for pattern, handler in self._routes:
+            if match := pattern.fullmatch(route):
                 return handler(read_json(body), *match.groups())
         raise Refused(f"{method} {path} is not supported by this server", 404)
 
@@ -124,20 +106,15 @@ class Service:
         return Answer({"supported_models": [model | {"trainable": True, "sampleable": True}]})
 
     def _create_session(self, values: dict[str, Any]) -> Answer:
-        model, trained = self._config.model, "all weights"
-        advice = ": a LoRA rank is accepted and ignored"
+        model = self._config.model
+        trained, advice = "all weights", ": a LoRA rank is accepted and ignored"
         if self._lora is not None:
-            trained = f"adapters of ranks up to {self._lora.rank}"
-            advice = ""
+            trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
             if not has_output_adapter(self._lora):
                 advice = "; the output projection has none, whatever train_unembed"
-        return Answer(
-            {
-                "type": "create_session",
-                "session_id": self._sessions.create(),
-                "info_message": f"this server trains {trained} of {model.name} {model.flavor}{advice}",
-            }
-        )
+        message = f"this server trains {trained} of {model.name} {model.flavor}{advice}"
+        session = {"session_id": self._sessions.create(), "info_message": message}
+        return Answer({"type": "create_session"} | session)
 
     def _heartbeat(self, values: dict[str, Any]) -> Answer:
         self._sessions.check(take(values, "session_id", str))
@@ -161,9 +138,7 @@ class Service:
         """
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (
-            answer := self._results.known(request_id, digest_of(values))
-        ) is not None:  # a repeated request
+        if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -174,6 +149,7 @@ class Service:
                 f"base_model must be {self._name!r}, the model that this server trains, got "
                 f"{base_model!r}"
             )
+        self._wait_for_owner(session_id)
         with self._lock:
             self._sessions.check(session_id)
             before = self._models.copy()
@@ -203,6 +179,18 @@ class Service:
         arguments = {"adapters": adapters_of(lora, rank, take(config, "seed", int, None), *parts)}
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
+    def _wait_for_owner(self, session_id: str) -> None:
+        """If another session owns the only policy, wait until it ends, or its program shows that it lives.
+
+        A program that was killed and is started again would otherwise be refused.
+        """
+        owner = next(iter(self._models), session_id)
+        if self._lora is None and owner.partition(":")[0] != session_id:
+            before, left = math.inf, self._sessions.seconds_left(owner)
+            while 0 < left <= before:
+                time.sleep(0.05)
+                before, left = left, self._sessions.seconds_left(owner)
+
     def _make_room(self, model_id: str) -> None:
         """Drop models whose session has ended; without adapters also an older one of this session.
 
@@ -223,22 +211,21 @@ class Service:
             del self._models[old]
         if gone:
             self._put(Command("drop_models", {"models": gone}))
-        if len(self._models) >= self._limits.n_models:
-            raise Refused(self._limits.full, 429)
+        if len(self._models) >= self._client.limits.n_models:
+            raise Refused(self._client.limits.full, 429)
 
-    def _command(self, name: str, model_id: str, /, **arguments: Any) -> Command:
-        """Return a command for a model, in the model's lane. name: of a method of `Policy`."""
-        if self._lora is None:
-            return Command(name, arguments, lane="the policy")
-        return Command(name, arguments | {"model": model_id}, lane=model_id)
+    def _command(self, method: str, model_id: str, /, items: Any = (), **options: Any) -> Command:
+        """Return a command for a model, in the model's lane. method: of `Policy`.
 
-    def _joint_command(self, method: str, model_id: str, item: Any, **options: Any) -> Command:
-        """Return a command for a model, which joins those of other models."""
+        items: of a command that joins those of other models, with the `Command`'s `joins` and `size`
+        among the options; the options of another command are the method's arguments.
+        """
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
-        is_wanted = partial(self._sessions.has_client, model_id)
-        items = [(model, item)]
-        return Command(method, {}, items=items, lane=lane, is_wanted=is_wanted, **options)
+        if not items:
+            return Command(method, options | {"model": model}, lane=lane)
+        items = [(model, item) for item in items]
+        return Command(method, {}, items=items, lane=lane, **options)
 
     def _lora_info(self, rank: int | None = None) -> dict[str, Any]:
         if self._lora is None:
@@ -247,11 +234,9 @@ class Service:
 
     def _model(self, values: dict[str, Any]) -> str:
         """Return the id of a request's model; refuse a model that does not own the policy."""
-        model_id = take(values, "model_id", str)
-        self._check_model(model_id)
-        return model_id
+        return self._check_model(take(values, "model_id", str))
 
-    def _check_model(self, model_id: str) -> None:
+    def _check_model(self, model_id: str) -> str:
         with self._lock:
             if model_id not in self._models:
                 raise Refused(
@@ -260,12 +245,13 @@ class Service:
                     404,
                 )
             self._sessions.note(model_id)
+        return model_id
 
     def _get_info(self, values: dict[str, Any]) -> Answer:
         model_id, model = self._model(values), self._config.model
         rank, base_model = self._models[model_id]
         data = {"arch": f"{model.name} {model.flavor}", "model_name": base_model}
-        if self._tokenizer is not None:
+        if self._client.tokenizer is not None:
             data["tokenizer_id"] = os.path.abspath(model.hf_assets_path)
         info = {"type": "get_info", "model_id": model_id, "model_data": data}
         return Answer(info | self._lora_info(rank) | {"model_name": base_model})
@@ -276,10 +262,8 @@ class Service:
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
         """Describe a run, past or present; the request does not keep the run's session alive."""
-        with self._lock:
-            known, metadata = model_id in self._runs, self._runs.get(model_id)
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
-        if not known and not self.files.exists(saved):
+        if model_id not in self._runs and not self.files.exists(saved):
             raise Refused(f"model {model_id} is unknown and has no saved states", 404)
         return Answer(
             {
@@ -288,7 +272,7 @@ class Service:
                 "model_owner": "local",
                 **self._lora_info(),
                 "last_request_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "user_metadata": metadata,
+                "user_metadata": self._runs.get(model_id),
             }
         )
 
@@ -297,20 +281,23 @@ class Service:
     def _forward_backward(self, body: bytes) -> Answer:
         request = wire.read_forward_backward(body, self._check_model)
         kind = "forward" if request.forward_only else "forward_backward"
-        command = self._joint_command(
+        command = self._command(
             "forward_backward",
             request.model_id,
-            request,
-            joins=kind if self._shares_passes else None,
+            [request],
+            joins=kind if self._client.shares_passes else None,
             size=len(request.data),
         )
         return self._results.submit(
-            f"{request.model_id}:{request.seq_id}", body, command, lambda x: write_output(x[0])
+            f"{request.model_id}:{request.seq_id}",
+            body,
+            command,
+            lambda outputs: Answer(protobuf=wire.write_forward_backward(outputs[0])),
         )
 
     def _optim_step(self, values: dict[str, Any]) -> Answer:
         params = adam_params(values)
-        command = self._joint_command("optim_step", self._model(values), params, joins="optim_step")
+        command = self._command("optim_step", self._model(values), [params], joins="optim_step")
         return self._results.submit(
             self._seq_id(values), values, command, lambda found: Answer({"metrics": found[0]})
         )
@@ -319,10 +306,9 @@ class Service:
         return f"{self._model(values)}:{take(values, 'seq_id', int)}"
 
     def _save(self, values: dict[str, Any], kind: str, response: str) -> Answer:
-        model_id = self._model(values)
+        model_id, seq_id = self._model(values), self._seq_id(values)
         path = f"tinker://{model_id}/{kind}/{take(values, 'path', str)}"
-        folder, seq_id = folder_of(path), self._seq_id(values)
-        is_new = self._results.known(seq_id, digest_of(values)) is None
+        folder, is_new = folder_of(path), self._results.known(seq_id, values) is None
         if is_new and self.files.exists(folder) and not take(values, "overwrite", bool, False):
             raise Refused(f"{path} exists already; choose another name, or set overwrite")
         command = self._command("save", model_id, name=folder, external=kind == EXTERNAL)
@@ -362,12 +348,11 @@ class Service:
     def _save_for_sampler(self, values: dict[str, Any]) -> Answer:
         if values.get("path") is not None:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
-        seq_id, model_id = self._seq_id(values), self._model(values)
-        number = take(values, "sampling_session_seq_id", int)
+        seq_id, number = self._seq_id(values), take(values, "sampling_session_seq_id", int)
         sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
         self._sampling.add(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        command = self._command("snapshot", model_id, sampler=sampler)
+        command = self._command("snapshot", self._model(values), sampler=sampler)
         return self._results.submit(seq_id, values, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
@@ -376,23 +361,19 @@ class Service:
         number = take(values, "sampling_session_seq_id", int)
         sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
         if path is None:
-            self._check_base_model(session_id, take(values, "base_model", str, self._name))
+            # A training client may give any name; then its session may sample under that name, too.
+            name = take(values, "base_model", str, self._name)
+            with self._lock:
+                models = list(self._models.items())
+            trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
+            if name not in {self._name, *trained}:
+                raise Refused(
+                    f"base_model must be {self._name!r}, the model that this server samples, got "
+                    f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
+                    "is this one"
+                )
         self._sampling.create(sampler, path)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
-
-    def _check_base_model(self, session_id: str, name: str) -> None:
-        """Refuse to sample from this server's base model under another model's name.
-
-        A training client may give any name, and then its session may sample under that name, too.
-        """
-        with self._lock:
-            models = list(self._models.items())
-        trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
-        if name not in {self._name, *trained}:
-            raise Refused(
-                f"base_model must be {self._name!r}, the model that this server samples, got {name!r}; "
-                "start a server with that model, or name it in rl.serve.base_model if it is this one"
-            )
 
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
         self._sampling.source(sampler)

@@ -1,50 +1,38 @@
-"""Sessions of client programs, and when such a program has ended without a word."""
+"""Sessions of client programs. A session ends when its program says so, or is silent for too long."""
 
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
 
 from torchtitan.integrations.tinker.requests import Refused
 
-SECONDS_UNTIL_GONE = 30  # without a heartbeat, which clients send every 10 s
-_SECONDS_AFTER_CLOSING = 12  # of all its connections, until a session's next heartbeat
+SECONDS_UNTIL_GONE = 20  # without a request; clients send a heartbeat every 10 s
 MAX_SESSIONS = 4096
 
 
-@dataclass
-class _Session:
-    """alive_until: if no request comes. connections: its open ones, by their threads.
-
-    is_closing: its client has closed all connections. was_cut: one of them while it waited for an
-    answer, which programs do when they end.
-    """
-
-    alive_until: float = 0.0
-    connections: set[int] = field(default_factory=set)
-    is_closing: bool = False
-    was_cut: bool = False
-
-
 class Sessions:
-    """The sessions that are not finished.
-
-    A session lives until it is silent for too long. If its client's connections end, that is soon.
-    """
+    """The sessions that are not finished. A model, a sampler and a result have their session's id."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._all: dict[str, _Session] = {}
+        self._lock = threading.Lock()
+        self._alive_until: dict[str, float] = {}  # if no request comes
 
     def create(self) -> str:
-        session_id = str(uuid.uuid4())
+        session_id, now = str(uuid.uuid4()), time.monotonic()
         with self._lock:
-            self._all = {k: session for k, session in self._all.items() if self.is_alive(k)}
-            if len(self._all) >= MAX_SESSIONS:
+            self._alive_until = {k: until for k, until in self._alive_until.items() if now < until}
+            if len(self._alive_until) >= MAX_SESSIONS:
                 raise Refused(f"{MAX_SESSIONS} sessions are alive; finish some of them", 429)
-            self._all[session_id] = _Session()
-            self.note(session_id)
+            self._alive_until[session_id] = now + SECONDS_UNTIL_GONE
         return session_id
+
+    def note(self, id_in_session: str) -> bool:
+        """Note a request, which keeps its session alive; return False for an unknown session."""
+        session_id = id_in_session.partition(":")[0]
+        with self._lock:
+            if is_known := session_id in self._alive_until:
+                self._alive_until[session_id] = time.monotonic() + SECONDS_UNTIL_GONE
+        return is_known
 
     def check(self, session_id: str) -> None:
         """Note a request of a session; raise Refused for an unknown session."""
@@ -53,46 +41,15 @@ class Sessions:
                 f"session {session_id} is unknown or finished; make a new ServiceClient", 410
             )
 
-    def note(self, id_in_session: str) -> bool:
-        """Note a request for a session's model, sampler or result, on the thread of its connection.
-
-        Returns False for an unknown session.
-        """
-        with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            if session is None:
-                return False
-            session.alive_until = time.monotonic() + SECONDS_UNTIL_GONE
-            session.connections.add(threading.get_ident())
-            session.is_closing = session.was_cut = False
-            return True
-
-    def connection_ended(self, connection: int, is_closed_by_client: bool, is_cut: bool) -> None:
-        """See `http.OnEnd`. A client that lives may close idle connections, and then open others."""
-        with self._lock:
-            for session in self._all.values():
-                if connection not in session.connections:
-                    continue
-                session.connections.remove(connection)
-                session.was_cut |= is_cut
-                if is_closed_by_client and not session.connections:
-                    session.is_closing = True
-                    seconds = 0 if session.was_cut else _SECONDS_AFTER_CLOSING
-                    until = time.monotonic() + seconds
-                    session.alive_until = min(session.alive_until, until)
+    def seconds_left(self, id_in_session: str) -> float:
+        """Return after how long the session will have ended if no request comes; 0 if it has ended."""
+        until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
+        return max(0.0, until - time.monotonic())
 
     def is_alive(self, id_in_session: str) -> bool:
-        with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            return session is not None and time.monotonic() < session.alive_until
-
-    def has_client(self, id_in_session: str) -> bool:
-        """Return False if the session's client has closed its connections, and has not come back."""
-        with self._lock:
-            session = self._all.get(id_in_session.partition(":")[0])
-            return session is None or not session.is_closing or self.is_alive(id_in_session)
+        return self.seconds_left(id_in_session) > 0
 
     def finish(self, session_id: str) -> None:
+        self.check(session_id)
         with self._lock:
-            self.check(session_id)
-            del self._all[session_id]
+            self._alive_until.pop(session_id, None)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchtitan.adapters.multi_lora import MultiLoRA
-from torchtitan.integrations.tinker.call_thread import on_thread
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import (
     check_finite,
@@ -21,6 +20,7 @@ from torchtitan.integrations.tinker.conversions import (
     only_targets,
     output_of,
 )
+from torchtitan.integrations.tinker.local_sampling import on_thread
 from torchtitan.integrations.tinker.states import TrainingState
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
@@ -57,10 +57,12 @@ class LossesOfModels:
             loss.check(batch)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
-        nothing = logprobs.new_zeros(())
-        metrics: dict[str, Any] = dict.fromkeys(self.metric_names, nothing)
-        total = nothing
-        for i, rows in _rows_of_models(batch.get("models") or [0] * len(logprobs)):
+        total = logprobs.new_zeros(())
+        metrics: dict[str, Any] = dict.fromkeys(self.metric_names, total)
+        models = batch.get("models") or [0] * len(logprobs)  # ascending
+        for i in sorted(set(models)):
+            begin = models.index(i)
+            rows = slice(begin, begin + models.count(i))
             own: Any = {key: x[rows] for key, x in batch.items() if isinstance(x, Tensor)}
             own_entropy = None if entropy is None else entropy[rows]
             loss, of_model = self._losses[i](logprobs[rows], own_entropy, own)
@@ -75,13 +77,6 @@ class LossesOfModels:
         """Return model i's loss and metrics, of sums over the batch. num_tokens: of its samples."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return metrics[f"{i}/{_SUM}"], finalize_metrics(own, num_tokens)
-
-
-def _rows_of_models(models: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each model and its rows. models: of the rows, ascending."""
-    for model in sorted(set(models)):
-        begin = models.index(model)
-        yield model, slice(begin, begin + models.count(model))
 
 
 _Prepared = tuple[PolicyLoss, list[TrainingSample]]
@@ -106,7 +101,7 @@ class SharedPasses:
 
         calls: all are forward-only, or none is. A model may have several.
         """
-        results: list[Any] = [self._prepared(call) for call in calls]
+        results: list[Any] = [error_or(lambda c=call: self._prepared(c)) for call in calls]
         good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
         if good:
             run = self._forward if calls[0].request.forward_only else self._forward_backward
@@ -118,18 +113,15 @@ class SharedPasses:
                 call.state.failure = call.state.failure or result
         return results
 
-    def _prepared(self, call: Call) -> _Prepared | Exception:
-        """Return the loss and the samples of a call, or why its data cannot be used."""
+    def _prepared(self, call: Call) -> _Prepared:
+        """Return the loss and the samples of a call. Raises ValueError for data that cannot be used."""
         request = call.request
-        try:
-            if request.problem is not None:
-                raise ValueError(request.problem)
-            loss, data = loss_of(request.loss_fn, request.loss_fn_config), request.data
-            if not request.forward_only:
-                return loss, self._client.samples(data, loss)
-            return loss, self._client.samples([only_targets(datum) for datum in data])
-        except ValueError as error:
-            return error
+        if request.problem is not None:
+            raise ValueError(request.problem)
+        loss, data = loss_of(request.loss_fn, request.loss_fn_config), request.data
+        if not request.forward_only:
+            return loss, self._client.samples(data, loss)
+        return loss, self._client.samples([only_targets(datum) for datum in data])
 
     def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
         with self._adapters_of(states, prepared, trains=False) as (batch, _):

@@ -4,11 +4,11 @@ A state is this rank's part of a model's adapters, gradients and optimizer state
 used last stay on the device; the others go to host memory, and from there to files.
 """
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,26 +77,26 @@ class Limits:
     @classmethod
     def from_config(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
         """state_bytes: of the largest state of a rank, with gradients and optimizer."""
-        n_device, n_host, n_file = (
-            mib * 2**20 // max(state_bytes, 1)
-            for mib in (serve.max_device_mib, serve.max_host_mib, serve.max_file_mib)
-        )
+        mibs = serve.max_device_mib, serve.max_host_mib, serve.max_file_mib
+        n_device, n_host, n_file = (mib * 2**20 // max(state_bytes, 1) for mib in mibs)
         if device.type == "cpu":
             n_device, n_host = n_host, 0
-        n_bytes = n_device + n_host + n_file
-        n_models = max(1, min(serve.max_models, n_bytes))
-        why = (
-            f"{n_models} models train on this server, its rl.serve.max_models"
-            if serve.max_models <= n_bytes
-            else f"{n_models} models train on this server, and a further one's {state_bytes / 2**20:.1f} "
-            "MiB of adapters and optimizer state would pass rl.serve.max_device_mib, max_host_mib and "
-            "max_file_mib together"
-        )
-        return cls(n_models, n_device, n_host, f"{why}; close the ServiceClient of one of them")
+        n_places = n_device + n_host + n_file
+        n_models = max(1, min(serve.max_models, n_places))
+        full = f"{n_models} models train on this server, its rl.serve.max_models"
+        if n_places < serve.max_models:
+            full = (
+                f"{n_models} models train on this server, and a further one's "
+                f"{state_bytes / 2**20:.1f} MiB of adapters and optimizer state would pass "
+                "rl.serve.max_device_mib, max_host_mib and max_file_mib together"
+            )
+        return cls(n_models, n_device, n_host, f"{full}; close the ServiceClient of one of them")
 
 
 @dataclass
 class _Waiting:
+    """A state; `host` has its tensors' values if they are in host memory."""
+
     state: TrainingState
     where: int = _DEVICE
     host: list[Tensor] = field(default_factory=list)
@@ -140,38 +140,31 @@ class WaitingStates:
 
     def drop(self, model: str) -> None:
         self._all.pop(model, None)
-        self._remove_file(model)
+        Path(self._path(model)).unlink(missing_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # ---- moving ----
-
     def _path(self, model: str) -> str:
         return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
-
-    def _remove_file(self, model: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self._path(model))
 
     def _move_oldest(self, keeps: int = 1) -> None:
         """Move states off the device, and off the host, until the limits are kept.
 
         keeps: so many of the last ones stay where they are, whatever the limits.
         """
-        newest_first = list(reversed(self._all.items()))
         n_device = max(self._limits.n_device, keeps)
-        for number, (model, waiting) in enumerate(newest_first):
+        newest_first = list(reversed(self._all.items()))
+        for number, (model, waiting) in enumerate(newest_first[n_device:], start=n_device):
             where = _FILE if number >= n_device + self._limits.n_host else _HOST
-            if number >= n_device and waiting.where < where:
+            if waiting.where < where:
                 self._move_away(model, waiting, where)
 
     def _move_away(self, model: str, waiting: _Waiting, where: int) -> None:
         if waiting.where == _DEVICE:
             waiting.state.own_memory()
         tensors = list(waiting.state.tensors())
-        held = waiting.host if waiting.where == _HOST else tensors
-        is_saved = False
+        held, is_saved = waiting.host if waiting.where == _HOST else tensors, False
         if where == _FILE:
             try:
                 os.makedirs(self._folder, exist_ok=True)
@@ -199,7 +192,7 @@ class WaitingStates:
 
         if waiting.where == _FILE:
             on_all_ranks(read)
-            self._remove_file(model)
+            Path(self._path(model)).unlink(missing_ok=True)
         elif waiting.where == _HOST:
             read()
         waiting.where, waiting.host = _DEVICE, []

@@ -43,8 +43,10 @@ class AsyncNames:
     """Adds a coroutine `x_async` for each method `x` of a class, as the tinker client has them.
 
     It returns the future of `x`, so that a program can make further calls before it awaits the
-    result; or the result, if `x` samples or makes a client.
+    result; or the result, if `x` samples or makes a client. A `with` block closes the client.
     """
+
+    close: Callable[..., Any]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method_name = name.removesuffix("_async")
@@ -57,6 +59,12 @@ class AsyncNames:
             return await result if isinstance(result, Future) and not returns_future else result
 
         return call
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 # ---- arguments and results ----

@@ -1,139 +1,79 @@
-"""The protobuf messages of Tinker's interface, read and written without a protobuf library.
+"""The protobuf messages of Tinker's interface, with the names and numbers of the published client, 0.38.0.
 
 Protobuf are forward_backward requests, their results, and the results of sampling; everything else
-is JSON. The encoding is that of https://protobuf.dev/programming-guides/encoding, the field numbers
-those of `tinker/proto/tinker_public.proto` in the published client, 0.38.0.
+is JSON.
 """
 
-import struct
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
-from torchtitan.integrations.tinker.types import Datum, ModelInput, SampleResponse
+from torchtitan.integrations.tinker.types import (
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    SampleResponse,
+)
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# DType in messages -> numpy's
-_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32 = 1
-# Limit for all messages of one request together. A Datum with four inputs has about 30 fields.
-MOST_FIELDS = 2**18
+_DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType in messages -> numpy's
 _STOP_REASONS = {"stop": 0, "length": 1}
 _EMPTY_CELL = 0, -99999.0  # token id and log-prob
+# Limit for the Datums, chunks and loss inputs of one request together.
+MOST_ENTRIES = 2**18
+
+# Message -> its fields, numbered from 1; "*" repeats. The entries of maps are messages, as they are sent.
+_FIELDS = {
+    "ForwardBackwardRequest": "model_id:string seq_id:int32 data:Datum* loss_fn:string "
+    "loss_fn_config:Number* forward_only:bool loss_fn_config_v2:Setting*",
+    "Datum": "model_input:Chunk* loss_fn_inputs:LossInput*",
+    "Chunk": "encoded_text:Text",
+    "Text": "tokens:bytes",
+    "LossInput": "key:string value:Tensor",
+    "Tensor": "dense:bytes sparse_csr:bytes dtype:int32 shape:int64*",
+    "Setting": "key:string value:SettingValue",
+    "SettingValue": "number:double text:string",
+    "Number": "key:string value:double",
+    "ForwardBackwardOutput": "loss_fn_output_type:string loss_fn_outputs:Record* metrics:Number*",
+    "Record": "type_tag:string fields:RecordField* num_datums:int64",
+    "RecordField": "key:string value:BatchedTensor",
+    "BatchedTensor": "data:bytes offsets:bytes dtype:int32",
+    "SampleResponse": "sequences:Sequence* prompt_logprobs:bytes topk_prompt_logprobs:TopK",
+    "Sequence": "stop_reason:int32 tokens:bytes logprobs:bytes",
+    "TopK": "token_ids:bytes logprobs:bytes k:uint32 length:uint32",
+}
 
 
-class WireError(ValueError):
-    """The bytes are not a message of the expected type."""
+def _message_classes() -> dict[str, Any]:
+    field_type = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tinker.proto", package="tinker", syntax="proto2"
+    )
+    for name, fields in _FIELDS.items():
+        message = file.message_type.add(name=name)
+        for number, field in enumerate(fields.split(), start=1):
+            key, _, kind = field.partition(":")
+            label = field_type.LABEL_REPEATED if "*" in kind else field_type.LABEL_OPTIONAL
+            added, kind = message.field.add(name=key, number=number, label=label), kind.rstrip("*")
+            if kind in _FIELDS:
+                added.type, added.type_name = field_type.TYPE_MESSAGE, f".tinker.{kind}"
+            else:
+                added.type = getattr(field_type, f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    find = pool.FindMessageTypeByName
+    return {name: message_factory.GetMessageClass(find(f"tinker.{name}")) for name in _FIELDS}
+
+
+_MESSAGES = _message_classes()
 
 
 # ---- reading ----
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number that begins at byte `at`, and the index of the byte behind it."""
-    number = 0
-    for i, byte in enumerate(data[at : at + 10]):
-        number |= (byte & 127) << (7 * i)
-        if byte < 128:
-            return number, at + i + 1
-    raise WireError("a number in the message does not end; send messages of the tinker client")
-
-
-class _Reader:
-    """Reads the messages of one request, which may have `MOST_FIELDS` fields together.
-
-    The limit is needed because an empty field takes two bytes of a request and many of memory.
-    """
-
-    def __init__(self) -> None:
-        self._n_left = MOST_FIELDS
-
-    def fields(self, data: memoryview | int) -> Iterator[tuple[int, Any]]:
-        """Yield (field number, value) of a message: an int for varints, else the bytes."""
-        if isinstance(data, int):
-            raise WireError("the message has a number in place of a message")
-        at = 0
-        while at < len(data):
-            self._n_left -= 1
-            if self._n_left < 0:
-                raise WireError(
-                    f"a request may have {MOST_FIELDS} fields in all its data; send less at once"
-                )
-            tag, at = _varint(data, at)
-            number, kind = tag >> 3, tag & 7
-            if kind == _VARINT:
-                value, at = _varint(data, at)
-                yield number, value
-                continue
-            if kind == _BYTES:
-                size, at = _varint(data, at)
-            elif kind in (_FIXED64, _FIXED32):
-                size = 8 if kind == _FIXED64 else 4
-            else:
-                raise WireError(f"the message has a field of the unknown wire type {kind}")
-            if at + size > len(data):
-                raise WireError(
-                    f"the message ends {at + size - len(data)} bytes early; send it again"
-                )
-            yield number, data[at : at + size]
-            at += size
-
-    def message(self, data: Any, *numbers: int) -> list[Any]:
-        """Return the last value of each of these fields; None for a missing field."""
-        values = dict(self.fields(data))
-        return [values.get(number) for number in numbers]
-
-    def datum(self, message: Any) -> Datum:
-        tokens: list[int] = []
-        inputs = {}
-        for number, value in self.fields(message):
-            if number == 1:
-                (text,) = self.message(value, 1)
-                if text is None:
-                    raise ValueError("a Datum's input must be text tokens, got an image or audio")
-                tokens += _array(self.message(text, 1)[0], np.dtype("<i4")).tolist()
-            elif number == 2:
-                key, tensor = self.message(value, 1, 2)
-                inputs[_text(key)] = self._tensor(_text(key), tensor or b"")
-        return Datum(ModelInput.from_ints(tokens), inputs)
-
-    def _tensor(self, name: str, message: Any) -> np.ndarray:
-        dense, sparse, dtype = self.message(message, 1, 2, 3)
-        shape = [value for number, value in self.fields(message) if number == 4]
-        # Dimensions come packed into one field, or as a field each.
-        packed = [value for value in shape if not isinstance(value, int)]
-        for value in packed:
-            at = 0
-            shape = []
-            while at < len(value) and len(shape) < 2:
-                size, at = _varint(value, at)
-                shape.append(size)
-        if sparse is not None or len(shape) > 1 or dtype not in _DTYPES:
-            raise ValueError(
-                f"loss_fn_inputs hold one number per token, of float32 or int64, got {name} of "
-                f"shape {shape}{', sparse' if sparse is not None else ''}; several targets per "
-                "token are not supported"
-            )
-        return _array(dense, _DTYPES[dtype]).copy()
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, int):
-        raise WireError("the message has a number in place of a name")
-    try:
-        return bytes(value or b"").decode()
-    except UnicodeDecodeError as error:
-        raise WireError(f"the message has a name that is not UTF-8: {error}") from error
-
-
-def _array(data: Any, dtype: np.dtype) -> np.ndarray:
-    if isinstance(data, int) or len(data or b"") % dtype.itemsize:
-        raise WireError(
-            f"an array of {dtype} has bytes left over; send messages of the tinker client"
-        )
-    return np.frombuffer(data or b"", dtype)
 
 
 @dataclass(frozen=True)
@@ -150,94 +90,102 @@ class ForwardBackwardRequest:
 
 
 def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> ForwardBackwardRequest:
-    """Read a request. check_model: called with the model's id before any data are read.
+    """Read a request. check_model: called with the model's id before any data are converted.
 
-    Raises WireError for bytes that are not a request; exceptions of check_model pass through.
+    Raises ValueError for bytes that are not a request; exceptions of check_model pass through.
     """
-    reader = _Reader()
-    fields = list(reader.fields(memoryview(body)))
-    values = dict(fields)
-    model_id = _text(values.get(1))
-    check_model(model_id)
+    try:
+        message = _MESSAGES["ForwardBackwardRequest"].FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the request is not a message of the tinker client: {error}") from error
+    check_model(message.model_id)
+    n_entries = len(message.data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
+    if n_entries <= MOST_ENTRIES:
+        n_entries += sum(len(x.model_input) + len(x.loss_fn_inputs) for x in message.data)
+    if n_entries > MOST_ENTRIES:
+        raise ValueError(
+            f"a request may have {MOST_ENTRIES} Datums, chunks and loss inputs together; send less at "
+            "once"
+        )
     data: list[Datum] = []
-    config: dict[str, float] = {}
-    problem = None
-    for number, value in fields:
-        try:
-            if number == 3:
-                data.append(reader.datum(value))
-            elif number in (5, 7):
-                key, setting = reader.message(value, 1, 2)
-                if number == 7:
-                    setting, text = reader.message(setting or b"", 1, 2)
-                    if text is not None:
-                        raise ValueError(
-                            f"loss_fn_config takes numbers, got {_text(key)} = {_text(text)!r}"
-                        )
-                numbers = _array(setting, np.dtype("<f8"))
-                config[_text(key)] = float(numbers[0]) if numbers.size else 0.0
-        except WireError:
-            raise
-        except ValueError as error:
-            problem = problem or f"{error} (datum {len(data)})"
+    config, problem = {}, None
+    try:
+        config = {setting.key: setting.value for setting in message.loss_fn_config}
+        for setting in message.loss_fn_config_v2:
+            if setting.value.HasField("text"):
+                got = f"{setting.key} = {setting.value.text!r}"
+                raise ValueError(f"loss_fn_config takes numbers, got {got}")
+            config[setting.key] = setting.value.number
+        for datum in message.data:
+            data.append(_datum(datum))
+    except ValueError as error:
+        problem = f"{error} (datum {len(data)})"
     return ForwardBackwardRequest(
-        model_id=model_id,
-        seq_id=int(values.get(2, 0)),
+        model_id=message.model_id,
+        seq_id=message.seq_id,
         data=data,
-        loss_fn=_text(values.get(4)),
+        loss_fn=message.loss_fn,
         loss_fn_config=config,
-        forward_only=bool(values.get(6, 0)),
+        forward_only=message.forward_only,
         problem=problem,
     )
+
+
+def _datum(message: Any) -> Datum:
+    tokens: list[int] = []
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise ValueError("a Datum's input must be text tokens, got an image or audio")
+        tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
+    inputs = {}
+    for entry in message.loss_fn_inputs:
+        tensor, shape = entry.value, list(entry.value.shape[:4])
+        if tensor.HasField("sparse_csr") or len(shape) > 1 or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"loss_fn_inputs hold one number per token, of float32 or int64, got {entry.key} of "
+                f"shape {shape}{', sparse' if tensor.HasField('sparse_csr') else ''}; several targets "
+                "per token are not supported"
+            )
+        inputs[entry.key] = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).copy()
+    return Datum(ModelInput.from_ints(tokens), inputs)
 
 
 # ---- writing ----
 
 
-def _number(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _field(number: int, value: int | float | str | bytes) -> bytes:
-    if isinstance(value, int):
-        return _number(number << 3 | _VARINT) + _number(value)
-    if isinstance(value, float):
-        return _number(number << 3 | _FIXED64) + struct.pack("<d", value)
-    data = value.encode() if isinstance(value, str) else value
-    return _number(number << 3 | _BYTES) + _number(len(data)) + data
-
-
-def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) -> bytes:
+def write_forward_backward(output: ForwardBackwardOutput) -> bytes:
     """Return a ForwardBackwardOutput message with the log-probs [n] of each datum, as float32."""
-    sizes = [values.size * 4 for values in logprobs]
-    offsets = np.cumsum([0, *sizes]).astype("<i8")
-    joined = b"".join(values.astype("<f4").tobytes() for values in logprobs)
-    tensor = _field(1, joined) + _field(2, offsets.tobytes()) + _field(3, _FLOAT32)
-    entry = _field(1, "logprobs") + _field(2, tensor)
-    record = _field(1, "ArrayRecord") + _field(2, entry) + _field(3, len(logprobs))
-    pairs = (_field(3, _field(1, name) + _field(2, float(v))) for name, v in metrics.items())
-    return _field(1, "ArrayRecord") + _field(2, record) + b"".join(pairs)
+    logprobs = [np.asarray(datum["logprobs"].cpu(), "<f4") for datum in output.loss_fn_outputs]
+    message = _MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    tensor = record.fields.add(key="logprobs").value
+    tensor.data = b"".join(values.tobytes() for values in logprobs)
+    tensor.offsets = np.cumsum([0, *(values.nbytes for values in logprobs)]).astype("<i8").tobytes()
+    tensor.dtype = _FLOAT32
+    for name, value in output.metrics.items():
+        if math.isfinite(value):
+            # The word behind the colon tells clients how to reduce a metric over several requests.
+            suffix = "" if ":" in name else ":max" if name.endswith("_max") else ":mean"
+            message.metrics.add(key=name + suffix, value=value)
+    return message.SerializeToString()
 
 
 def write_samples(response: SampleResponse, k: int) -> bytes:
     """Return a SampleResponse message. None becomes NaN, or a row of empty cells of the k top tokens."""
-    out = b""
+    message = _MESSAGES["SampleResponse"]()
     for sequence in response.sequences:
-        entry = _field(1, _STOP_REASONS[sequence.stop_reason])
-        entry += _field(2, np.asarray(sequence.tokens, "<i4").tobytes())
-        entry += _field(3, np.asarray(sequence.logprobs, "<f4").tobytes())
-        out += _field(1, entry)
+        message.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+        )
     if response.prompt_logprobs is not None:
-        values = [np.nan if value is None else value for value in response.prompt_logprobs]
-        out += _field(2, np.asarray(values, "<f4").tobytes())
-    if (top := response.topk_prompt_logprobs) is not None:
-        cells = np.asarray([row or [_EMPTY_CELL] * k for row in top]).reshape(len(top), k, 2)
-        ids, logprobs = cells[..., 0].astype("<i4"), cells[..., 1].astype("<f4")
-        matrices = _field(1, ids.tobytes()) + _field(2, logprobs.tobytes())
-        out += _field(3, matrices + _field(3, k) + _field(4, len(top)))
-    return out
+        message.prompt_logprobs = np.asarray(response.prompt_logprobs, "<f4").tobytes()
+    if (rows := response.topk_prompt_logprobs) is not None:
+        cells = np.asarray([row or [_EMPTY_CELL] * k for row in rows]).reshape(len(rows), k, 2)
+        top = message.topk_prompt_logprobs
+        top.token_ids, top.logprobs = (
+            cells[..., i].astype(t).tobytes() for i, t in enumerate(("<i4", "<f4"))
+        )
+        top.k, top.length = k, len(rows)
+    return message.SerializeToString()

@@ -14,8 +14,8 @@ from torch import Tensor
 from verl.checkpoint_engine.delta_sync.sparse_gather import shard_delta_indices
 from verl.workers.engine.spec import BlockPlacement, translate_flat_indices
 
+from torchtitan.distributed.dtensor import LocalShard
 from torchtitan.distributed.processes.ranks import all_ranks
-from torchtitan.distributed.tensor_views import LocalShard
 from torchtitan.engine import TrainingEngine
 
 Block = tuple[str, tuple[int, ...]]

@@ -1,21 +1,17 @@
 """The entry point that verl imports in every process, at the end of `import verl`.
 
-verl imports entry points of the group `verl.plugins` and calls nothing in them, so this module acts
-on import. It adds a CPU platform at once. Engines and rollout are registered when verl's own engines
-are imported: that takes seconds, which many of verl's processes don't spend.
+verl imports entry points of the group `verl.plugins` and calls nothing in them, so this module acts on
+import. Engines are registered when verl's own engines are imported: that takes seconds, which many of
+verl's processes don't spend.
 """
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
-
-from torchtitan.tools.logging import logger
 
 
 def register_engines(workers_engine: ModuleType) -> None:
@@ -28,30 +24,9 @@ def register_engines(workers_engine: ModuleType) -> None:
         register(engine.model_type, "torchtitan", device=["cpu", "cuda"])(engine)
 
 
-def register_replica(rollout_replica: ModuleType) -> None:
-    """Register our rollout's server as `actor_rollout_ref.rollout.name=torchtitan`."""
-
-    def load() -> type:  # imports Ray
-        return importlib.import_module("torchtitan.integrations.verl.rollout").Replica
-
-    rollout_replica.RolloutReplicaRegistry.register("torchtitan", load)
-
-
-def register_weight_sender(rollout_base: ModuleType) -> None:
-    """Register the training ranks' side of our rollout.
-
-    Private to verl: 0.9.1 has no function that adds to this table.
-    """
-    rollout_base._ROLLOUT_REGISTRY["torchtitan", "async"] = (
-        "torchtitan.integrations.verl.rollout.WeightSender"
-    )
-
-
 def explain_wrong_choices(workers_config: ModuleType) -> None:
     """Raise ConfigError with a remedy where verl's engine config only asserts."""
-    config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
-    if config_cls is None:
-        return  # a verl without a torchtitan engine
+    config_cls = workers_config.TorchtitanEngineConfig
     check = config_cls.__post_init__
 
     def check_and_explain(self: Any) -> None:
@@ -68,32 +43,26 @@ def explain_wrong_choices(workers_config: ModuleType) -> None:
     config_cls.__post_init__ = check_and_explain
 
 
-# Module of verl -> function that is called with it after its import.
-_AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "verl.workers.config": explain_wrong_choices,
-    "verl.workers.engine": register_engines,
-    "verl.workers.rollout.base": register_weight_sender,
-    "verl.workers.rollout.replica": register_replica,
-}
+_actions: dict[str, Callable[[ModuleType], None]] = {}
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with a module of verl: now if it is imported already, else right after its import."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        _actions[name] = act
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls the action of a module of verl right after its first import.
-
-    verl has no hook there, so the loader's `exec_module` is wrapped.
-    """
-
-    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]):
-        self.actions = actions
+    """Calls the actions. verl has no hook there, so the loader's `exec_module` is wrapped."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.actions:
-            return None
-        act = self.actions.pop(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
+        act = _actions.pop(name, None)
+        spec = None if act is None else importlib.machinery.PathFinder.find_spec(name, path)
+        if act is None or spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
@@ -108,24 +77,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-try:
-    from verl.plugin.platform import PlatformRegistry
-
-    from torchtitan.integrations.verl.platform import CPUPlatform, mend_process_groups
-
-    PlatformRegistry.register("cpu")(CPUPlatform)
-    mend_process_groups()
-    for name in [name for name in _AFTER if name in sys.modules]:
-        _AFTER.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport(_AFTER))
-except Exception as error:
-    # verl ignores plug-ins that fail, and logs it only at the level DEBUG.
-    logger.error(
-        "verl cannot use torchtitan, because torchtitan's plug-in failed (%s: %s); it was made for "
-        "verl 0.9.1 and found %s: install that version, or turn plug-ins off with "
-        "VERL_USE_EXTERNAL_PLUGINS=none",
-        type(error).__name__,
-        error,
-        version("verl"),
-    )
-    raise
+sys.meta_path.insert(0, _AfterImport())
+after_import("verl.workers.config", explain_wrong_choices)
+after_import("verl.workers.engine", register_engines)

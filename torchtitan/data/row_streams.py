@@ -1,9 +1,9 @@
-"""Lanes: each row of the global batch is fed by a lane, which reads and packs documents of its own.
+"""Row streams: each row of the global batch is filled by a stream that reads and packs its own documents.
 
-The global batch has G rows. Lane g fills row g of every step with the documents number g, g + G,
+The global batch has G rows. Stream g fills row g of every step with the documents number g, g + G,
 g + 2 G, ... of each source, so that a row depends on the config and the data only. Ranks, data
-workers and microbatches share out the lanes. A run whose lanes are saved goes on with the same rows on
-any number of ranks and workers.
+workers and microbatches share out the streams. A run whose streams are saved goes on with the same rows
+on any number of ranks and workers.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
-from torchtitan.data.document_share import DocumentShare
-from torchtitan.data.document_sources import Source
+from torchtitan.data.document_sources import DocumentShare, Source
 from torchtitan.data.open_document import OpenDocument, Tokens, join
 
 # After this many documents in a row without a token, the dataset is reported as empty.
@@ -25,7 +24,7 @@ MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 # Packing "fit" chooses among this many documents. For log-normal lengths (sigma 1) with a mean of up to
 # 0.45 rows, they fill at least 98.5 % of the slots; 24 documents fill 0.2 % more.
 WINDOW = 16
-# The windows of all lanes together have at most this many documents, but each at least 3.
+# The windows of all streams together have at most this many documents, but each at least 3.
 MOST_IN_WINDOWS = 8192
 
 Row = tuple[dict[str, Tensor], Tensor]
@@ -40,9 +39,8 @@ class Packing:
     "fit": whole documents, chosen by best fit among `WINDOW`; only a document longer than T is cut.
     "none": one document in each row, and a document longer than T in several rows.
 
-    The rows of "fit" and "none" are filled up with `padding_id`. positions, document_ids, sources: put
-    these entries into the rows. Positions count from 0 in each document; sources are the numbers of the
-    sources of a mixture, by token.
+    The rest of a row has `padding_id`. positions (from 0 in each document), document_ids, sources
+    (numbers in a mixture): put these entries into the rows.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -52,68 +50,55 @@ class Packing:
     document_ids: bool = False
     sources: bool = False
 
-    def row(self, documents: list[OpenDocument], parts: list[Tokens]) -> Row:
-        """Lay parts of documents into a row.
+    def row(self, documents: Sequence[OpenDocument], parts: Sequence[Tokens]) -> Row:
+        """Lay parts of documents into a row; no parts make a row of padding.
 
-        parts: T + 1 tokens in all for "concat", or fewer at the end of a planned pass. Otherwise each
-            part is followed by the document's next token if the document goes on in another row. None:
-            a row of padding.
+        parts: at most T + 1 tokens in all. The last token is only a label if they are T + 1.
         """
-        # T + 1 in all if the last document goes on
-        lengths = [len(part.ids) for part in parts]
-        if self.method == "concat":
-            parts = [join(parts)]
-        labels = self._filled([_labels_of(part) for part in parts], IGNORE_INDEX)
-        entries = {"input": self._filled([part.ids for part in parts], self.padding_id)}
+        tokens = join(parts)
+        lengths = np.array([len(part.ids) for part in parts], np.int64)
+        ends = lengths.cumsum()
+        labels = tokens.ids[1:].astype(np.int64)
+        if tokens.trained is not None:
+            labels[~tokens.trained[1:]] = IGNORE_INDEX
+        if self.method != "concat":
+            labels[ends[:-1] - 1] = IGNORE_INDEX
+        row = {"input": self._filled(tokens.ids, self.padding_id)}
         if self.positions:
-            entries["positions"] = self._filled([np.arange(n) for n in lengths], PADDING)
+            positions = np.arange(len(tokens.ids)) - (ends - lengths).repeat(lengths)
+            row["positions"] = self._filled(positions, PADDING)
         if self.document_ids:
-            numbers = np.arange(len(lengths), dtype=np.int32)
-            ids = np.repeat(numbers, np.array(lengths, np.int64))
-            entries["document_ids"] = self._filled([ids], PADDING)
+            row["document_ids"] = self._filled(np.arange(len(parts)).repeat(lengths), PADDING)
         if self.sources:
             sources = np.array([document.source for document in documents], np.int64)
-            entries["sources"] = self._filled([np.repeat(sources, np.array(lengths, np.int64))], 0)
-        row = {key: torch.from_numpy(x) for key, x in entries.items()}
+            row["sources"] = self._filled(sources.repeat(lengths), 0)
+        ends_of_row = [documents[0].index, documents[-1].index] if documents else [-1, -1]
         # From numpy, which is several times as fast as torch.tensor.
-        ends = [documents[0].index, documents[-1].index] if documents else [-1, -1]
-        row[SAMPLE_IDS] = torch.from_numpy(np.array(ends))
-        return row, torch.from_numpy(labels)
+        row[SAMPLE_IDS] = torch.from_numpy(np.array(ends_of_row))
+        return row, self._filled(labels, IGNORE_INDEX)
 
-    def _filled(self, parts: list[NDArray[Any]], padding: int) -> NDArray[np.int64]:
-        """Return the parts one after the other, cut or filled up to T."""
-        numbers = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-        if len(numbers) >= self.seq_len:
-            return numbers[: self.seq_len].astype(np.int64)
+    def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
+        """Return numbers as [T] int64, cut or filled up."""
         filled = np.full(self.seq_len, padding, np.int64)
-        filled[: len(numbers)] = numbers
-        return filled
+        filled[: len(numbers)] = numbers[: self.seq_len]
+        return torch.from_numpy(filled)
 
 
-def _labels_of(part: Tokens) -> NDArray[np.int64]:
-    """Return the next token of each token of a part, IGNORE_INDEX if it is unknown or not trained."""
-    labels = np.empty(len(part.ids), np.int64)
-    labels[:-1], labels[-1:] = part.ids[1:], IGNORE_INDEX
-    if part.trained is not None:
-        labels[:-1][~part.trained[1:]] = IGNORE_INDEX
-    return labels
+class RowStream:
+    """Reads one stream's documents of each source, and packs them into rows.
 
-
-class Lane:
-    """Reads one lane's documents of each source, and packs them into rows.
-
-    number, num_lanes: g and G above.
+    number, num_streams: g and G above.
     """
 
     def __init__(
-        self, sources: Sequence[Source], packing: Packing, number: int, num_lanes: int
+        self, sources: Sequence[Source], packing: Packing, number: int, num_streams: int
     ) -> None:
         self._packing = packing
         self._sources = sources
-        self.feeds = [source.feed(DocumentShare(number, num_lanes)) for source in sources]
+        self.feeds = [source.feed(DocumentShare(number, num_streams)) for source in sources]
         self.num_tokens = [0] * len(sources)  # of the documents that were opened, by source
-        self._phase = (number + 0.5) / num_lanes
-        self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_lanes))
+        self._phase = (number + 0.5) / num_streams
+        self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_streams))
         self.open: list[OpenDocument] = []  # documents to lay into rows before the sources' next
         self.num_left_over = 0  # tokens at the end of the data, fewer than a row
 
@@ -125,39 +110,27 @@ class Lane:
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint, as plain data.
 
-        Many documents wait in the window of "fit". One of which nothing has been taken is a number, and
-        its length, so that resuming reads it only when it is laid into a row.
+        An open document of which nothing has been taken is saved as one number.
         """
         places: list[Any] = []
-        lengths: list[int] = []
         for document in self.open:
-            if document.is_finished:
-                continue
-            place = document.place()
-            if not isinstance(place, dict) and place[2:] == (0, 0):
-                place = place[1] * len(self._sources) + place[0]
-                lengths.append(0 if document.text else document.available)
-            places.append(place)
-        return places, [feed.state() for feed in self.feeds], list(self.num_tokens), lengths
+            if not document.is_finished:
+                place = document.place()
+                if not isinstance(place, dict) and place[2:] == (0, 0):
+                    place = place[1] * len(self._sources) + place[0]
+                places.append(place)
+        return places, [feed.state() for feed in self.feeds], list(self.num_tokens)
 
     def load(self, state: tuple[Any, ...]) -> None:
-        places, feeds, self.num_tokens, *rest = state
+        places, feeds, self.num_tokens, *_ = state
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
-        lengths = iter(rest[0] if rest else [])  # none if the lanes were dealt out again
-        self.open = [
-            self._reopen(place, next(lengths, 0) if isinstance(place, int) else 0)
-            for place in places
-        ]
-
-    def _reopen(self, place: Any, length: int) -> OpenDocument:
-        if isinstance(place, int):
-            number, source = divmod(place, len(self._sources))
-            if length:
-                return self._sources[source].waiting(number, length)
-            place = (source, number, 0, 0)
-        source = place["source"] if isinstance(place, dict) else place[0]
-        return self._sources[source].reopen(place)
+        self.open = []
+        for place in places:
+            if isinstance(place, int):
+                place = (*divmod(place, len(self._sources))[::-1], 0, 0)
+            source = place["source"] if isinstance(place, dict) else place[0]
+            self.open.append(self._sources[source].reopen(place))
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the next T + 1 tokens. At the end of the data, fewer tokens stay open."""
@@ -167,7 +140,11 @@ class Lane:
             if not self.open:
                 document = self._next_document()
                 if document is None:
-                    self._keep_rest(pieces)
+                    rest = join([tokens for _, tokens in pieces])
+                    self.num_left_over = len(rest.ids)
+                    if pieces:
+                        tokenizer = pieces[0][0].tokenizer
+                        self.open.append(OpenDocument.from_tokens(None, tokenizer, rest))
                     return []
                 self.open.append(document)
             document = self.open[0]
@@ -179,12 +156,6 @@ class Lane:
                 self.open.pop(0)
         return pieces
 
-    def _keep_rest(self, pieces: list[tuple[OpenDocument, Tokens]]) -> None:
-        rest = join([tokens for _, tokens in pieces])
-        self.num_left_over = len(rest.ids)
-        if pieces:
-            self.open.append(OpenDocument.from_tokens(None, pieces[0][0].tokenizer, rest))
-
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the document that has waited longest, and then the longest document that still fits.
 
@@ -194,31 +165,26 @@ class Lane:
         window = self._window if self._packing.method == "fit" else 1
         # A cut document brings the label of its last token along.
         lengths = [document.num_ahead(seq_len + 1) for document in self.open]
-        space = seq_len
-        pieces = []
-        while True:
+        space, pieces = seq_len, []
+        while space:
             while len(self.open) < window and (document := self._next_document()) is not None:
                 self.open.append(document)
                 lengths.append(document.num_ahead(seq_len + 1))
+            if not self.open:
+                break
+            index = 0 if pieces else self._first()
             if pieces:
-                best, index = max(
-                    ((n, -i) for i, n in enumerate(lengths) if n <= space), default=(0, 0)
-                )
-                index = -index
-                if not best or window == 1:
-                    return pieces
-            elif self.open:
-                index = self._first()
-            else:
-                return []
+                fitting = [(n, -i) for i, n in enumerate(lengths) if n <= space]
+                if not fitting or window == 1:
+                    break
+                index = -max(fitting)[1]
             document = self.open[index]
             pieces.append((document, document.ahead(space + 1)))
             document.take(min(lengths[index], space))
             space -= min(lengths[index], space)
             if document.is_finished:
                 del self.open[index], lengths[index]
-            if not space:
-                return pieces
+        return pieces
 
     def _first(self) -> int:
         """Return the index of the open document that begins a row."""
@@ -257,8 +223,8 @@ class Lane:
             hold back a source of long documents, which wait longer.
 
         Compared are the tokens after another row, where each source has a part of its next document.
-        These two look-aheads go from 0 to 2 rows, and from 0 to 1 documents, over the lanes, so that
-        errors of lanes cancel and the shares are right after few rows.
+        These two look-aheads go from 0 to 2 rows, and from 0 to 1 documents, over the streams, so that
+        their errors cancel and the shares are right after few rows.
         """
         if len(self.feeds) == 1:
             return 0

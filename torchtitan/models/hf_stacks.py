@@ -1,9 +1,8 @@
-"""Splitting and joining stacked weights, plain or DTensors, without copies.
+"""Splitting and joining stacked weights, plain or DTensors, without copies, for `hf_adapter`.
 
-Checkpoint files of other tools hold one matrix per expert, or several of our tensors as one. The
-functions here return views of a DTensor's local memory, so that a reader that fills a view fills
-the parameter, and no rank handles more than its own part. E experts, R rows, C columns. DTensor is
-not imported here, because every train spec imports this module; see `is_dtensor`.
+Hugging Face files hold one matrix per expert, or several of our tensors as one. The functions here
+return views of a DTensor's local memory, so that a reader that fills a view fills the parameter,
+and no rank handles more than its own part. E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,30 +12,12 @@ import torch
 from torch import Tensor
 
 from torchtitan.distributed.dtensor import (
+    LocalShard,
     is_dtensor,
     load_dtensor,
     local_shape_and_offsets,
     local_tensor,
 )
-
-
-class LocalShard(NamedTuple):
-    """A block of a larger tensor of `shape`; the block begins at `offsets` (one per dim)."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def local_shard(tensor: Tensor) -> LocalShard | None:
-    """Return this rank's part of a DTensor, None if that is empty; all of a plain tensor."""
-    if not is_dtensor(tensor):
-        return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
-    local = tensor.to_local()
-    if not local.numel():
-        return None
-    (chunk,) = tensor.__create_chunk_list__()
-    return LocalShard(local, tuple(chunk.offsets), tuple(tensor.shape))
 
 
 class StackLayout(NamedTuple):

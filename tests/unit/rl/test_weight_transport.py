@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.rl.weight_changes import WeightChanges
+from torchtitan.rl.weight_transport import WeightChanges
 from torchtitan.tools.errors import RunError
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]

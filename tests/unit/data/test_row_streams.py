@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from tests.unit.data.test_datasets import NumberTokenizer
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
 from torchtitan.config import ConfigManager
-from torchtitan.data import DatasetConfig, counts, open_document
+from torchtitan.data import DatasetConfig, open_document, row_plan
 from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import STREAM_BLOCK, Source
-from torchtitan.data.lanes import Packing
+from torchtitan.data.document_sources import STREAM_BLOCK, Order, Source
 from torchtitan.data.open_document import Tokens
-from torchtitan.data.order import Order
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import DATASETS, build_text_validation_dataloader
 
 TOKENIZER = NumberTokenizer()
@@ -206,7 +205,7 @@ def test_lengths_are_counted_once(tmp_path, monkeypatch):
         return PackedDataset([numbers], Packing("none", 2), rows=2, planned=True).num_steps_left
 
     assert steps_of(1.5) == 1.5 * (20 + 10) / 2 // 1 + 1
-    monkeypatch.setattr(counts, "_count", None)
+    monkeypatch.setattr(row_plan, "_count", None)
     assert steps_of(1) == 15
 
 
@@ -302,7 +301,7 @@ def test_shuffled_stream_goes_on_within_a_block():
 
 
 @pytest.mark.parametrize("method", ["concat", "fit"])
-def test_position_takes_200_bytes_of_a_lane(method):
+def test_position_takes_200_bytes_of_a_row_stream(method):
     lengths = np.random.default_rng(0).integers(1, 900, 1_000_000)
     dataset = PackedDataset([source(lengths, seed=1)], Packing(method, 512), infinite=True, rows=64)
     state = dataset.state_dict()
@@ -334,35 +333,6 @@ def test_fitted_rows_go_on_within_texts_of_several_pieces(monkeypatch):
         assert len(rest) == len(unbroken) - at
         for (x, labels), (y, expected) in zip(rest, unbroken[at:], strict=True):
             assert x["input"].equal(y["input"]) and labels.equal(expected)
-
-
-def test_waiting_documents_are_read_only_when_they_are_laid_into_a_row(monkeypatch):
-    lengths = np.random.default_rng(0).integers(1, 12, 60)
-
-    def dataset(lengths):
-        return PackedDataset([source(lengths)], Packing("fit", 16, document_ids=True))
-
-    first = dataset(lengths)
-    rows_of(first, 3)
-    state = first.state_dict()
-    (expected, labels), *_ = rows_of(first, 1)
-    resumed, read, indices = dataset(lengths), Numbered.__getitem__, []
-    monkeypatch.setattr(Numbered, "__getitem__", lambda *a: (indices.append(a[1]), read(*a))[1])
-    resumed.load_state_dict(state)
-    assert not indices
-    ((row, same_labels),) = rows_of(resumed, 1)
-    assert row["input"].equal(expected["input"]) and same_labels.equal(labels)
-    in_row = expected["document_ids"].max() + 1
-    assert (
-        in_row <= len(indices) <= 2 * in_row
-    )  # those of the row, and those that take their places
-
-    changed = dataset(lengths + 1)
-    changed.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"document \d+ .*: had \d+ tokens .* and has .*exclude_from"
-    ):
-        rows_of(changed)
 
 
 def test_another_order_is_refused():

@@ -1,8 +1,7 @@
-"""Fillers: empty microbatches that a rank runs while other ranks still have microbatches.
+"""Dummy microbatches, which a rank runs while other data-parallel ranks still have microbatches.
 
-Forward and backward communicate between data-parallel ranks, so every rank has to make the same number
-of them. A filler goes through the model as any microbatch does and leaves no trace: its loss is 0, and
-its tokens are not counted.
+Forward and backward communicate between these ranks, so all make the same number of them. A dummy goes
+through the model as any microbatch does: its loss is 0, and its tokens are not counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,13 @@ from torchtitan.tools.host_copy import read_later
 _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
 
 
-def num_fillers(
+def num_dummies(
     n: int, group: torch.distributed.ProcessGroup | None, device: torch.device
 ) -> Callable[[], int]:
-    """Return a function that returns how many fillers this rank needs, with its `n` microbatches.
+    """Return a function that returns how many dummies this rank needs, with its `n` microbatches.
 
-    The rank of `group` with the most microbatches needs none; without a group none are needed.
-    Collective. The returned function waits for the work that was queued before this call, so queue the
-    rank's own microbatches in between.
+    Collective over `group`; None if no dummies are needed. The returned function waits for the work that
+    was queued before this call, so queue the rank's own microbatches in between.
     """
     if group is None:
         return lambda: 0
@@ -38,7 +36,7 @@ def num_fillers(
     return lambda: answer()[0] - n
 
 
-def filler_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
+def dummy_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
     """Return a batch of one short row of at most `seq_len` tokens, all labels ignored."""
     tokens = torch.zeros(1, min(seq_len, _MAX_LENGTH), dtype=torch.int64)
     ids = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents else None

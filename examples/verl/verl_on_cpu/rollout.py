@@ -1,4 +1,4 @@
-"""Rollouts for verl's agent loop, from our own decoder: `actor_rollout_ref.rollout.name=torchtitan`.
+"""Rollouts for verl's agent loop, from torchtitan's decoder: `actor_rollout_ref.rollout.name=torchtitan`.
 
 Each data-parallel rank of the trainer has a server, a Ray actor with a whole model, and sends it
 the weights after each step. It is meant for models that run on a laptop; vLLM is faster on GPUs.
@@ -22,8 +22,8 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from torchtitan.generation.sampling import end_ids
-from torchtitan.integrations.verl.sampler import Sampler
 from torchtitan.rl.weight_transport import buckets_of, copied
+from verl_on_cpu.sampler import Sampler
 
 
 def server_name(replica_rank: int, suffix: str = "") -> str:
