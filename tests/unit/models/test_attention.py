@@ -106,9 +106,6 @@ def packings(draw):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-HEADS = st.sampled_from([(2, 2), (4, 2), (4, 1)])
-
-
 @settings(max_examples=60, deadline=None)
 @given(packings(), st.sampled_from([4, 16]))
 def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block_size):
@@ -137,31 +134,10 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
         assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
 
 
-def test_causal_block_mask_has_one_row_for_the_whole_batch():
-    mask = DocumentMask.from_rows(3, 40, torch.device("cpu")).lower("flex").lowered
-    assert mask.shape == (1, 1, 40, 40)
-    inputs = tensors(3, 40, 2, 2)
-    out = FlexAttentionWrapper()(*inputs, block_mask=mask)
-    assert_same(out, dense(*inputs, torch.ones(40, 40).tril().bool()), inputs, **FP32)
-
-
 def lookup(mask_mod, n_rows, seq_len):
     """The mask function evaluated for every pair: bool [B, 1, T, T]."""
     pairs = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
     return torch.stack([mask_mod(torch.tensor(b), 0, *pairs) for b in range(n_rows)])[:, None]
-
-
-def client_masks():
-    tokens = torch.tensor([[5, 5, EOS, 5, 5, 5, 5, EOS, 5, 5], [5, 5, 5, 5, 5, 5, 5, 5, EOS, 5]])
-    document = get_document_mask_mod(tokens, EOS)
-    window = get_sliding_window_mask_mod(3)
-    return {
-        "sliding window": window,
-        "sliding window in documents": and_masks(window, document),
-        "chunks": and_masks(get_causal_mask_mod(), get_fixed_block_mask_mod(4)),
-        "documents both ways": document,
-        "some queries see nothing": lambda b, h, q, kv: kv + 2 <= q,
-    }
 
 
 # Boundaries from positions that start anywhere, and an image in tokens 3 to 5 of row 0's second

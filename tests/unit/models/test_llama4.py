@@ -116,14 +116,6 @@ def test_varlen_masks_keep_chunks_and_documents_apart():
     assert (masks["rope"].max_q, masks["nope"].max_q) == (3, 8)
 
 
-def test_causal_flex_masks_have_the_chunks_of_whole_rows():
-    model = meta_model(tiny_args(fixed_attn_block_size=3))
-    masks = model.get_attention_masks(torch.ones(2, 9), None)
-    columns = torch.arange(9).expand(2, -1)
-    assert torch.equal(allowed_by(masks["rope"], 2), pairs_of(columns // 3))
-    assert torch.equal(allowed_by(masks["nope"], 2), pairs_of(columns * 0))
-
-
 def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
     flex, sdpa = tiny_model(), tiny_model(attn_type="sdpa")
     tokens = torch.arange(8)[None]

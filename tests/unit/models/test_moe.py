@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan.models.moe import (
-    MoE,
     MoEArgs,
     TokenReorderer,
     build_moe,
@@ -258,14 +257,6 @@ def test_reorderer_sorts_by_expert_and_keeps_the_order_of_tokens():
 def test_numbers_that_do_not_go_together_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         build(**changes)
-
-
-def test_sizes_that_the_grouped_kernel_refuses_go_through_the_loop(caplog):
-    moe = MoE(MoEArgs(num_experts=2), 6, 10)
-    with torch.no_grad():
-        moe.init_weights(0.5)
-    moe(torch.randn(1, 3, 6)).sum().backward()
-    assert "multiples of 16 bytes" in caplog.text
 
 
 def test_init_weights_zeroes_the_buffers_of_a_meta_model():

@@ -138,19 +138,6 @@ def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
         assert all(torch.equal(back[name], files[name]) for name in back.keys() - HEAD.keys())
 
 
-def test_head_without_bias_is_read_and_the_log_says_what_was_left(tmp_path, caplog):
-    files = hf_weights(tmp_path)
-    files["score.weight"] = torch.randn(1, 32)
-    del files["score.bias"]
-    folder = folder_with(tmp_path, files)
-    with make_engine(tmp_path) as engine, caplog.at_level(logging.INFO):
-        engine.load(folder)
-        loaded = weights_of(engine)
-    assert f"Not in {folder}, so left unchanged: score.bias\n" in caplog.text
-    assert torch.equal(loaded["score.weight"], files["score.weight"])
-    assert loaded["score.bias"].item() == 0
-
-
 def test_files_with_two_labels_are_refused(tmp_path):
     files = hf_weights(tmp_path) | {"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)}
     folder = folder_with(tmp_path, files)
@@ -240,20 +227,6 @@ def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
         assert step(engine, loss_fn=squared) > 0
         with pytest.raises(ValueError, match="call it without head"):
             engine.model_parts[0](TOKENS, head=TokenLogProbs())
-
-
-def test_loss_of_the_train_spec_may_be_one_of_values(tmp_path, monkeypatch):
-    spec = dataclasses.replace(get_train_spec("qwen3"), build_loss_fn=build_mse_loss)
-    monkeypatch.setitem(train_spec_module._extra_train_specs, "critic", spec)
-    with make_engine(tmp_path) as engine:
-        expected = step(engine, loss_fn=lambda v, labels, _: (v[..., 0] - labels).square().sum())
-    job = tiny_job(
-        str(tmp_path), "tiny_tied", "sdpa", "causal", model={"name": "critic", "value_head": True}
-    )
-    with TrainingEngine(job) as engine:
-        # [B, T] against [B, T, 1] would be broadcast.
-        engine.loss_fn, mse_loss = lambda v, labels: mse_loss(v[..., 0], labels), engine.loss_fn
-        torch.testing.assert_close(step(engine), expected)
 
 
 def test_training_on_text_is_refused_unless_the_spec_has_another_loss(monkeypatch):
