@@ -14,12 +14,17 @@ from torchtitan.tools import torch_parts
 
 
 def load_flex_attention() -> ModuleType:
-    return importlib.import_module("torch.nn.attention.flex_attention")
+    """Return the module; the compiler traces an import statement, but no importlib."""
+    import torch.nn.attention.flex_attention
+
+    return torch.nn.attention.flex_attention
 
 
 def load_varlen() -> ModuleType:
     """Return the module `torch.nn.attention.varlen`, which registers its operators."""
-    return importlib.import_module("torch.nn.attention.varlen")
+    import torch.nn.attention.varlen
+
+    return torch.nn.attention.varlen
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
