@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
