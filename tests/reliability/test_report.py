@@ -4,8 +4,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
@@ -63,11 +61,6 @@ def data_of(html: str) -> dict:
 def text_of(html: str) -> str:
     body = re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
-
-
-def report(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torchtitan.report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 # ---- reading ----
