@@ -63,7 +63,7 @@ class TokenLogProbs:
     entropy: bool = False  # also compute the entropy, which takes about a tenth longer
     chunk_tokens: int | None = None
     compile_backend: str | None = None
-    exact: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, str | Tensor):
@@ -104,7 +104,7 @@ class TokenLogProbs:
 
     @property
     def product(self) -> Callable[..., Tensor]:
-        return batch_invariant_linear if self.exact else linear
+        return batch_invariant_linear if self.batch_invariant else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
@@ -142,17 +142,11 @@ class TopTokens(TokenLogProbs):
     k: int = 1
 
     def __call__(  # type: ignore[override]
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
+        self, h: Tensor, weight: Tensor, bias: Any = None, *, labels: Tensor, **options: Any
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        group = options.get("group")
+        operands, call = operands_of(h, weight, bias, labels, group, options.get("low_rank"))
         head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
         best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
@@ -176,11 +170,7 @@ class TopTokens(TokenLogProbs):
 
 
 def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
+    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0, entropy: bool = False
 ) -> TokenOutputs:
     """Return the result of `TokenLogProbs` from existing logits [B, T, V].
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,13 +12,18 @@ import torch
 from torchtitan.tools import torch_parts
 
 
+# Import statements, because dynamo cannot trace `importlib`.
 def load_flex_attention() -> ModuleType:
-    return importlib.import_module("torch.nn.attention.flex_attention")
+    import torch.nn.attention.flex_attention
+
+    return torch.nn.attention.flex_attention
 
 
 def load_varlen() -> ModuleType:
     """Return the module `torch.nn.attention.varlen`, which registers its operators."""
-    return importlib.import_module("torch.nn.attention.varlen")
+    import torch.nn.attention.varlen
+
+    return torch.nn.attention.varlen
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:

@@ -18,11 +18,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
-from torchtitan.protocols.train_spec import (
-    _extra_train_specs,
-    get_train_spec,
-    register_train_spec,
-)
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
@@ -37,10 +33,7 @@ from torchtitan.tools.errors import ConfigError, RunError
 SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
 SIZES |= {"moe_inter_dim": 16}
 MODELS = {
-    "qwen3": (
-        Qwen3Model,
-        Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True),
-    ),
+    "qwen3": (Qwen3Model, Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True)),
     # Its first layer is dense.
     "deepseek_v3": (
         DeepSeekV3Model,
