@@ -47,9 +47,26 @@ NAMES = {
     "torchtitan.distributed.parallel_dims": "ParallelDims",
     "torchtitan.distributed.utils": "clip_grad_norm_ get_train_context maybe_enable_amp",
     "torchtitan.models.attention": "VarlenMetadata create_attention_mask get_causal_mask_mod",
+    "torchtitan.models.deepseek_v3.infra.parallelize": "apply_non_moe_tp parallelize_deepseekv3",
+    "torchtitan.models.deepseek_v3.model.model": "Attention DeepSeekV3Model precompute_freqs_cis",
     "torchtitan.models.gpt_oss.infra.expert_parallel": (
         "GptossExpertTensorParallel GptossTensorParallel"
     ),
+    "torchtitan.models.gpt_oss.model.model": "Attention GptOssModel precompute_rope_cache",
+    "torchtitan.models.gpt_oss.model.moe": "GptOssGroupedExperts GptOssMoE swiglu",
+    "torchtitan.models.llama3.infra.parallelize": (
+        "apply_compile apply_ddp apply_fsdp apply_tp disable_fsdp_gradient_division "
+        "parallelize_llama"
+    ),
+    "torchtitan.models.llama3.model.args": "RoPEScalingArgs TransformerModelArgs",
+    "torchtitan.models.llama3.model.model": (
+        "Attention FeedForward Transformer TransformerBlock apply_rotary_emb precompute_freqs_cis "
+        "reshape_for_broadcast"
+    ),
+    "torchtitan.models.llama4.infra.parallelize": "apply_compile apply_fsdp apply_moe_ep_tp",
+    "torchtitan.models.llama4.model.args": "RoPEScalingArgs TransformerModelArgs",
+    "torchtitan.models.qwen3.model.args": "Qwen3ModelArgs",
+    "torchtitan.models.qwen3.model.state_dict_adapter": "Qwen3StateDictAdapter",
     "torchtitan.models.moe.moe_deepep": "DeepEPMoE",
     "torchtitan.protocols.model": "AttentionMasksType BaseModelArgs ModelProtocol",
     "torchtitan.protocols.train_spec": "TrainSpec get_train_spec register_train_spec",

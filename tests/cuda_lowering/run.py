@@ -1,7 +1,7 @@
 """Lower training steps for an H100, without one.
 
-python -m tests.cuda_lowering.run                    # all cases
-python -m tests.cuda_lowering.run "llama3 1B flex"   # this case, with each kernel
+python -m tests.cuda_lowering.run                    # all cases, one line of JSON each
+python -m tests.cuda_lowering.run "llama3 1B flex"
 """
 
 # ruff: noqa: E402 (the device has to be there before torch)
@@ -30,15 +30,12 @@ TARGET = patch_compiler()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="default: all cases")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     args = parser.parse_args()
     failed = 0
     for name in args.names or CASES:
         record = run(name)
         failed += record["error"] is not None
-        print(json.dumps(record) if args.json else in_words(record), flush=True)
-        if not args.json:
-            print_kernels()
+        print(json.dumps(record), flush=True)
     raise SystemExit(failed)
 
 
@@ -52,17 +49,6 @@ def run(name: str) -> dict:
         error = traceback.format_exc(limit=-8, chain=False)
     seconds = round(time.process_time() - started, 1)
     return {"name": name, "cpu_seconds": seconds, "error": error} | record
-
-
-def in_words(record: dict) -> str:
-    return "\n".join(f"{key:14} {value}" for key, value in record.items())
-
-
-def print_kernels() -> None:
-    for kernel in TARGET.kernels:
-        print(f"  {kernel.name}: {kernel.calls} calls")
-        for binary in kernel.binaries:
-            print(f"      {binary}")
 
 
 if __name__ == "__main__":

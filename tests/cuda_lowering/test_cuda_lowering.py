@@ -41,7 +41,7 @@ def slow(names, quick=()):
 
 @pytest.mark.parametrize("name", slow(CASES, QUICK))
 def test_step_launches_what_the_table_says_and_every_kernel_fits_the_card(name):
-    (record,) = records("run", "--json", name)
+    (record,) = records("run", name)
     assert record["error"] is None, record["error"]
     expected = vars(EXPECTED[name]) if name in EXPECTED else {"breaks": 0, "problems": []}
     assert {key: record[key] for key in expected} == expected

@@ -86,30 +86,6 @@ def test_step_after_a_stay_that_a_client_arranged_itself_is_the_same(tmp_path, m
     assert [*found, step(engine, 1)] == expected
 
 
-def test_each_kind_of_state_moves_by_itself(tmp_path):
-    engine = make_engine(tmp_path)
-    step(engine, 0)
-    batch, labels = random_batch(2, 32)
-    engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
-    (parameter, *_) = engine.model_parts[0].parameters()
-    grad = parameter.grad.clone()
-    engine.to("cpu", model=False, optimizer=False)
-    assert parameter.grad is None and parameter.is_cuda  # torch has no gradient elsewhere
-    with pytest.raises(RuntimeError, match="optim_step needs grad on cuda"):
-        engine.optim_step()
-    engine.to("cpu", grad=False, optimizer=False)
-    assert torch.equal(parameter.grad, grad.cpu())
-    engine.to("cuda", optimizer=False)
-    assert torch.equal(parameter.grad, grad)
-    engine.to("cpu", model=False, grad=False)
-    state = engine.optimizers.state[parameter]
-    assert state["exp_avg"].device.type == "cpu"
-    engine.to("cuda")
-    engine.optim_step()
-
-
 def test_load_leaves_the_optimizer_where_it_was_put(tmp_path):
     engine = make_engine(tmp_path)
     step(engine, 0)

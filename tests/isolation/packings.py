@@ -8,8 +8,7 @@ A padding token looks at itself alone, so here it counts as a document of one to
 """
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -235,43 +234,3 @@ def _starts_by_length(lengths: list[int], n_tokens: int) -> list[bool]:
 def _spans_between(starts: list[bool]) -> list[tuple[int, int]]:
     bounds = [i for i, is_start in enumerate(starts) if is_start] + [len(starts)]
     return list(zip(bounds, bounds[1:], strict=False))
-
-
-# ---- making a packing smaller ----
-
-
-def smaller_packings(packing: Packing) -> Iterator[Packing]:
-    """Packings with a row less, with one half of the columns, or with a column less."""
-    if len(packing) > 1:
-        for i in range(len(packing)):
-            yield packing[:i] + packing[i + 1 :]
-    columns = list(range(row_length(packing)))
-    half = len(columns) // 2
-    if half:
-        yield _with_columns(packing, columns[:half])
-        yield _with_columns(packing, columns[half:])
-        for i in columns:
-            yield _with_columns(packing, columns[:i] + columns[i + 1 :])
-
-
-def _with_columns(packing: Packing, columns: list[int]) -> Packing:
-    rows = []
-    for row in packing:
-        owner = [i for i, segment in enumerate(row) for _ in range(segment.length)]
-        left = Counter(owner[column] for column in columns)
-        rows.append(tuple(Segment(left[i], row[i].first_position) for i in sorted(left)))
-    return tuple(rows)
-
-
-def describe(packing: Packing) -> str:
-    """One line per row, such as `row 0: 3 tokens from position 0 | 2 padding`."""
-    lines = []
-    for i, row in enumerate(packing):
-        parts = [
-            f"{segment.length} padding"
-            if segment.first_position is None
-            else f"{segment.length} from position {segment.first_position}"
-            for segment in row
-        ]
-        lines.append(f"row {i}: " + " | ".join(parts))
-    return "\n".join(lines)

@@ -200,37 +200,7 @@ def documents():
                     extra = {"positions": torch.tensor(positions)}
                     found[f"{name} {case}"] = outcome(masks, rows[:1], None, extra)
                 found[f"{name} without"] = outcome(masks, rows[:1], None, {})
-    found |= separators_that_disagree() | newline_after_eos()
-    return found
-
-
-def newline_after_eos():
-    """Chats end with end-of-text and a newline: logits of a packed row against each document alone."""
-    documents = [[11, 12, 13, EOS, NEWLINE], [14, 15, 16, EOS, NEWLINE]]
-    row, positions = torch.tensor([sum(documents, [])]), torch.tensor([[*range(5), *range(5)]])
-    weights = None
-
-    @torch.no_grad()
-    def logits(kind, tokens, positions):
-        nonlocal weights
-        spec = train_spec.get_train_spec("llama3")
-        flavor = dataclasses.replace(
-            spec.model_args["debugmodel"], n_layers=2, attn_type="flex", attn_mask_type=kind
-        )
-        model = spec.model_cls(flavor)
-        model.init_weights()
-        weights = weights or model.state_dict()
-        model.load_state_dict(weights)
-        masks = model.get_attention_masks(tokens, TOKENIZER, {"positions": positions})
-        return model(tokens, attention_masks=masks, positions=positions)[0]
-
-    alone = [logits("causal", torch.tensor([x]), torch.arange(5)[None]) for x in documents]
-    return {
-        f"newline {kind}": outcome(
-            lambda kind: (logits(kind, row, positions) - torch.cat(alone)).abs().max().item(), kind
-        )
-        for kind in ("block_causal", "position_block_causal")
-    }
+    return found | separators_that_disagree()
 
 
 def separators_that_disagree():

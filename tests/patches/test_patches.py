@@ -4,7 +4,6 @@ Needs torch, pytest and what 0.2.2 itself imports: `pytest --confcutdir tests/pa
 0.2.2 is a black box here: it is downloaded, and run in processes of its own (rehearse.py).
 """
 
-import ast
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from patches.__main__ import main
-from patches.tool import Refusal, Target, load_units, unified_diff
+from patches.tool import Target, load_units, unified_diff
 
 HERE = Path(__file__).parent
 UNITS = load_units()
@@ -66,22 +65,6 @@ def test_applying_twice_changes_nothing_and_undo_restores_every_byte(copy):
     assert texts(copy) == before
 
 
-def test_units_applied_one_by_one_are_all_units_applied_at_once(wheel, copy, tmp_path_factory):
-    other = tmp_path_factory.mktemp("other")
-    zipfile.ZipFile(wheel).extractall(other)
-    for number in reversed(UNITS):
-        Target(copy).apply([number])
-    Target(other).apply(list(UNITS))
-    for path, text in texts(other).items():
-        assert (copy / path.relative_to(other)).read_bytes() == text or ".patches" in str(path)
-
-
-def test_another_version_is_refused(copy, capsys):
-    (copy / "torchtitan-0.2.2.dist-info").rename(copy / "torchtitan-0.3.0.dist-info")
-    assert main(["apply", str(copy)]) == 1
-    assert "has torchtitan 0.3.0, and these units are for 0.2.2" in capsys.readouterr().err
-
-
 def test_edited_function_is_refused_and_other_edits_are_kept(copy, capsys):
     file = copy / "torchtitan/distributed/utils.py"
     source = file.read_text()
@@ -93,22 +76,6 @@ def test_edited_function_is_refused_and_other_edits_are_kept(copy, capsys):
     file.write_text(source + "\n\ndef ours():\n    pass\n")
     assert main(["apply", str(copy), "--units", "1"]) == 0
     assert "def ours" in file.read_text() and "use_existing_group" in file.read_text()
-
-
-def test_file_that_was_edited_after_applying_is_not_overwritten(copy, capsys):
-    main(["apply", str(copy)])
-    file = copy / "torchtitan/models/documents.py"
-    file.write_text(file.read_text() + "\n# ours\n")
-    assert main(["undo", str(copy)]) == 1
-    assert "documents.py was changed after units were applied" in capsys.readouterr().err
-
-
-def test_file_in_the_way_is_kept(copy):
-    file = copy / "torchtitan/models/documents.py"
-    file.write_text("# ours\n")
-    with pytest.raises(Refusal, match="is there, and a unit adds a file of that name"):
-        Target(copy).apply([3])
-    assert file.read_text() == "# ours\n"
 
 
 def test_diff_is_what_apply_does(copy):
@@ -125,19 +92,6 @@ def test_diff_is_what_apply_does(copy):
         subprocess.run(
             ["patch", "-p1", "-s", "-R", "-E"], input=diff, text=True, cwd=copy, check=True
         )
-
-
-def test_patched_files_are_python_and_no_file_of_a_unit_imports_another_unit(copy):
-    Target(copy).apply(list(UNITS))
-    for path in Target(copy).digests:
-        ast.parse((copy / path).read_text())
-    added = {
-        path.removesuffix(".py").replace("/", ".") for unit in UNITS.values() for path in unit.new
-    }
-    for unit in UNITS.values():
-        own = {path.removesuffix(".py").replace("/", ".") for path in unit.new}
-        for module in added - own:
-            assert module not in "".join(unit.new.values()) + unit.replacements, unit.title
 
 
 def test_sizes_on_the_page_are_those_of_the_diffs(copy):
@@ -261,14 +215,6 @@ def test_masks_of_causal_and_block_causal_are_those_of_before(found, after):
         if "position" not in name and isinstance(mask, dict):
             assert now[name] == mask, name
     assert now["llama3 varlen causal"].split(":")[0] == "ValueError"
-
-
-def test_newline_after_eos_belongs_to_its_document_only_by_positions(found, after):
-    before, now = found["before"]["documents"], after("documents")
-    for values in (before, now):  # the newline opens the next document
-        assert values["newline block_causal"] > 0.1
-    assert before["newline position_block_causal"].startswith("ValueError")
-    assert now["newline position_block_causal"] < 1e-5  # fp32 sums in another order
 
 
 @pytest.mark.parametrize(

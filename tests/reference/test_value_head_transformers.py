@@ -220,22 +220,3 @@ def test_reward_model_of_transformers_scores_the_last_token(tmp_path):
     last = torch.tensor([len(d) for d in documents_of(0)]).cumsum(0) - 1
     assert expected.std() > 0.1
     assert distance(values[last], expected) <= TOLERANCE
-
-
-def test_classifier_of_transformers_with_two_labels_is_refused(tmp_path):
-    from transformers import AutoModelForTokenClassification
-
-    config = tiny_hf_config(tie_word_embeddings=True)
-    args = from_hf_config(config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).model_args
-    config.num_labels = 2
-    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match="a value head needs one label, not 2; .* num_labels = 1"):
-        from_hf_config(tmp_path / "hf")
-    spec = dataclasses.replace(get_train_spec("qwen3"), model_args={"tiny": args})
-    with (
-        TrainingEngine(
-            tiny_job(str(tmp_path), model={"value_head": True}), train_spec=spec
-        ) as engine,
-        pytest.raises(ValueError, match="a value head needs one label, not 2"),
-    ):
-        engine.load(str(tmp_path / "hf"))

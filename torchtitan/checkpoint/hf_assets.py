@@ -15,11 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
-from torchtitan.checkpoint.states import shorten
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
 from torchtitan.tools.logging import logger
@@ -37,8 +36,6 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Fields of a model's config.json that are not true of what a run exports: its weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
-
-# ---- weights ----
 
 
 def check_files(folder: str) -> tuple[list[str], list[str]]:
@@ -125,9 +122,6 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         return None
     names = {file_name: in_file for file_name, in_file in names.items() if in_file}
     return UntrainedParts(folder, names) if names else None
-
-
-# ---- config and tokenizer ----
 
 
 def write_model_files(

@@ -46,17 +46,14 @@ class _Store:
 
 
 class CachedAttention(_Store, nn.Module):
-    """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
-
-    max_length: the longest row, in tokens. exact: with the sums of `numerics.batch_invariant`.
-    """
+    """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls."""
 
     attn_type: ClassVar[str] = "cache"
 
-    def __init__(self, max_length: int, exact: bool):
+    def __init__(self, max_length: int, batch_invariant: bool):
         super().__init__()
-        self.max_length = -(-max_length // KEYS) * KEYS if exact else max_length
-        self.exact, self.stored = exact, []
+        self.max_length = -(-max_length // KEYS) * KEYS if batch_invariant else max_length
+        self.batch_invariant, self.stored = batch_invariant, []
 
     def forward(
         self,
@@ -82,7 +79,7 @@ class CachedAttention(_Store, nn.Module):
             else:
                 index = self.slots[:, None, :, None].expand_as(new)
                 stored.scatter_(2, index, new.to(stored.dtype))
-        if self.exact:
+        if self.batch_invariant:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             visible = F.pad(block_mask[:, 0], (0, -self.end % KEYS))
             k, v = (x[:, :, : visible.shape[-1]] for x in self.stored)
@@ -104,7 +101,7 @@ class CachedAttention(_Store, nn.Module):
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         # On CPUs fp32 is faster than bf16, and rounds less: every step would cast all keys again.
-        in_fp32 = self.exact or k.device.type == "cpu"
+        in_fp32 = self.batch_invariant or k.device.type == "cpu"
         dtype = torch.promote_types(k.dtype, torch.float32) if in_fp32 else k.dtype
         self.stored = [
             x.new_zeros(*x.shape[:2], self.max_length, x.shape[3], dtype=dtype) for x in (k, v)
@@ -112,10 +109,7 @@ class CachedAttention(_Store, nn.Module):
 
 
 class ExpertRecord(_Store):
-    """The experts that routers chose for the tokens in a cache: one tensor int16 [B, L, max_length, k].
-
-    It holds 0 for layers of other pipeline stages.
-    """
+    """The experts of the tokens in a cache, int16 [B, L, max_length, k]; 0 for other stages' layers."""
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -154,11 +148,7 @@ class ExpertRecord(_Store):
 
 
 class CachedForward:
-    """The forward that `kv_cache` yields.
-
-    lengths: the number of tokens in each row so far, which may differ.
-    experts: the record of the tokens' experts; None unless `records_experts`.
-    """
+    """The forward that `kv_cache` yields. lengths: the number of tokens in each row so far."""
 
     def __init__(
         self,
@@ -170,8 +160,10 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        exact = any(getattr(layer.inner_attention, "batch_invariant", False) for layer in layers)
-        self.kernels = [CachedAttention(max_length, exact) for _ in layers]
+        invariant = any(
+            getattr(layer.inner_attention, "batch_invariant", False) for layer in layers
+        )
+        self.kernels = [CachedAttention(max_length, invariant) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]
         self._parts, self._layers, self._run = parts, layers, run

@@ -1,5 +1,7 @@
-"""Model families. Each is a folder with a flavor table and a `get_train_spec()`."""
+"""Model families. Each is a package with a flavor table and a `get_train_spec()`."""
+
+import pkgutil
 
 _supported_models: frozenset[str] = frozenset(
-    {"deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"}
-)
+    module.name for module in pkgutil.iter_modules(__path__) if module.ispkg
+) - {"moe"}

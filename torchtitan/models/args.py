@@ -16,12 +16,10 @@ class DecoderArgs(BaseModelArgs):
     """The args of every family, which the decoder reads.
 
     attn_type: "sdpa", "flex" or "varlen". attn_mask_type: see `config.mask_types`.
-    depth_init: scale the initial weights of residual branches by the depth of their layer instead
-        of by the depth of the model.
-    value_head: the model returns one value per token. It has no output weight to tie, so this turns
-        enable_weight_tying off.
-    fp32_head: compute the output projection in fp32, even if autocast or FSDP cast its weight and
-        the hidden states.
+    depth_init: scale the initial weights of residual branches by the depth of their layer, not of
+        the model.
+    value_head: the model returns one value per token; this turns enable_weight_tying off.
+    fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
     """
 
     dim: int = 4096

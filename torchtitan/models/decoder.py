@@ -7,16 +7,12 @@ Checkpoints depend on the names and the order of the modules, so neither may cha
 B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
 L length of the RoPE table.
 
-Initialisation (std; truncated normal unless said otherwise; norms start at one):
-    tok_embeddings                  1, normal
-    attention.{wq,wk,wv}            0.02
-    feed_forward.w1                 0.02
-    attention.wo, feed_forward.{w2,w3}
-                                    0.02 / sqrt(2 * (layer + 1)), or with depth_init off
-                                    0.02 / sqrt(2 * n_layers)
-    output                          M ** -0.5, cut at 3 std; also the tied embedding
-    score                           0.02, normal, as transformers has it
-    biases                          0
+Initialisation (std; truncated normal unless said otherwise; norms start at one, biases at zero):
+    tok_embeddings                        1, normal
+    attention.{wq,wk,wv}, feed_forward.w1 0.02
+    attention.wo, feed_forward.{w2,w3}    0.02 / sqrt(2 * (layer + 1)); depth_init off: 2 * n_layers
+    output                                M ** -0.5, cut at 3 std; also the tied embedding
+    score                                 0.02, normal, as transformers has it
 """
 
 import functools
@@ -61,7 +57,6 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qkv_bias, output_bias: give wq, wk and wv, or wo, a bias.
     qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None: no such norm.
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the entry of this layer, if the model's masks are a dict.
@@ -146,10 +141,8 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    feed_forward: a dense feed-forward, or a mixture of experts, which is stored as `moe`.
-
-    Under tensor parallelism x holds this rank's tokens. Attention and feed-forward get the tokens
-    of all ranks, and return this rank's summand of the result.
+    Under tensor parallelism x holds this rank's tokens; attention and feed-forward get the tokens of
+    all ranks, and return this rank's summand of the result.
     """
 
     sequence: WholeSequence | SequenceShards = WholeSequence()
@@ -206,16 +199,11 @@ class TransformerBlock(nn.Module):
 
 
 class OutputProjection(Linear):
-    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head.
-
-    The head is called inside this module's forward, because FSDP has gathered the weight there.
-    in_fp32: compute with fp32 copies of weight and hidden states.
-    """
+    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head, called where FSDP has
+    gathered the weight. in_fp32: compute with fp32 copies of weight and hidden states."""
 
     in_fp32: bool = False
-
-    # True because tensor parallelism replaces this class by its own.
-    reads_local_parameters = True
+    reads_local_parameters = True  # tensor parallelism replaces this class by its own
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
@@ -245,9 +233,7 @@ class Decoder(ModelProtocol):
 
     The norm is followed by `output`, or by `score` if the args set `value_head`; the other
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
-    layers of other stages; a stage without the embedding takes hidden states instead of tokens.
-
-    Raises ValueError for an unknown mask type, or one that the attention kernel cannot apply.
+    layers of other stages. Raises ValueError for a mask type that the kernel cannot apply.
     """
 
     rope_buffer_name: ClassVar[str] = "freqs_cis"
@@ -352,9 +338,8 @@ class Decoder(ModelProtocol):
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
         routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
-        before the last returns hidden states. Under tensor parallelism hidden states are whole, for
-        any T; logits are a DTensor split along V if the loss is parallel; values are plain tensors.
-        Raises ValueError for a head if the model has a value head.
+        before the last returns them. Under tensor parallelism hidden states are whole, and logits a
+        DTensor split along V if the loss is parallel. Raises ValueError for a head of a value model.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:

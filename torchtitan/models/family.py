@@ -47,7 +47,7 @@ def build_decoder_train_spec(
     )
 
 
-# Module of 0.2.x below a family's -> name -> our module. Of a name with "=", ours is called otherwise.
+# Names of 0.2.x's `infra` of any family -> our module.
 _PLAN, _PARALLELIZE = "torchtitan.models.tp_plan", "torchtitan.models.parallelize"
 _FSDP = "torchtitan.distributed.fsdp"
 _INFRA = {
@@ -65,9 +65,9 @@ _INFRA = {
 
 
 def add_old_paths(family: str) -> None:
-    """Make the modules that 0.2.x has below a family importable, without loading what they name.
+    """Make the modules that 0.2.x has below a family importable, without loading what `infra` names.
 
-    family: the name of the family's own module, which `model.args` and its neighbours stand for.
+    family: the name of the family's module, which takes the place of its `model.args` and so on.
     """
     own = sys.modules[family]
     parallelize = {name: family for name in vars(own) if name.startswith("parallelize_")}

@@ -103,10 +103,7 @@ def precompute_freqs_cis(
     theta: float = 10000.0,
     scaling_args: RoPEScalingArgs | YaRNArgs | None = RoPEScalingArgs(),  # noqa: B008 (only read)
 ) -> Tensor:
-    """Return the table complex64 [end, dim/2] of neighbouring pairs, for heads of size `dim`.
-
-    scaling_args: None leaves the frequencies as they are.
-    """
+    """Return the table complex64 [end, dim/2] of neighbouring pairs, for heads of size `dim`."""
     if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
         return torch.empty((end, dim // 2), dtype=torch.complex64)
     angles = _angles(dim, end, theta, scaling_args)
@@ -190,7 +187,7 @@ def precompute_rope_cache(
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of two halves, for heads of size `dim`.
 
-    scaling_args: None leaves the frequencies as they are. magnitude: multiplies the whole table.
+    magnitude: multiplies the whole table.
     """
     if torch.get_default_device().type == "meta":
         return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
@@ -202,11 +199,7 @@ def precompute_rope_cache(
 def apply_rotary_emb_to_halves(
     xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, with each head's two halves turned by their token's position.
-
-    xq: [B, T, H, D], xk: [B, T, K, D]. rope_cache and positions as in `reshape_for_broadcast`.
-    fp32 inside, the inputs' dtype out.
-    """
+    """As `apply_rotary_emb`, with pairs of each head's two halves; fp32 inside."""
     cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
     first, second = sin.chunk(2, dim=-1)
     sin = torch.cat((-first, second), dim=-1)

@@ -4,7 +4,6 @@ Tolerance: outputs and gradients are of order 1 and sums have at most 40 terms, 
 are good to a few 1e-6.
 """
 
-import warnings
 from unittest import mock
 
 import pytest
@@ -20,7 +19,6 @@ from torchtitan.models.attention import (
     FlexAttentionWrapper,
     ScaledDotProductAttentionWrapper,
     VarlenAttentionWrapper,
-    VarlenMetadata,
     attend,
     build_inner_attention,
     choose_kernel_options,
@@ -108,9 +106,6 @@ def packings(draw):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-HEADS = st.sampled_from([(2, 2), (4, 2), (4, 1)])
-
-
 @settings(max_examples=60, deadline=None)
 @given(packings(), st.sampled_from([4, 16]))
 def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block_size):
@@ -139,31 +134,10 @@ def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block
         assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
 
 
-def test_causal_block_mask_has_one_row_for_the_whole_batch():
-    mask = DocumentMask.from_rows(3, 40, torch.device("cpu")).lower("flex").lowered
-    assert mask.shape == (1, 1, 40, 40)
-    inputs = tensors(3, 40, 2, 2)
-    out = FlexAttentionWrapper()(*inputs, block_mask=mask)
-    assert_same(out, dense(*inputs, torch.ones(40, 40).tril().bool()), inputs, **FP32)
-
-
 def lookup(mask_mod, n_rows, seq_len):
     """The mask function evaluated for every pair: bool [B, 1, T, T]."""
     pairs = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
     return torch.stack([mask_mod(torch.tensor(b), 0, *pairs) for b in range(n_rows)])[:, None]
-
-
-def client_masks():
-    tokens = torch.tensor([[5, 5, EOS, 5, 5, 5, 5, EOS, 5, 5], [5, 5, 5, 5, 5, 5, 5, 5, EOS, 5]])
-    document = get_document_mask_mod(tokens, EOS)
-    window = get_sliding_window_mask_mod(3)
-    return {
-        "sliding window": window,
-        "sliding window in documents": and_masks(window, document),
-        "chunks": and_masks(get_causal_mask_mod(), get_fixed_block_mask_mod(4)),
-        "documents both ways": document,
-        "some queries see nothing": lambda b, h, q, kv: kv + 2 <= q,
-    }
 
 
 # Boundaries from positions that start anywhere, and an image in tokens 3 to 5 of row 0's second
@@ -211,12 +185,6 @@ def test_document_masks_compose_with_other_masks(name):
     assert_same(out, dense(*inputs, allowed), inputs, **FP32)
 
 
-def test_flex_without_mask_is_full_attention():
-    inputs = tensors(2, 5, 2, 2)
-    out = FlexAttentionWrapper()(*inputs)
-    assert_same(out, dense(*inputs, torch.tensor(True)), inputs, **FP32)
-
-
 def test_score_mod_changes_the_scores():
     def bias(score, b, h, q_idx, kv_idx):
         return score + 0.1 * (kv_idx - q_idx) * (h + 1)
@@ -230,36 +198,6 @@ def test_score_mod_changes_the_scores():
     scores = q @ k.mT / 8**0.5 + 0.1 * distance * torch.tensor([1, 2])[:, None, None]
     weights = scores.masked_fill(~allowed_pairs(ids), float("-inf")).softmax(-1)
     assert_same(out, weights @ v, inputs, **FP32)
-
-
-def test_log_sum_exp_is_returned_and_has_a_gradient():
-    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = DocumentMask.from_documents(ids).lower("flex").lowered
-    q, k, v = inputs = tensors(1, 6, 2, 2)
-    out, lse = FlexAttentionWrapper()(*inputs, block_mask=mask, return_lse=True)
-    scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed_pairs(ids), float("-inf"))
-    assert_same(lse, scores.logsumexp(-1), (q, k), **FP32)
-    assert_same(out, scores.softmax(-1) @ v.double(), inputs, **FP32)
-
-
-def test_log_sum_exp_of_an_accelerator_is_asked_for_without_a_deprecated_argument(monkeypatch):
-    """Torch notes in a global that it has warned, so that the compiler would compile once more."""
-    from torch.nn.attention import flex_attention as flex
-
-    inputs = [x.detach() for x in tensors(1, 6, 2, 2)]
-
-    def kernel(*meta, **options):
-        return flex.flex_attention(*inputs, **options)
-
-    monkeypatch.setattr(flex, "_WARNINGS_SHOWN", set())
-    monkeypatch.setattr(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(kernel))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        out, lse = FlexAttentionWrapper()(*(x.to("meta") for x in inputs), return_lse=True)
-    q, k, v = (x.double() for x in inputs)
-    scores = q @ k.mT / 8**0.5
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), **FP32)
-    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v, **FP32)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen", "sdpa"])
@@ -291,16 +229,6 @@ def test_varlen_metadata_has_the_known_boundaries():
     assert metadata.cu_seq_q.dtype == torch.int32
     assert metadata.cu_seq_k is metadata.cu_seq_q
     assert (metadata.max_q, metadata.max_k) == (5, 5)
-
-
-def test_varlen_with_more_keys_than_queries_is_causal_from_the_end():
-    q, _, _ = tensors(1, 3, 2, 2)
-    _, k, v = tensors(1, 7, 2, 1)
-    metadata = VarlenMetadata(torch.tensor([0, 1, 3]), torch.tensor([0, 3, 7]), 2, 4)
-    out = VarlenAttentionWrapper()(q, k, v, metadata)
-    allowed = torch.zeros(3, 7, dtype=torch.bool)
-    allowed[0, :3] = allowed[1, 3:6] = allowed[2, 3:7] = True
-    assert_same(out, dense(q, k, v, allowed).transpose(1, 2)[0], (q, k, v), **FP32)
 
 
 def test_mask_of_another_batch_names_both_sizes():
@@ -387,14 +315,6 @@ def test_document_mask_mod_takes_ids_or_positions_and_shows_padding_to_itself_al
         assert torch.equal(lookup(get_document_mask_mod(**one_row), 1, 5)[0, 0], expected)
 
 
-def test_document_mask_mod_says_which_of_two_separators_it_takes(caplog):
-    tokens, positions = torch.tensor([[5, EOS, 5, 5]]), torch.tensor([[0, 1, 2, 0]])
-    pairs = lookup(get_document_mask_mod(tokens, EOS, positions=positions), 1, 4)[0, 0]
-    assert torch.equal(pairs, torch.block_diag(torch.ones(3, 3), torch.ones(1, 1)).bool())
-    (message,) = caplog.messages
-    assert "come from 'positions'" in message and "row 0 token 2 continues" in message
-
-
 @pytest.mark.parametrize("given", [{}, {"batch": torch.ones(1, 2).long()}, {"eos_id": EOS}])
 def test_document_mask_mod_without_a_separator_is_refused(given):
     got = "input" if "batch" in given else "none of them"
@@ -421,35 +341,6 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
         torch.autograd.grad(out.sum(), inputs)
         n_compiled.append(counter.frame_count)
     assert n_compiled[1:] == [n_compiled[1]] * 5
-
-
-def masks_of_many_lengths(create_mask):
-    """Return the number of compiled graphs after each of 12 masks, each a new closure and length."""
-    from torch._dynamo.utils import counters
-
-    counts = []
-    for seq_len in range(130, 250, 10):
-        ids = torch.arange(seq_len)[None] // 50
-        mask_mod = and_masks(
-            get_document_mask_mod(document_ids=ids), get_sliding_window_mask_mod(40)
-        )
-        mask = create_mask(mask_mod, 1, None, seq_len, seq_len, device="cpu")
-        assert mask.shape == (1, 1, seq_len, seq_len)
-        counts.append(counters["stats"]["unique_graphs"])
-    return counts
-
-
-def test_mask_of_every_other_length_compiles_nothing_on_the_cpu():
-    from torch._dynamo.utils import counters
-
-    before = counters["stats"]["unique_graphs"]
-    assert masks_of_many_lengths(create_attention_mask) == [before] * 12
-
-
-def test_compiled_mask_is_compiled_anew_for_the_second_length_at_most():
-    """The code that accelerators run, traced here without their compiler."""
-    counts = masks_of_many_lengths(torch.compile(create_block_mask, backend="eager"))
-    assert counts[1:] == [counts[1]] * 11
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Sizes of a model from a job's config: [model.args] over a flavor, and model.hf_config."""
 
-import json
-
 import pytest
 import torch
 
-from scripts.checkpoint_conversion import convert_to_hf as convert_to_hf_script
 from tests.tiny_hf import tiny_hf_config
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import Job, JobConfig, Model, Training
@@ -91,26 +88,3 @@ def test_engine_has_the_sizes_of_a_hugging_face_config(tmp_path):
     config.model.hf_config = str(tmp_path / "none")
     with pytest.raises(ConfigError, match="model.hf_config cannot be used: .*none cannot be read"):
         find_train_spec(config)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_conversion_takes_the_model_of_a_job_file(tmp_path, monkeypatch):
-    (tmp_path / "job.toml").write_text(TOML)
-    config = ConfigManager().parse_args(
-        [
-            f"--job.config_file={tmp_path / 'job.toml'}",
-            f"--job.dump_folder={tmp_path}",
-            "--checkpoint.enable",
-            "--training.seq_len=16",
-        ]
-    )
-    with TrainingEngine(config) as engine:
-        engine.step = 1
-        engine.save()
-    step, out = tmp_path / "checkpoint/step-1", tmp_path / "hf"
-    arguments = ["", str(step), str(out), f"--config={tmp_path / 'job.toml'}"]
-    monkeypatch.setattr("sys.argv", arguments)
-    convert_to_hf_script.main()
-    written = json.loads((out / "config.json").read_text())
-    assert (written["hidden_size"], written["n_routed_experts"]) == (64, 4)
-    assert written["eos_token_id"] == 2043  # the size of the job's tokenizer

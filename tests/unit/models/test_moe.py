@@ -5,8 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan.models.moe import (
-    GroupedExperts,
-    MoE,
     MoEArgs,
     TokenReorderer,
     build_moe,
@@ -163,22 +161,6 @@ def test_grouped_experts_equal_the_loop(dtype, counts):
     torch.testing.assert_close(*results, **tolerance)
 
 
-def test_loop_gives_zero_for_rows_of_no_expert():
-    experts = GroupedExperts(DIM, HIDDEN, 2, use_grouped_mm=False)
-    with torch.no_grad():
-        experts.init_weights(0.5)
-    out = experts(tokens(5), torch.tensor([1, 2]))
-    assert out.shape == (5, DIM) and torch.all(out[3:] == 0) and torch.all(out[:3].any(dim=1))
-
-
-def test_fp32_weights_are_not_rounded_to_bf16():
-    moe = build()
-    assert moe(tokens(1, 5)).dtype == torch.float32
-    rounded = build(dtype=torch.bfloat16)
-    assert rounded(tokens(1, 5).bfloat16()).dtype == torch.bfloat16
-    assert not torch.equal(moe(tokens(1, 5)), rounded(tokens(1, 5).bfloat16()).float())
-
-
 def test_autocast_computes_experts_in_bf16_and_the_router_in_fp32():
     moe = build()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -214,29 +196,6 @@ def test_router_of_bf16_matrices_on_an_accelerator_is_that_of_their_fp32_copies(
         # bf16 has 8 bits, to which the result is rounded; its halves alone would be off by more.
         error = (got.float() - exact).abs()
         assert got.dtype == torch.bfloat16 and (error <= 2**-8 * exact.abs() + 1e-4).all()
-
-
-def test_gradient_of_two_bf16_halves_is_off_by_two_to_the_minus_15(monkeypatch):
-    seen = []
-    mm = moe_module._mm_to_fp32
-    monkeypatch.setattr(moe_module, "_mm_to_fp32", lambda a, b: seen.append(mm(a, b)) or seen[-1])
-    x, weight = torch.eye(4).bfloat16(), torch.eye(4).bfloat16().requires_grad_()
-    grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    moe_module._LinearToFp32.apply(x.requires_grad_(), weight).backward(grad)
-    _, grad_x, _ = seen  # before it is rounded to bf16
-    assert ((grad_x - grad).abs() <= 2**-15 * grad.abs()).all()
-    assert not torch.equal(grad.bfloat16().float(), grad)
-
-
-def test_every_token_to_one_expert_and_none_to_the_others():
-    moe = build(top_k=1)
-    moe.expert_bias.copy_(torch.tensor([0.0, 0, 0, 9, 0, 0]))
-    out = moe(tokens(2, 4))
-    assert moe.tokens_per_expert.tolist() == [0, 0, 0, 8, 0, 0]
-    out.sum().backward()
-    others = [0, 1, 2, 4, 5]
-    for weight in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
-        assert torch.all(weight.grad[others] == 0) and weight.grad[3].abs().sum() > 0
 
 
 def test_experts_hear_of_the_counts_before_the_tokens_are_gathered_and_shared_experts_run():
@@ -298,19 +257,6 @@ def test_reorderer_sorts_by_expert_and_keeps_the_order_of_tokens():
 def test_numbers_that_do_not_go_together_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         build(**changes)
-
-
-def test_other_implementations_are_refused_with_the_key_to_change():
-    with pytest.raises(ValueError, match="expert_parallel_comm_backend = 'deepep'"):
-        build_moe(MoEArgs(), DIM, HIDDEN, "deepep")
-
-
-def test_sizes_that_the_grouped_kernel_refuses_go_through_the_loop(caplog):
-    moe = MoE(MoEArgs(num_experts=2), 6, 10)
-    with torch.no_grad():
-        moe.init_weights(0.5)
-    moe(torch.randn(1, 3, 6)).sum().backward()
-    assert "multiples of 16 bytes" in caplog.text
 
 
 def test_init_weights_zeroes_the_buffers_of_a_meta_model():

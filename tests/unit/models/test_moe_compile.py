@@ -73,15 +73,6 @@ def test_block_is_one_graph(dtype, replays):
     torch.testing.assert_close(results(compiled, replays), results(model, replays))
 
 
-@pytest.mark.slow
-def test_block_whose_kernels_want_groups_padded_is_one_graph(monkeypatch):
-    monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)  # as on CUDA
-    model = build()
-    compiled = copy.deepcopy(model)
-    apply_compile(compiled, COMPILE)
-    torch.testing.assert_close(results(compiled), results(model))
-
-
 @pytest.mark.parametrize("ep_enabled, changes", [(True, {}), (False, {"use_grouped_mm": False})])
 def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled, changes):
     model = build(**changes)
@@ -97,14 +88,6 @@ def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled,
     losses, gradients, counts = results(compiled)
     moe.tokens_per_expert //= 2  # includes the tokens of the recomputation
     torch.testing.assert_close((losses, gradients, counts), results(model))
-
-
-def test_second_compile_of_whole_blocks_does_nothing():
-    model = build()
-    apply_compile(model, COMPILE)
-    block = model.layers["0"]
-    apply_compile(model, COMPILE)
-    assert model.layers["0"] is block
 
 
 class DenseBlock(nn.Module):

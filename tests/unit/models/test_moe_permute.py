@@ -37,14 +37,6 @@ def test_known_places_of_two_ranks_and_four_experts():
     assert {t.dtype for t in (indices, sizes, ends)} == {torch.int32}
 
 
-def test_expert_without_tokens_has_an_empty_slot():
-    counts = torch.tensor([4, 0, 2, 3, 1, 0, 0, 5])
-    indices, sizes, _ = generate_permute_indices(counts, 4, 2, 64, 8, use_cpu=True)
-    slots = [[i for i in slot if i >= 0] for slot in indices.view(-1, 8).tolist()]
-    assert slots[:4] == [[0, 1, 2, 3, 9], [], [4, 5], [6, 7, 8, 10, 11, 12, 13, 14]]
-    assert sizes.tolist() == [8] * 4 and not any(slots[4:])
-
-
 def slow_fill(counts, starts, write_offsets, num_experts, num_ranks, max_len):
     filled = [-1] * max_len
     for e in range(num_experts):
@@ -137,8 +129,3 @@ def test_row_without_a_place_gets_zeros_and_no_gradient():
     assert grad.tolist() == [[1, 1], [0, 0], [2, 2]]
     nothing = take_rows(x[:0], torch.tensor([-1, -1]), places[:0], rows_have_gaps=True)
     assert nothing.tolist() == [[0, 0], [0, 0]]
-
-
-def test_other_alignments_are_refused():
-    with pytest.raises(ValueError, match="8, 16 or 32, got 12"):
-        utils.set_token_group_alignment_size_m(12)

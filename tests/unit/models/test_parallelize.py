@@ -136,98 +136,67 @@ def test_save_list_holds_matmul_and_every_attention_there_is():
     assert any("flex_attention" in name for name in saved)
 
 
+VARLEN = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
+OFFLOAD = {"training.enable_cpu_offload": True}
+FP32 = {"training.mixed_precision_param": "float32"}
+ALLTOALL = {"parallelism.context_parallel_rotate_method": "alltoall"}
+
+
+@pytest.fixture
+def config_on_cuda(monkeypatch):
+    """A function of settings that returns a config, checked as on an accelerator."""
+    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
+
+    def config(settings):
+        config = JobConfig()
+        config.model.name, config.activation_checkpoint.mode = "some_model", "none"
+        for key, value in settings.items():
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
+        return config
+
+    return config
+
+
+@pytest.mark.parametrize(
+    "model, degrees, settings, match",
+    [
+        ({}, {}, OFFLOAD, "training.enable_cpu_offload .*data_parallel_shard_degree"),
+        ({}, {"dp_replicate": 2, "pp": 2}, OFFLOAD, "training.enable_cpu_offload "),
+        ({}, {"cp": 2}, FP32, "'allgather'.*got training.mixed_precision_param = 'float32'"),
+        (VARLEN, {}, FP32, "'varlen' needs 16.*got training.mixed_precision_param.*'flex'"),
+        # Without FSDP nothing casts split models.
+        (VARLEN, {"tp": 2}, {}, "'varlen' needs 16.*got training.dtype = 'float32'.*'flex'"),
+        ("varlen", {}, {}, "'varlen' gives no.*'some_model'.*set the type to 'flex'"),
+        ("varlen", {"cp": 2}, ALLTOALL, "'varlen' gives no gradient.*set the type to 'flex'"),
+        ("flex", {"cp": 2}, {}, "'allgather' gives no gradient.*set the method to 'alltoall'"),
+    ],
+)
+def test_what_no_kernel_of_an_accelerator_computes_is_refused(
+    model, degrees, settings, match, config_on_cuda
+):
+    if isinstance(model, dict):
+        model = tiny_model(**model)
+    else:  # gpt_oss needs the log-sum-exp
+        with torch.device("meta"):
+            model = GptOssModel(replace(gptoss_configs["debugmodel_small"], attn_type=model))
+    with pytest.raises(ValueError, match=match):
+        parallelize_decoder(model, dims(**degrees), config_on_cuda(settings))
+
+
+def test_varlen_in_bf16_and_fp32_on_the_cpu_are_not_refused(config_on_cuda, monkeypatch):
+    for settings in ({}, FP32 | {"training.dtype": "bfloat16"}):
+        parallelize_decoder(tiny_model(**VARLEN), dims(), config_on_cuda(settings))
+    monkeypatch.undo()
+    parallelize_decoder(tiny_model(**VARLEN), dims(), config_on_cuda(FP32))
+
+
 def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_parallelism():
     config = JobConfig()
     config.compile.enable = True
     config.activation_checkpoint.mode = "full"
     with pytest.raises(ValueError, match="activation_checkpoint.mode = 'full'.*option = 'op'"):
         parallelize_decoder(tiny_model(), dims(tp=2), config)
-
-
-@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2}, {"dp_replicate": 2, "pp": 2}])
-def test_offload_to_the_host_is_refused_where_no_fsdp_brings_parameters_back(degrees, monkeypatch):
-    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
-    config = JobConfig()
-    config.activation_checkpoint.mode = "none"
-    config.training.enable_cpu_offload = True
-    with pytest.raises(
-        ValueError, match="training.enable_cpu_offload .*data_parallel_shard_degree"
-    ):
-        parallelize_decoder(tiny_model(), dims(**degrees), config)
-
-
-def on_an_accelerator(monkeypatch, mixed_precision_param="bfloat16", **parallelism):
-    monkeypatch.setattr("torchtitan.config.checks.device.get_device_type", lambda: "cuda")
-    config = JobConfig()
-    config.model.name = "some_model"
-    config.activation_checkpoint.mode = "none"
-    config.training.mixed_precision_param = mixed_precision_param
-    for key, value in parallelism.items():
-        setattr(config.parallelism, key, value)
-    return config
-
-
-VARLEN = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
-
-
-def test_keys_gathered_in_fp32_are_refused_on_accelerators_alone(monkeypatch):
-    config = on_an_accelerator(monkeypatch, "float32")
-    with pytest.raises(
-        ValueError, match="'allgather'.*got training.mixed_precision_param = 'float32'"
-    ):
-        parallelize_decoder(tiny_model(), dims(cp=2), config)
-
-
-@pytest.mark.parametrize(
-    "degrees, mixed_precision_param, key",
-    [
-        ({}, "float32", "training.mixed_precision_param"),
-        ({"dp_shard": 2}, "float32", "training.mixed_precision_param"),
-        # Without FSDP nothing casts split models.
-        ({"tp": 2}, "bfloat16", "training.dtype"),
-        ({"pp": 2}, "bfloat16", "training.dtype"),
-    ],
-)
-def test_varlen_in_fp32_is_refused_on_accelerators_alone(
-    degrees, mixed_precision_param, key, monkeypatch
-):
-    config = on_an_accelerator(monkeypatch, mixed_precision_param)
-    with pytest.raises(ValueError, match=f"'varlen' needs 16.*got {key} = 'float32'.*'flex'"):
-        parallelize_decoder(tiny_model(**VARLEN), dims(**degrees), config)
-
-
-def test_varlen_in_bf16_and_fp32_on_the_cpu_are_not_refused(monkeypatch):
-    config = JobConfig()
-    config.activation_checkpoint.mode = "none"
-    config.training.mixed_precision_param = "float32"
-    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
-    parallelize_decoder(tiny_model(**VARLEN), dims(), on_an_accelerator(monkeypatch))
-    config = on_an_accelerator(monkeypatch, "float32")
-    config.training.dtype = "bfloat16"
-    parallelize_decoder(tiny_model(**VARLEN), dims(), config)
-
-
-@pytest.mark.parametrize(
-    "attn_type, degrees, method, match",
-    [
-        ("varlen", {}, "allgather", "'varlen' gives no.*'some_model'.*set the type to 'flex'"),
-        ("varlen", {"cp": 2}, "alltoall", "'varlen' gives no gradient.*set the type to 'flex'"),
-        (
-            "flex",
-            {"cp": 2},
-            "allgather",
-            "'allgather' gives no gradient.*set the method to 'alltoall'",
-        ),
-    ],
-)
-def test_log_sum_exp_that_no_kernel_gives_is_refused(
-    attn_type, degrees, method, match, monkeypatch
-):
-    config = on_an_accelerator(monkeypatch, context_parallel_rotate_method=method)
-    with torch.device("meta"):
-        model = GptOssModel(replace(gptoss_configs["debugmodel_small"], attn_type=attn_type))
-    with pytest.raises(ValueError, match=match):
-        parallelize_decoder(model, dims(**degrees), config)
 
 
 def test_more_kinds_of_blocks_compile_than_torch_allows_a_function_by_itself():

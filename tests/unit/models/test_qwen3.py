@@ -48,19 +48,6 @@ def test_qwen2_weights_in_a_qwen3_model_are_named_and_the_reverse(there, here):
         other.to_hf(state)
 
 
-def test_tied_files_have_no_head_and_reading_gives_one_tensor_twice():
-    args = tiny_args(enable_weight_tying=True)
-    adapter = Qwen3StateDictAdapter(args, None)
-    state = Qwen3Model(args).state_dict()
-    files = adapter.to_hf(state)
-    assert "lm_head.weight" not in files and len(files) == len(state) - 1
-    back = adapter.from_hf(files)
-    assert back.keys() == state.keys()
-    assert back["output.weight"] is back["tok_embeddings.weight"]
-    untied = Qwen3StateDictAdapter(tiny_args(), None)
-    assert "lm_head.weight" in untied.to_hf(state)
-
-
 def test_normed_queries_and_keys_have_the_dtype_of_values():
     model = Qwen3Model(tiny_args())
     with torch.no_grad():

@@ -12,7 +12,6 @@ from torchtitan.models.rope import (
     apply_rotary_emb_to_halves,
     precompute_freqs_cis,
     precompute_rope_cache,
-    reshape_for_broadcast,
     select_positions,
     yarn_mscale,
 )
@@ -94,23 +93,6 @@ def test_each_token_turns_by_its_own_position(positions, rows):
     torch.testing.assert_close(out_k, rotate_by_hand(xk, table, rows))
 
 
-def test_rows_selected_beforehand_give_the_same():
-    table = precompute_freqs_cis(8, 6)
-    x, positions = torch.randn(2, 3, 1, 8), torch.tensor([[4, 5, 0], [1, 2, 3]])
-    rows = select_positions(table, positions, 3)
-    assert rows.shape == (2, 3, 4)
-    assert torch.equal(apply_rotary_emb(x, x, rows)[0], apply_rotary_emb(x, x, table, positions)[0])
-    assert reshape_for_broadcast(table, x).shape == (1, 3, 1, 4)
-
-
-def test_bf16_is_turned_in_fp32():
-    table = precompute_freqs_cis(8, 6)
-    x = torch.randn(1, 6, 2, 8).bfloat16()
-    out, _ = apply_rotary_emb(x, x, table)
-    exact, _ = apply_rotary_emb(x.float(), x.float(), table)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, exact.bfloat16())
-
-
 def test_compiled_rotation_equals_eager():
     table = precompute_freqs_cis(8, 6)
     x = torch.randn(2, 6, 2, 8, requires_grad=True)
@@ -122,11 +104,6 @@ def test_compiled_rotation_equals_eager():
         if function is apply_rotary_emb:
             expected = out, grad
     torch.testing.assert_close((out, grad), expected)
-
-
-def test_row_longer_than_the_table_names_both_lengths():
-    with pytest.raises(ValueError, match="holds 4 positions and the batch needs 5.*seq_len"):
-        select_positions(precompute_freqs_cis(8, 4), None, 5)
 
 
 def test_position_beyond_the_table_names_the_length_it_needs():
@@ -173,12 +150,3 @@ def test_halves_turn_as_neighbours_do(positions):
     theirs = apply_rotary_emb(as_neighbours(xq), as_neighbours(xk), table, given)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(as_neighbours(one), other)
-
-
-def test_halves_turn_by_rows_selected_beforehand():
-    table = precompute_rope_cache(8, 6)
-    x, positions = torch.randn(2, 3, 1, 8), torch.tensor([[4, 5, 0], [1, 2, 3]])
-    rows = select_positions(table, positions, 3)
-    assert rows.shape == (2, 3, 16)
-    by_rows, _ = apply_rotary_emb_to_halves(x, x, rows)
-    assert torch.equal(by_rows, apply_rotary_emb_to_halves(x, x, table, positions)[0])

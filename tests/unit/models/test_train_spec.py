@@ -1,10 +1,7 @@
 """Looking train specs up by name, and what a client may change in them."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import get_args, get_origin
+from functools import wraps
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.models.llama3 import llama3_args, parallelize_llama
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
-from torchtitan.optim.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols import BaseModelArgs, ModelProtocol
 from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -71,64 +68,11 @@ def test_unknown_name_lists_the_known_ones_and_suggests_the_nearest():
         get_train_spec("lama3")
 
 
-def test_registered_spec_wins_over_a_built_in_of_its_name():
-    spec = fake_spec()
-    register_train_spec("llama3", spec)
-    assert get_train_spec("llama3") is spec
-
-
-def test_optimizer_hook_runs_at_the_step_and_not_in_backward():
-    calls = []
-
-    def hook(optimizer, args, kwargs, model_parts):
-        calls.append(model_parts)
-
-    def build_with_hook(model_parts, config, parallel_dims, ft_manager, hook):
-        optimizers = OptimizersContainer(
-            model_parts=model_parts,
-            optimizer_cls=torch.optim.Adam,
-            optimizer_kwargs={
-                "lr": 1e-3,
-                "betas": (0.9, 0.95),
-                "weight_decay": 0.1,
-                "fused": True,
-                "foreach": False,
-            },
-        )
-        optimizers.register_step_post_hook(partial(hook, model_parts=model_parts))
-        return optimizers
-
-    register_train_spec("fake", fake_spec(build_optimizers_fn=build_with_hook))
-    spec = get_train_spec("fake")
-    model = spec.model_cls(BaseModelArgs())
-    optimizers = spec.build_optimizers_fn([model], None, None, None, hook)
-    assert isinstance(optimizers.optimizers[0], torch.optim.Adam)
-    model.linear(torch.randn(2, 8)).sum().backward()
-    assert calls == []
-    optimizers.step()
-    assert calls == [[model]]
-
-
 def test_specs_of_a_built_in_model_share_their_flavor_args():
     first, second = get_train_spec("llama3"), get_train_spec("llama3")
     assert first is not second
     assert first.model_args["debugmodel"] is second.model_args["debugmodel"]
     assert first.model_args is llama3_args
-
-
-def test_change_to_one_spec_does_not_reach_the_next():
-    spec = get_train_spec("llama3")
-    spec.build_dataloader_fn = None
-    assert get_train_spec("llama3").build_dataloader_fn is build_text_dataloader
-
-
-def parameters_of(builder_type):
-    """(types of the positional parameters, names of the keywords) of a builder's type."""
-    if get_origin(builder_type) is Callable:
-        return get_args(builder_type)[0], []
-    _, *parameters = inspect.signature(builder_type.__call__).parameters.values()
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return parameters[: len(parameters) - len(keywords)], keywords
 
 
 def test_protocol_methods_that_were_not_defined_say_so():

@@ -7,11 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
-from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.engine import TrainingEngine
@@ -77,21 +75,6 @@ def test_every_family_gives_one_value_per_token(family):
     assert not [name for name in shapes if name.startswith("output")]
 
 
-def test_tied_args_lose_their_tie_and_count_the_embedding():
-    model = tiny_value_model(enable_weight_tying=True)
-    assert not model.model_args.enable_weight_tying
-    names = [name for name, _ in model.named_parameters()]
-    assert names[0] == "tok_embeddings.weight" and names[-2:] == list(HEAD)
-    n_params, flops = model.model_args.get_nparams_and_flops(model, 0)
-    assert n_params == sum(p.numel() for p in model.parameters())
-    assert flops == 6 * (n_params - 64 * 32)
-    config = JobConfig()
-    config.model.value_head = True
-    args = TransformerModelArgs(**SIZES, enable_weight_tying=True)
-    args.update_from_config(config)
-    assert (args.value_head, args.enable_weight_tying) == (True, False)
-
-
 def test_value_is_the_product_with_the_last_hidden_state():
     model = tiny_value_model()
     with torch.no_grad():
@@ -155,36 +138,12 @@ def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
         assert all(torch.equal(back[name], files[name]) for name in back.keys() - HEAD.keys())
 
 
-def test_head_without_bias_is_read_and_the_log_says_what_was_left(tmp_path, caplog):
-    files = hf_weights(tmp_path)
-    files["score.weight"] = torch.randn(1, 32)
-    del files["score.bias"]
-    folder = folder_with(tmp_path, files)
-    with make_engine(tmp_path) as engine, caplog.at_level(logging.INFO):
-        engine.load(folder)
-        loaded = weights_of(engine)
-    assert f"Not in {folder}, so left unchanged: score.bias\n" in caplog.text
-    assert torch.equal(loaded["score.weight"], files["score.weight"])
-    assert loaded["score.bias"].item() == 0
-
-
 def test_files_with_two_labels_are_refused(tmp_path):
     files = hf_weights(tmp_path) | {"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)}
     folder = folder_with(tmp_path, files)
     with (
         make_engine(tmp_path) as engine,
         pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
-    ):
-        engine.load(folder)
-
-
-def test_value_models_files_are_refused_by_a_language_model(tmp_path):
-    folder = folder_with(tmp_path, hf_weights(tmp_path))
-    with (
-        make_engine(tmp_path, "tiny", value_head=False) as engine,
-        pytest.raises(
-            ValueError, match="not in the checkpoint: lm_head.weight; not in the model: s"
-        ),
     ):
         engine.load(folder)
 
@@ -254,22 +213,6 @@ def test_config_with_several_labels_is_refused(labels):
     assert from_hf_config(CLASSIFIER | {"id2label": None, "num_labels": 1}).model_args.value_head
 
 
-def test_conversion_by_config_goes_there_and_back(tmp_path):
-    args = from_hf_config(CLASSIFIER).model_args
-    model = tiny_value_model(hidden_dim=64, rope_scaling_args=None)
-    weights = get_train_spec("llama3").state_dict_adapter(args, None).to_hf(model.state_dict())
-    folder = folder_with(tmp_path, weights)
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(CLASSIFIER))
-    convert_from_hf(folder, str(tmp_path / "dcp"), "", "", hf_config=folder)
-    convert_to_hf(
-        str(tmp_path / "dcp"), str(tmp_path / "back"), "", "", None, "float32", hf_config=folder
-    )
-    (file,) = (tmp_path / "back").glob("*.safetensors")
-    written = load_file(file)
-    assert written.keys() == weights.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
-
-
 # ---- what is refused ----
 
 
@@ -286,20 +229,6 @@ def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
             engine.model_parts[0](TOKENS, head=TokenLogProbs())
 
 
-def test_loss_of_the_train_spec_may_be_one_of_values(tmp_path, monkeypatch):
-    spec = dataclasses.replace(get_train_spec("qwen3"), build_loss_fn=build_mse_loss)
-    monkeypatch.setitem(train_spec_module._extra_train_specs, "critic", spec)
-    with make_engine(tmp_path) as engine:
-        expected = step(engine, loss_fn=lambda v, labels, _: (v[..., 0] - labels).square().sum())
-    job = tiny_job(
-        str(tmp_path), "tiny_tied", "sdpa", "causal", model={"name": "critic", "value_head": True}
-    )
-    with TrainingEngine(job) as engine:
-        # [B, T] against [B, T, 1] would be broadcast.
-        engine.loss_fn, mse_loss = lambda v, labels: mse_loss(v[..., 0], labels), engine.loss_fn
-        torch.testing.assert_close(step(engine), expected)
-
-
 def test_training_on_text_is_refused_unless_the_spec_has_another_loss(monkeypatch):
     flags = ["--model.value_head", "--model.name=qwen3", "--model.flavor=debugmodel"]
     config = ConfigManager().parse_args(flags)
@@ -313,15 +242,3 @@ def test_training_on_text_is_refused_unless_the_spec_has_another_loss(monkeypatc
         changed = dataclasses.replace(spec, **changes)
         monkeypatch.setitem(train_spec_module._extra_train_specs, "qwen3", changed)
         resolve_job(config)
-
-
-def test_model_without_such_args_is_refused(monkeypatch):
-    @dataclasses.dataclass
-    class Args:
-        dim: int = 8
-
-    spec = dataclasses.replace(get_train_spec("llama3"), model_args={"debugmodel": Args()})
-    monkeypatch.setitem(train_spec_module._extra_train_specs, "foreign", spec)
-    config = ConfigManager().parse_args(["--model.value_head", "--model.name=foreign"])
-    with pytest.raises(ConfigError, match="got 'foreign', whose args have no value_head"):
-        resolve_job(config, builds_data=False)

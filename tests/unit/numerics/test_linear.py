@@ -74,13 +74,6 @@ def test_autocast_rounds_its_inputs_as_it_does_elsewhere(any_cpu):
     torch.testing.assert_close(out, layer(x), rtol=2**-7, atol=1e-3)
 
 
-def test_fp32_is_left_alone(any_cpu):
-    layer, x = bf16_layer_and_input()
-    layer, x = layer.float(), x.detach().float()
-    expected = F.linear(x, layer.weight, layer.bias)
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
-
-
 def test_groups_of_rows_are_multiplied_in_fp32_too(slow_cpu):
     x, weights = torch.randn(12, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()
     out = grouped_mm(x, weights, torch.tensor([4, 12], dtype=torch.int32))

@@ -101,25 +101,6 @@ def test_other_products_are_torchs(a, b, multiplied):
     assert not multiplied
 
 
-@pytest.mark.parametrize(
-    "a, b",
-    [
-        (torch.ones(256, 512), torch.ones(500, 512)),
-        (torch.ones(512), torch.ones(512, 512)),
-        (torch.ones(()), torch.ones(512, 512)),
-        (torch.ones(256, 512, 4), torch.ones(512, 512)),
-        (torch.ones(256, 512), torch.ones(512, 512, 4)),
-        (torch.ones(256, 512), torch.ones(512, 512).double()),
-    ],
-)
-def test_what_torch_refuses_is_refused_in_its_words(a, b):
-    with pytest.raises(RuntimeError) as expected:
-        torch.mm(a, b)
-    with pytest.raises(RuntimeError) as caught:
-        products._mm(a, b)
-    assert str(caught.value) == str(expected.value)
-
-
 def test_a_model_of_small_products_keeps_torchs(fast_onednn):
     tenant = Tenant()
     host.move_in(tenant)
@@ -150,14 +131,3 @@ def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):
         torch_parts.inductor_config, "post_grad_custom_post_pass", lambda graph: None
     )
     assert products.compile_options() is None
-
-
-def test_a_cpu_of_another_maker_keeps_torchs(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
-    tenant = Tenant()
-    host.move_in(tenant)
-    try:
-        products.use_onednn(nn.Linear(4096, 4096), torch.device("cpu"))
-        assert not products._is_used and products.compile_options() is None
-    finally:
-        host.move_out(tenant)

@@ -18,7 +18,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.optim.adam import RoundedAdam, round_at_random
 from torchtitan.optim.groups import ParameterGroups, check_groups
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
-from torchtitan.optim.muon import Muon, orthogonalize
+from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, pack, run_step, tiny_job
 from torchtitan.tools.errors import ConfigError
@@ -99,21 +99,6 @@ def test_every_matrix_is_updated_bit_for_bit_as_by_torch(adjust_lr_fn, nesterov)
         assert torch.equal(p, torch.stack(list(matrices)).view_as(p))
 
 
-@pytest.mark.parametrize("shape", [(24, 72), (72, 24), (3, 32, 32)])
-def test_iteration_in_fp32_applies_its_polynomial_to_the_singular_values(shape):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    options = MuonOptions()
-    a, b, c = options.ns_coefficients
-    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
-    s = s / s.norm(dim=-1, keepdim=True)
-    for _ in range(options.ns_steps):
-        s = a * s + b * s**3 + c * s**5
-    expected = u @ torch.diag_embed(s) @ v
-    ours = orthogonalize(x, options.ns_coefficients, options.ns_steps)
-    # Five iterations multiply the rounding errors of small singular values by up to 3.4**5 = 485.
-    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("flavor", ["tiny", "tiny_moe"])
 def test_layers_train_as_by_torchs_muon_and_the_rest_as_by_adamw(flavor, tmp_path):
     def by_torch(twins):
@@ -152,15 +137,6 @@ def test_matrices_are_in_layers_and_no_biases():
     assert len(found) == 2 and found[0] is layer.weight and found[1] is layer.experts
 
 
-def test_table_with_muon_off_trains_its_matrices_by_adamw(tmp_path):
-    table = ParameterGroup(pattern="attention", muon=False)
-    with engine_of(tmp_path, optimizer={**MUON, "groups": [table]}) as engine:
-        run_step(engine, make_documents(0))
-        for name, p in parameters_of(engine).items():
-            by_muon = "feed_forward" in name
-            assert ("momentum_buffer" in engine.optimizers.state[p]) == by_muon, name
-
-
 # --- Groups ---------------------------------------------------------------------------------
 
 
@@ -189,23 +165,6 @@ def test_groups_train_as_those_of_torchs_adamw(tmp_path):
     with engine_of(tmp_path, optimizer=optimizer) as engine:
         assert_follows(engine, by_torch)
         assert type(engine.optimizers.optimizers[0]) is torch.optim.AdamW
-
-
-def test_adapters_have_rates_of_their_own(tmp_path):
-    """LoRA+ (Hayou et al. 2024): a larger rate for B."""
-
-    def by_torch(twins):
-        groups = [
-            {"params": [p for n, p in twins.items() if n.endswith("lora_a")]},
-            {"params": [p for n, p in twins.items() if n.endswith("lora_b")], "lr": 0.16},
-        ]
-        assert all(len(group["params"]) == 14 for group in groups)
-        return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0)]
-
-    optimizer = dict(lr=1e-2, eps=1e-3, groups=[ParameterGroup(pattern="lora_b$", lr=0.16)])
-    model = dict(converters=["lora"])
-    with engine_of(tmp_path, optimizer=optimizer, model=model) as engine:
-        assert_follows(engine, by_torch)
 
 
 def test_rate_of_one_step_keeps_the_ratios_of_the_groups(tmp_path):
@@ -361,13 +320,8 @@ GROUPS = r"optimizer\.groups\[0\]\."
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (table(pattern=""), GROUPS + "pattern must be a regular expression, got ''"),
         (table(pattern="(norm"), GROUPS + r"pattern must be a regular expression, got '\(norm': "),
         (table(lr=-1.0), GROUPS + "lr must be at least 0, got -1.0"),
-        (table(lr=math.nan), GROUPS + "lr must be .* got nan"),
-        (table(eps=-1e-8), GROUPS + "eps must be at least 0"),
-        (table(weight_decay=math.inf), GROUPS + "weight_decay must be at most 1e[+]38, got inf"),
-        (table(beta1=1.0), GROUPS + "beta1 must be below 1, got 1.0"),
         (table(beta2=-0.1), GROUPS + "beta2 must be at least 0, got -0.1"),
         (table(muon=False), GROUPS + "muon = False has no effect .* 'AdamW'; remove it"),
         (
@@ -379,16 +333,11 @@ GROUPS = r"optimizer\.groups\[0\]\."
             "early_step_in_backward .*got optimizer.name = 'Muon'; change one of the two",
         ),
         ({"optimizer__muon__momentum": 0.5}, "muon.momentum = 0.5 has no effect .*'AdamW'"),
-        ({"optimizer__muon__momentum": 1.0}, "muon.momentum must be below 1"),
         ({"optimizer__muon__ns_steps": 0}, "muon.ns_steps must be at least 1"),
-        ({"optimizer__muon__ns_steps": 100}, "muon.ns_steps must be at most 99, got 100"),
-        ({"optimizer__muon__adjust_lr_fn": "orig"}, "adjust_lr_fn must be one of original"),
-        ({"optimizer__muon__ns_dtype": "float16"}, "ns_dtype must be one of bfloat16, float32"),
         (
             {"optimizer__name": "Muon", "optimizer__muon__ns_coefficients": [1.0, math.nan, 1.0]},
             "muon.ns_coefficients must be three finite numbers",
         ),
-        ({"optimizer__state_dtype": "int8"}, "state_dtype must be one of bfloat16, None"),
         (
             {"optimizer__state_dtype": "bfloat16", "training__dtype": "bfloat16"},
             "state_dtype = 'bfloat16' .*got training.dtype = 'bfloat16'.*; remove it",
@@ -418,11 +367,6 @@ def test_table_without_parameters_is_refused_with_the_reason(patterns, message):
         check_groups(model, config)
     del config.groups[1]
     check_groups(model, config)
-
-
-def test_engine_refuses_a_pattern_that_fits_nothing_before_it_has_memory(tmp_path):
-    with pytest.raises(ConfigError, match="fits no name of a parameter, such as tok_embeddings"):
-        engine_of(tmp_path, optimizer=dict(groups=[ParameterGroup(pattern="embed_tokens")]))
 
 
 def test_muon_without_matrices_in_layers_is_refused():

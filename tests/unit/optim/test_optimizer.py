@@ -129,23 +129,6 @@ def test_state_and_param_groups_are_those_of_the_optimizers_inside():
         optimizers.state[nn.Parameter(torch.zeros(1))]
 
 
-def test_client_can_move_state_and_set_learning_rates_through_the_container():
-    parts = two_parts()
-    optimizers = plain_container(parts)
-    backward(parts)
-    optimizers.step()
-    for group in optimizers.param_groups:
-        group["lr"] = 0.5
-        for param in group["params"]:
-            state = optimizers.state[param]
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = value.double()
-    for optimizer in optimizers:
-        assert optimizer.param_groups[0]["lr"] == 0.5
-        assert all(state["exp_avg"].dtype == torch.float64 for state in optimizer.state.values())
-
-
 def test_frozen_parameters_get_no_optimizer():
     parts = two_parts()
     parts[0].first.weight.requires_grad = False
@@ -231,13 +214,6 @@ def test_stepping_in_backward_is_refused_with_pipeline_and_expert_parallelism(de
         build_optimizers(two_parts(), Optimizer(early_step_in_backward=True), dims)
 
 
-def test_stepping_in_backward_says_what_it_makes_ineffective(caplog):
-    plain_container(two_parts(), early_step_in_backward=False)
-    assert not caplog.text
-    plain_container(two_parts(), early_step_in_backward=True)
-    assert "training.max_norm" in caplog.text and "training.nonfinite_grad_norm" in caplog.text
-
-
 def test_fault_tolerance_is_refused_only_when_enabled():
     build_optimizers(two_parts(), Optimizer(), one_rank(), SimpleNamespace(enabled=False))
     with pytest.raises(NotImplementedError, match="fault_tolerance.enable = false"):
@@ -287,12 +263,6 @@ def test_expert_bias_moves_towards_the_idle_experts_and_keeps_its_mean():
         moes[1].expert_bias, torch.tensor([0.2, 0.2, 0.2, -0.2]) - 0.1, atol=1e-7, rtol=0
     )
     assert all(moe.tokens_per_expert.count_nonzero() == 0 for moe in moes)
-
-
-def test_even_load_leaves_the_bias_alone():
-    model = moe_model(Moe([3.0, 3.0], coeff=0.1))
-    balanced_step(model)
-    assert model.layers["1"].moe.expert_bias.count_nonzero() == 0
 
 
 def test_recomputed_block_counts_each_token_once():

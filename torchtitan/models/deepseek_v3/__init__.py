@@ -41,13 +41,10 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
     max_batch_size: not read, accepted for compatibility.
     inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
     n_dense_layers: number of first layers, which have no experts.
-    q_lora_rank: size of the latent that queries are projected from; 0: no latent.
-    kv_lora_rank: size of the latent that keys and values are projected from.
-    qk_nope_head_dim, qk_rope_head_dim: sizes of a query and key head's parts without and with
-        RoPE.
-    expert_parallel_comm_backend: only "standard" can be built.
-    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: YaRN, see `YaRNArgs`; it
-        applies at every sequence length, and rope_factor 1 turns it off.
+    q_lora_rank, kv_lora_rank: sizes of the latents that queries (0: no latent), keys and values are
+        projected from.
+    qk_nope_head_dim, qk_rope_head_dim: parts of a query and key head without and with RoPE.
+    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: of `YaRNArgs`.
     mscale: `yarn_mscale`'s argument, Hugging Face's `mscale_all_dim`.
     """
 

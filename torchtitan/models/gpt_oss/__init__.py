@@ -36,10 +36,9 @@ class GptOssModelArgs(MoEDecoderArgs):
 
     max_batch_size, dtype: not read, accepted for compatibility.
     moe_inter_dim: hidden size of one expert. swiglu_limit: the limit of its activations.
-    head_dim: size of an attention head, independent of dim / n_heads.
     sliding_window_size: number of tokens that a token of an even layer sees, itself included.
-    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: YaRN, see `YaRNArgs`, which
-        calls the last two beta_fast and beta_slow; it applies at every sequence length.
+    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: of `YaRNArgs`, which calls the
+        last two beta_fast and beta_slow.
     """
 
     max_batch_size: int = 8

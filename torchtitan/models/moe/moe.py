@@ -342,8 +342,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: how many groups
-        there are, if the second input has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: of the second
+        input, if it has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
@@ -359,8 +359,6 @@ class MoE(nn.Module):
     experts: a module with the forward of `GroupedExperts`, which is the default.
     expert_bias [E] fp32 balances the load: before each step the optimizer changes it by the counts
     that training forwards have added to tokens_per_expert [E] fp32.
-
-    Raises ValueError for a load_balance_coeff that is neither None nor positive.
     """
 
     expert_bias: Tensor | None
