@@ -53,7 +53,7 @@ class TokenLogProbs:
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile.
-    exact: batch-invariant logits, see `numerics.batch_invariant`.
+    batch_invariant: logits that do not depend on the other tokens, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not read.
@@ -63,7 +63,7 @@ class TokenLogProbs:
     entropy: bool = False  # also compute the entropy, which takes about a tenth longer
     chunk_tokens: int | None = None
     compile_backend: str | None = None
-    exact: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, str | Tensor):
@@ -104,7 +104,7 @@ class TokenLogProbs:
 
     @property
     def product(self) -> Callable[..., Tensor]:
-        return batch_invariant_linear if self.exact else linear
+        return batch_invariant_linear if self.batch_invariant else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
         """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""

@@ -58,7 +58,7 @@ class PolicyTrainer(Learner):
             temperature=config.rl.sampling.temperature,
             entropy=loss_fn is not None and loss_fn.needs_entropy,
             compile_backend=config.compile.backend_of("loss"),
-            exact=config.rl.generator.exact,
+            batch_invariant=config.rl.generator.exact,
         )
 
     def _values(self, outputs: TokenOutputs) -> TokenOutputs:
@@ -73,7 +73,9 @@ class PolicyTrainer(Learner):
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
         """Return as `forward` the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
         rl = self.job_config.rl
-        head = TopTokens(temperature=rl.sampling.temperature, exact=rl.generator.exact, k=k)
+        head = TopTokens(
+            temperature=rl.sampling.temperature, batch_invariant=rl.generator.exact, k=k
+        )
         return self.forward(batch, head)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
