@@ -94,10 +94,7 @@ def _without_implied(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def _columns(rows: list[list[str]], lines: list[list[str]]) -> dict[str, float]:
-    """Return the x of the middle of each box and bend: close to its neighbours, without overlaps.
-
-    rows: the boxes and bends of each row, in any order. lines: each arrow's box, bends and box.
-    """
+    """Return the x of the middle of each box and bend: close to its neighbours, without overlaps."""
     neighbours: dict[str, list[str]] = {name: [] for row in rows for name in row}
     for line in lines:
         for upper, lower in itertools.pairwise(line):

@@ -127,11 +127,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 def helpers_used_once(trees: dict[str, ast.Module]) -> tuple[int, int]:
-    """(underscored functions of modules and classes, how many have one mention besides their own).
-
-    A mention is a name, an attribute or a name in an import; names are counted over the package, so
-    that two helpers of one name count as used more often than they are.
-    """
+    """(underscored functions of modules and classes, how many have one mention besides their own)."""
     helpers: list[str] = []
     mentions: Counter[str] = Counter()
     for tree in trees.values():
@@ -147,11 +143,7 @@ def helpers_used_once(trees: dict[str, ast.Module]) -> tuple[int, int]:
 
 
 def import_chain(trees: dict[str, ast.Module]) -> tuple[list[str], list[list[str]]]:
-    """(the longest chain of modules that import each other when loaded, the cycles among them).
-
-    Imports inside functions and under `if TYPE_CHECKING` happen later, or never: they don't count.
-    A cycle counts as one module of the chain.
-    """
+    """(the longest chain of modules that import each other when loaded, the cycles among them)."""
     modules = {
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in trees
     }

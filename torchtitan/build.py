@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.adapters.lora import init_adapters
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.context import ContextSharding
 from torchtitan.batch.dummy_microbatches import dummy_batch
 from torchtitan.batch.policy import DocumentPolicy
@@ -43,7 +44,8 @@ from torchtitan.optim.offload import Offloader
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
-from torchtitan.step.runner import Runner
+from torchtitan.rank_layout import RankLayout
+from torchtitan.step.runner import ModelInputs, Runner
 from torchtitan.step.update import Update
 from torchtitan.tools import host, torch_parts, utils
 from torchtitan.tools.events import event
@@ -52,12 +54,26 @@ from torchtitan.tools.logging import logger, warn_once
 
 if TYPE_CHECKING:
     from torchtitan.distributed.pipeline_schedule import PipelineSchedule
-    from torchtitan.engine import TrainingEngine
 
 
 class EngineParts:
     """The parts of an engine, each made of parts before it."""
 
+    # What the engine sets before it is built.
+    job_config: JobConfig
+    train_spec: TrainSpec
+    device: torch.device
+    layout: RankLayout
+    parallel_dims: ParallelDims
+    seed: int
+    num_steps: int  # the last step: training.steps, or where training.epochs end
+    forward_only: bool
+    # `Trainer` sets these; an engine has no data.
+    builds_data = False
+    tokenizer: Any = None
+    dataloader: Any = None
+
+    # What `build` sets.
     context_sharding: ContextSharding | None
     model_args: Any
     model_converters: Any
@@ -84,13 +100,15 @@ class EngineParts:
     runner: Runner
 
 
-def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]) -> None:
-    """Set the parts of an engine whose config, layout, seed and data are set.
-
-    groups_before: process groups that are not the engine's.
-    """
+def build(
+    engine: EngineParts,
+    groups_before: Collection[dist.ProcessGroup],
+    client_inputs: Callable[[TokenBatch], ModelInputs | None],
+) -> None:
+    """Set the parts of an engine. groups_before: not the engine's. client_inputs: see `Runner`."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
+    dp_group = layout.dp_group if layout.dp_size > 1 else None
     rows_at_once = training.local_batch_size * layout.dp_size
     batch_size = training.global_batch_size
     engine.global_batch_size = rows_at_once if batch_size < 0 else batch_size
@@ -117,7 +135,7 @@ def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]
         engine.lr_schedulers,
         dims,
         device,
-        engine.dp_group,
+        dp_group,
         before_update=lambda: checkpointer.maybe_wait_for_staging(),
     )
     loss_parallel = dims.tp_enabled and not config.parallelism.disable_loss_parallel
@@ -142,13 +160,13 @@ def build(engine: "TrainingEngine", groups_before: Collection[dist.ProcessGroup]
         keeps_weights=config.parallelism.fsdp_reshard_after_forward == "never",
         gradient_factor=gradient_factor,
         watch=engine.watch,
-        dp_group=engine.dp_group,
+        dp_group=dp_group,
         dummy=lambda: dummy_batch(training.seq_len, policy.separates_documents),
-        client_inputs=engine._client_inputs,
+        client_inputs=client_inputs,
     )
 
 
-def build_model(engine: "TrainingEngine") -> None:
+def build_model(engine: EngineParts) -> None:
     """Build the model on the meta device, convert it, and cut and wrap it for the layout."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     dims, seq_len = layout.parallel_dims, config.training.seq_len
@@ -176,7 +194,7 @@ def build_model(engine: "TrainingEngine") -> None:
     ) = spec.pipelining_fn(model, dims, config, layout.device, args, spec.parallelize_fn, loss_fn)
 
 
-def build_checkpointer(engine: "TrainingEngine") -> CheckpointManager:
+def build_checkpointer(engine: EngineParts) -> CheckpointManager:
     config, make_adapter = engine.job_config, engine.train_spec.state_dict_adapter
     checkpointer = CheckpointManager(
         dataloader=engine.dataloader,
@@ -194,7 +212,7 @@ def build_checkpointer(engine: "TrainingEngine") -> CheckpointManager:
     return checkpointer
 
 
-def describe_run(engine: "TrainingEngine") -> None:
+def describe_run(engine: EngineParts) -> None:
     """Give the checkpointer what its checkpoints record of the run beside states."""
     config, checkpointer = engine.job_config, engine.checkpointer
     template = config.training.chat_template
@@ -239,7 +257,7 @@ def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy)
         )
 
 
-def average_gradients(engine: "TrainingEngine") -> float:
+def average_gradients(engine: EngineParts) -> float:
     """Let backward average gradients over ranks where that is wanted; returns the loss's factor.
 
     A trainer without a dataloader is driven by a client of torchtitan 0.2.x. Its own backward counts on

@@ -57,13 +57,7 @@ Result = TypeVar("Result")
 class EngineState(build.EngineParts):
     """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
 
-    job_config: JobConfig
-    device: torch.device
-    layout: RankLayout
-    parallel_dims: ParallelDims
-    forward_only: bool
     step: int = 0
-    num_steps: int  # the last step: training.steps, or where training.epochs end
     ntokens_seen: int = 0
     _loaded = (0, 0)  # step and weights_version of the checkpoint that was loaded last
     watch = Watch()
@@ -122,7 +116,8 @@ class EngineState(build.EngineParts):
                     f"train_state.{name} of a checkpoint must be a whole number of at least 0, got "
                     f"{count!r}: the checkpoint is damaged; load another one"
                 )
-            setattr(self, name, count)
+        self.step, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"]
+        self.weights_version = state_dict["weights_version"]
         self._loaded = (self.step, state_dict["weights_version"])
 
     def add_state(self, name: str, state: Any) -> None:
@@ -157,8 +152,7 @@ class EngineState(build.EngineParts):
     def save(self, path: str | None = None, *, force: bool = True) -> None:
         """Save model, optimizer, schedule and counters. Collective.
 
-        path: the folder to write; retention never deletes it. None is `step-<step>` in
-            `checkpoint.folder`, or counts optimizer steps if the caller never sets `step`.
+        path: the folder to write; retention never deletes it. None is `step-N` of `checkpoint.folder`.
         force: False saves only when a save is due, see `CheckpointManager.save`.
         """
         self.update.settle()
@@ -205,8 +199,7 @@ class EngineState(build.EngineParts):
 
         path: the folder of one checkpoint, DCP or Hugging Face files. None loads the checkpoint that a
             run starts with: `checkpoint.load_step` of its own folder, else the config's initial one.
-        model_only: leave optimizer, schedule and counters as they are.
-        If `weights_version` is not restored, it goes up by one. Gradients are zeroed.
+        model_only: leave optimizer, schedule and counters as they are. Gradients are zeroed.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
@@ -234,11 +227,10 @@ class EngineState(build.EngineParts):
         optimizer: bool = True,
         grad: bool = True,
     ) -> None:
-        """Move states to host memory ("cpu"), or back to the engine's device.
+        """Move states to host memory ("cpu"), or back to the engine's device; on the CPU, nothing.
 
         model: parameters, which stay the same objects, and buffers. optimizer: its state.
-        States in host memory can be saved, loaded and exported; steps need them on the device. On the
-        CPU nothing ever moves.
+        States in host memory can be saved, loaded and exported; steps need them on the device.
         Raises ValueError for another device, and if hooks on parameters would be lost.
         """
         target = self.offloader.check_target(device)
@@ -297,7 +289,6 @@ class TrainingEngine(EngineState):
     Never builds a tokenizer, dataloader or validator. An existing default process group is reused. The
     config is checked before a device or a process group is touched; `job_config` is a frozen copy.
     As a context manager the engine closes itself.
-
     train_spec: in place of the registered spec of `model.name`.
     layout: from `RankLayout.join`, whose groups this engine then shares; None makes new groups.
     forward_only: an engine for scoring, without optimizer and training steps; in checkpoints it reads
@@ -305,11 +296,7 @@ class TrainingEngine(EngineState):
     Raises ConfigError for a config that cannot run, ValueError for a layout of other degrees.
     """
 
-    # `Trainer` sets these; an engine has no data.
-    builds_data = False
-    tokenizer: Any = None
-    dataloader: Any = None
-    metrics_processor: Any = None
+    metrics_processor: Any = None  # a `Trainer`'s
 
     def __init__(
         self,
@@ -338,7 +325,7 @@ class TrainingEngine(EngineState):
             job_config.maybe_log()
             self.seed = build.choose_seed(job_config, self.parallel_dims, self.device)
             self.build_data()
-            build.build(self, groups_before)
+            build.build(self, groups_before, self._client_inputs)
         weakref.finalize(self, self.watch.close)
 
     @classmethod
@@ -393,8 +380,7 @@ class TrainingEngine(EngineState):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        The last two hold positions and masks, on every pipeline stage. Under context parallelism all
-        four hold this rank's tokens, [B, T/cp]. A client's override gets a dict.
+        Under context parallelism all hold this rank's tokens, [B, T/cp]. An override gets a dict.
         """
         batch = self.packing.token_batch(input_dict, labels)
         return model_inputs(self.packing, batch, self.model_parts[0], self.context_sharding)
@@ -427,8 +413,18 @@ class TrainingEngine(EngineState):
         microbatches: Microbatches,
         *,
         labels: Labels = None,
-        output_fn: Callable[[Any, Any], Result],
-        head: Head[Any] | None = None,
+        output_fn: Callable[[torch.Tensor, Any], Result],
+        head: None = None,
+    ) -> list[Result] | None: ...
+
+    @overload
+    def forward_step(
+        self,
+        microbatches: Microbatches,
+        *,
+        labels: Labels = None,
+        output_fn: Callable[[Outputs, Any], Result],
+        head: Head[Outputs],
     ) -> list[Result] | None: ...
 
     @torch.no_grad()
@@ -443,13 +439,11 @@ class TrainingEngine(EngineState):
         """Return the model's output for each microbatch, in order, without gradients.
 
         For callers; `Trainer` itself calls `forward_backward_step` and its validator.
-
-        microbatches, labels, head: see the top of this module; labels are the head's.
         output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
             Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
-        Returns None on a pipeline's ranks without the last stage. A pipeline does not split batches.
-        Raises ValueError for a head with a batch without labels, or with a value head. If output_fn
-        fails on some ranks, the others raise RunError and the engine stays usable.
+        Returns None on a pipeline's ranks without the last stage. Raises ValueError for a head with a
+        batch without labels, or with a value head. If output_fn fails on some ranks, the others raise
+        RunError and the engine stays usable.
         """
         self._check_ready("forward_step", "model", trains=False)
         with self._call():

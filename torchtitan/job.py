@@ -70,10 +70,7 @@ def resolve_job(
 
 
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
-    """Return the train spec of `model.name`, with the sizes of model.hf_config and model.args.
-
-    Raises ConfigError if there is none.
-    """
+    """Return the train spec of `model.name`, with sizes of model.hf_config and args; ConfigError if none."""
     _import_custom_module(job_config)
     try:
         # Through the module, because embedders replace its `get_train_spec`.

@@ -1,21 +1,16 @@
-"""The planner against what happens: memory and order of layouts on this CPU, and published figures.
+"""The planner against what happens: memory on this CPU, and published figures.
 
     python -m scripts.estimate.check memory       # ten jobs, 1 to 4 gloo ranks
-    python -m scripts.estimate.check order        # which of five layouts is faster, on two cores
     python -m scripts.estimate.check published    # Llama 3.1 on 8 to 512 H100
 
-docs/measured.md has what they printed. The order is one of wall times, for which the machine has to
-be idle; memory and published figures can be had beside other work.
+docs/measured.md has what they printed.
 """
 
 import argparse
 import dataclasses
-import math
 import os
-import statistics
 import sys
 import tempfile
-import time
 from typing import Any
 
 from scripts.estimate.estimation import prepare_device
@@ -40,7 +35,6 @@ FP32 = "--training.mixed_precision_param=float32"
 NO_RECOMPUTATION = "--activation_checkpoint.mode=none"
 EP2 = f"{_P}expert_parallel_degree=2"
 CP2 = f"{_P}context_parallel_degree=2 {_P}context_parallel_rotate_method=alltoall"
-REAL = "--memory_estimation.disable_fake_mode"
 BY_OPERATOR = "--activation_checkpoint.selective_ac_option=op"
 INTERLEAVED = f"{_P}pipeline_parallel_schedule=Interleaved1F1B"
 # (model, flavor, memory of a rank in GiB, layout, flags); 8 rows of 256 tokens in all, of which the
@@ -60,13 +54,6 @@ MEMORY_CASES = [
     ("deepseek_v3", "debugmodel", 2.0, Layout(1, 2, 1, 1, 1, 4), NO_RECOMPUTATION),
     ("gpt_oss", "debugmodel_small", 80, Layout(1, 1, 2, 1, 1, 8), FULL),
 ]
-ORDER_LAYOUTS = {
-    "one process": Layout(1, 1, 1, 1, 1, 4),
-    "FSDP 2": Layout(1, 2, 1, 1, 1, 2),
-    "TP 2": Layout(1, 1, 2, 1, 1, 4),
-    "PP 2": Layout(1, 1, 1, 2, 1, 4),
-    "CP 2": Layout(1, 1, 1, 1, 2, 4),
-}
 _BATCH, _NO_CHUNKS = "--training.local_batch_size=", "--training.loss_chunk=0"
 _8B = f"{_BATCH}2 --activation_checkpoint.mode=selective {BY_OPERATOR} {_NO_CHUNKS}"
 _70B = f"{TP}8 {_BATCH}16 {FULL} {_NO_CHUNKS}"
@@ -100,10 +87,7 @@ PUBLISHED_MACHINE = Machine(989e12, 450e9, 50e9, 8, memory=3.35e12)
 
 
 def measured_memory(config: Any) -> tuple[int, int, int]:
-    """Bytes of (parameters and buffers, optimizer state, peak) of this rank in its second step.
-
-    The peak is what torch's profiler saw allocated during the step, on top of what was there.
-    """
+    """Bytes of (parameters and buffers, optimizer state, peak) of this rank in its second step."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -147,83 +131,6 @@ def _step_of(engine: Any) -> Any:
         engine.optim_step()
 
     return step
-
-
-def measured_seconds(config: Any, n_steps: int) -> list[float]:
-    """Wall seconds of this rank's steps, after two to warm up."""
-    import torch.distributed as dist
-
-    from torchtitan.engine import TrainingEngine
-
-    engine = TrainingEngine(config)
-    step, seconds = _step_of(engine), []
-    for _ in range(2 + n_steps):
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        dist.barrier()  # what a step leaves to gloo's threads belongs to it
-        seconds.append(time.perf_counter() - started)
-    engine.close()
-    return seconds[2:]
-
-
-def measured_rates() -> Machine:
-    """What this rank computes, moves and sends, the median of many, with all ranks at work at once."""
-    import torch
-    import torch.distributed as dist
-
-    from torchtitan.distributed.fsdp import CpuAllGather, CpuReduceScatter
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    def typical(work: Any, repeats: int = 30) -> float:
-        seconds = []
-        for _ in range(repeats):
-            dist.barrier()
-            started = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
-
-    a, b = torch.randn(2048, 256), torch.randn(256, 768)
-    q, k, v = (torch.randn(4, 16, 512, 16, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(4, 16, 512, 16)
-    x, y, z = torch.randn(3, 2048, 4096)  # more than caches hold
-
-    attention = ScaledDotProductAttentionWrapper()
-
-    def attend() -> None:
-        attention(q, k, v).backward(gradient)
-
-    def collective(run: Any, n_bytes: int) -> float:
-        """Seconds of one, after work that ends at other times elsewhere."""
-        shard = torch.zeros(n_bytes // 4)
-        whole = torch.zeros(n_bytes // 4 * dist.get_world_size())
-        return max(typical(lambda: (a @ b, run(shard, whole))) - typical(lambda: a @ b), 1e-9)
-
-    def rate(run: Any) -> tuple[float, float]:
-        latency = collective(run, 4)
-        return latency, 2**20 / max(collective(run, 2**20) - latency, 1e-9)
-
-    runs = {
-        "all-gather": lambda shard, whole: CpuAllGather()(whole, shard, dist.group.WORLD),
-        "reduce-scatter": lambda shard, whole: CpuReduceScatter()(
-            shard, whole, dist.group.WORLD, dist.ReduceOp.SUM
-        ),
-        "all-to-all": lambda shard, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "all-reduce": lambda shard, whole: dist.all_reduce(shard),
-    }
-    of_kind = {kind: rate(run) for kind, run in runs.items()}
-    return Machine(
-        flops=2 * 2048 * 256 * 768 / typical(lambda: a @ b),
-        memory=3 * x.nbytes / typical(lambda: torch.mul(x, y, out=z)),
-        # Two products forward and five backward, of half a square of scores.
-        attention=7 * 4 * 16 * 512 * 512 * 16 / typical(attend, 10),
-        nvlink=of_kind["all-gather"][1],
-        network=math.inf,
-        gpus_per_node=8,
-        overlaps=False,
-        of_kind=of_kind,
-    )
 
 
 # ---- the tables ----
@@ -282,60 +189,6 @@ def _words(flags: str) -> str:
         EP2: "EP 2",
     }
     return ", ".join(word for flag, word in words.items() if flag in flags)
-
-
-def check_order(rounds: int) -> None:
-    from scripts.estimate.step import estimate_step
-    from torchtitan.config import ConfigManager
-
-    configs, estimates = {}, {}
-    for name, layout in ORDER_LAYOUTS.items():
-        n_ranks = layout.shards * layout.tp * layout.pp * layout.cp
-        os.environ["NGPU"] = str(n_ranks)
-        # Rehearsed on real tensors: a GPU takes other operators.
-        flags = f"{NO_RECOMPUTATION} {CP2 if layout.cp == 2 else ''} --training.seq_len=512 {REAL}"
-        flags = f"--model.name=llama3 --model.flavor=debugmodel {flags}"
-        config = layout.config(_small_job(ConfigManager(), flags), layout.rows)
-        ranks = range(2 if layout.pp == 2 else 1)
-        estimates[name] = [estimate_step(config, rank) for rank in ranks]
-        configs[name] = n_ranks, config
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
-    machines: dict[int, list[Machine]] = {1: [], 2: []}
-    for _ in range(rounds):
-        # Two cores may share a clock or caches, and one alone be faster.
-        for n_ranks, found in machines.items():
-            found.append(run_ranks(measured_rates, n_ranks)[0])
-        for name, (n_ranks, config) in configs.items():
-            ranks = run_ranks(
-                measured_seconds, n_ranks, config, 6, init_process_group=False, timeout_seconds=3600
-            )
-            seconds[name].append(statistics.median(ranks[0]))
-    # Of all rounds the least disturbed one.
-    measured = {name: min(times) for name, times in seconds.items()}
-    fastest = {n: max(found, key=lambda machine: machine.flops) for n, found in machines.items()}
-    for n_ranks, machine in fastest.items():
-        print(f"{n_ranks}: {machine}")
-    bounds = {
-        name: max(
-            (bound_of(e, fastest[configs[name][0]]) for e in found), key=lambda bound: bound.step
-        )
-        for name, found in estimates.items()
-    }
-    print(
-        "| layout | compute | memory | sends | bubble | predicted | measured | ratio | predicted order | "
-        "measured order |\n|" + "---|" * 10
-    )
-    predicted = {name: bound.step for name, bound in bounds.items()}
-    orders = [sorted(times, key=times.get) for times in (predicted, measured)]
-    for name in orders[0]:
-        bound = bounds[name]
-        places = [order.index(name) + 1 for order in orders]
-        print(
-            f"| {name} | {bound.compute:.3f} s | {bound.memory:.3f} s | "
-            f"{bound.in_line + bound.beside:.3f} s | {100 * estimates[name][0].bubble:.0f} % | "
-            f"{bound.step:.3f} s | {measured[name]:.3f} s | {bound.step / measured[name]:.2f} | "
-            f"{places[0]} | {places[1]} |"
-        )
 
 
 def check_published(only: str) -> None:
@@ -402,16 +255,13 @@ def _rate_that_gives(wanted: float, tokens_per_second: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["memory", "order", "published"])
+    parser.add_argument("what", choices=["memory", "published"])
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--rounds", type=int, default=3, help="of the layouts, for their order")
     args = parser.parse_args()
     os.environ["LOCAL_RANK"] = "0"
     prepare_device()
     if args.what == "memory":
         check_memory(args.only)
-    elif args.what == "order":
-        check_order(args.rounds)
     else:
         check_published(args.only)
 

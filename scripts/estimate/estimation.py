@@ -15,10 +15,7 @@ from tests.cuda_rehearsal import device
 
 
 def prepare_device() -> None:
-    """Have a device to rehearse on: this machine's, or one that computes nothing.
-
-    To be called before torch is imported. Raises SystemExit where there is neither.
-    """
+    """Have a device to rehearse on: this machine's, or one that computes nothing."""
     reason = device.why_not()
     if reason is None:
         device.load_device()

@@ -103,11 +103,7 @@ def least_states(num_params: int, layout: Layout) -> float:
 def plan_of(
     layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
 ) -> tuple[int, list[Any]] | None:
-    """(rows at once, estimates) of the most rows that fit; None if one doesn't.
-
-    estimate: (config, rank) -> `StepEstimate`. Of a pipeline the first and the last stage are
-    estimated, and the fuller one comes first. Memory grows along a line with the rows.
-    """
+    """(rows at once, estimates) of the most rows that fit; None if one doesn't."""
     ranks = {0, layout.replicas * layout.shards * layout.tp * layout.pp * layout.cp - 1}
     ranks = sorted(ranks) if layout.pp > 1 else [0]
 

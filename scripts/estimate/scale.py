@@ -56,10 +56,7 @@ _IN_LINE = ("tp", "cp", "ep", "etp")
 class Machine:
     """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
 
-    memory: bytes/s read and written. attention: FLOP/s of its kernels; 0 for those of matrix
-    products. overlaps: what it sends takes no time of its processor, unlike a CPU's.
-    of_kind: (seconds that a collective takes however small it is, bytes/s in place of nvlink) of
-    kinds of collectives where they are known; a bound leaves the former out.
+    memory: bytes/s read and written.
     """
 
     flops: float
@@ -67,9 +64,6 @@ class Machine:
     network: float
     gpus_per_node: int
     memory: float = math.inf
-    attention: float = 0.0
-    overlaps: bool = True
-    of_kind: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
 
 def without_memory(machine: Machine) -> Machine:
@@ -84,8 +78,7 @@ class Bound:
     compute: its FLOPs at peak. memory: what all other operators read and write, each by itself; a
     compiler that fuses them moves less. in_line: collectives that the next operator waits for.
     beside: the longer one of NVLink and network for all others, which can run at the same time as
-    the rest. step: max(compute + memory + in_line, beside), plus the pipeline's bubble; the sum of
-    all where the machine does one thing at a time.
+    the rest. step: max(compute + memory + in_line, beside), plus the pipeline's bubble.
     """
 
     compute: float
@@ -100,31 +93,25 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
     """estimate: a `StepEstimate`, made for `machine.gpus_per_node`."""
 
     def seconds(in_line: bool) -> float:
-        on_nvlink = on_network = latency = 0.0
-        for (axis, kind), traffic in estimate.counts.traffic.items():
+        on_nvlink = on_network = 0.0
+        for (axis, _), traffic in estimate.counts.traffic.items():
             if (axis in _IN_LINE) == in_line:
-                each, rate = machine.of_kind.get(kind, (0.0, machine.nvlink))
-                latency += each * traffic.calls
-                on_nvlink += traffic.sent / rate
+                on_nvlink += traffic.sent / machine.nvlink
                 on_network += traffic.network / machine.network
-        return max(on_nvlink, on_network) + latency
+        return max(on_nvlink, on_network)
 
     flops = estimate.counts.flops
-    compute = flops["matrix products"] / machine.flops
-    compute += flops["attention"] / (machine.attention or machine.flops)
+    compute = (flops["matrix products"] + flops["attention"]) / machine.flops
     memory = estimate.counts.moved / machine.memory
     in_line, beside = seconds(True), seconds(False)
     busy = (compute + memory + in_line) * (1 + estimate.bubble)
-    step = max(busy, beside) if machine.overlaps else busy + beside
+    step = max(busy, beside)
     mfu = estimate.model_flops / (estimate.world_size * step * machine.flops)
     return Bound(compute, memory, in_line, beside, step, mfu)
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
-    """Numbers of layers to rehearse, of which each stage of a pipeline has as many as the others.
-
-    None where the config itself says which layers a stage has: then all are rehearsed.
-    """
+    """Numbers of layers to rehearse, of which each stage of a pipeline has as many as the others."""
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
 
     parallelism = config.parallelism

@@ -116,15 +116,7 @@ class StepEstimate:
 def estimate_step(
     job_config: JobConfig, rank: int = 0, gpus_per_node: int = 8, n_layers: int | None = None
 ) -> StepEstimate:
-    """Build the job's engine for one rank and count what a step of it allocates and sends.
-
-    As many ranks as the environment variable NGPU says, in a process group where nobody answers.
-    Tensors on the device are fake, and the device too, unless this machine has one. With
-    memory_estimation.disable_fake_mode the step is computed for real, with the memory of one
-    rank; its host waits are not counted. n_layers: of the model, in place of its flavor's.
-
-    Raises ConfigError for a config that cannot run, or that cannot be estimated.
-    """
+    """Build the job's engine for one rank and count what a step of it allocates and sends."""
     config = _config_to_estimate(job_config)
     is_fake = not config.memory_estimation.disable_fake_mode
 
@@ -166,11 +158,7 @@ def estimate_step(
 def estimate_from_depths(
     job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int] | None
 ) -> StepEstimate:
-    """As `estimate_step`, along the line through models of two numbers of layers, if there are any.
-
-    Exact where each layer is like the one before: the depths have to differ by a multiple of what
-    repeats, as the stages of a pipeline do, or every second layer under selective checkpointing.
-    """
+    """As `estimate_step`, along the line through models of two numbers of layers, if there are any."""
     if depths is None:
         return estimate_step(job_config, rank, gpus_per_node)
     spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
@@ -190,11 +178,7 @@ def num_params_of(job_config: JobConfig) -> int:
 
 
 def _run_step(engine: TrainingEngine) -> Iterator[str]:
-    """One step on an invented batch; yields the name of each phase when it has ended.
-
-    Of the microbatches at most the first and the last are run: those between need as much memory
-    as the last, which finds gradients, and send and compute as much as the first.
-    """
+    """One step on an invented batch; yields the name of each phase when it has ended."""
     training = engine.job_config.training
     # Pinned, as the data loader's batches are.
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)

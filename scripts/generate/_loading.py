@@ -20,12 +20,7 @@ from torchtitan.tools.utils import set_default_dtype
 def load_model(
     job_config: JobConfig, train_spec: TrainSpec, path: str, device: torch.device
 ) -> nn.Module:
-    """Return the config's model on `device`, in training.dtype, with the weights under `path`.
-
-    path: a step folder, a folder of step folders (the newest finished one is taken), or a
-        folder of Hugging Face safetensors files.
-    Raises ValueError if there are no weights of this model.
-    """
+    """Return the config's model on `device`, in training.dtype, with the weights under `path`."""
     check_flavor(job_config, train_spec)
     path = find_checkpoint(path)
     model_args = copy.deepcopy(train_spec.model_args[job_config.model.flavor])

@@ -28,15 +28,9 @@ def resume_draw_save(folder: str, step: int, num_batches: int | None):
     """One run of a job: (tokens this rank drew, its data position at the end)."""
     loader = build(documents_of(LENGTHS), dist.get_world_size(), dist.get_rank(), num_workers=0)
     checkpointer = CheckpointManager(
-        dataloader=loader,
-        model_parts=[torch.nn.Linear(2, 2)],
-        optimizers=NoState(),
-        lr_schedulers=NoState(),
-        states={},
-        checkpoint_config=Checkpoint(enable=True, interval=1, keep_latest_k=0),
-        sd_adapter=None,
-        base_folder=folder,
-    )
+        loader, [torch.nn.Linear(2, 2)], NoState(), NoState(), {},
+        Checkpoint(enable=True, interval=1, keep_latest_k=0), None, folder,
+    )  # fmt: skip
     checkpointer.load()
     drawn = []
     for input_dict, labels in islice(loader, num_batches):

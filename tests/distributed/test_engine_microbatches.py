@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import (
-    SEQ_LEN,
-    VOCAB,
-    Layout,
-    batch_flags,
-    build_engine,
-    whole,
-)
+from tests.distributed.layout_matrix import SEQ_LEN, VOCAB, Layout, batch_flags, build_engine, whole
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.dummy_microbatches import token_counters
 from torchtitan.distributed.utils import dist_sum
@@ -294,21 +287,3 @@ def test_loss_is_fp32_on_every_rank_whatever_the_loss_function_returns(layout, t
     assert half == pytest.approx(full, rel=2**-8)
     assert double == pytest.approx(full, rel=1e-6)
     assert torch.equal(torch.stack(second), torch.stack(first) * (layout.pp > 1))
-
-
-def refusal_of_two_against_none(dump_folder: str) -> str:
-    flags = [*Layout("FSDP 2", dp_shard=2).overrides(), *batch_flags(*DENSE)]
-    flags.append("--optimizer.early_step_in_backward")
-    with build_engine("llama3", flags, dump_folder) as engine:
-        n = 2 if engine.dp_rank == 0 else 0
-        batch, labels = microbatch(0)
-        with pytest.raises(ValueError) as error:
-            engine.forward_backward_step(
-                input_dict=[batch] * n, labels=[labels] * n, global_valid_tokens=10
-            )
-        return str(error.value)
-
-
-def test_ranks_agree_that_an_early_step_has_one_microbatch(tmp_path):
-    for message in run_ranks(refusal_of_two_against_none, 2, str(tmp_path)):
-        assert "a step has one microbatch, got number 2" in message

@@ -31,33 +31,20 @@ SPLIT = [
 FOUR_RANKS = {"qwen3": UNEVEN, "llama4": SPLIT, "gpt_oss": SPLIT}
 
 
+SIZES = dict(dim=32, n_heads=4, n_kv_heads=2, vocab_size=VOCAB)
+
+
 def llama4_args():
     return TransformerModelArgs(
-        dim=32,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=VOCAB,
-        multiple_of=8,
-        max_seq_len=LENGTH,
-        every_n_layers_nope=3,
-        fixed_attn_block_size=4,
-        moe_args=MoEArgs(num_experts=4),
-        attn_type="flex",
-    )
+        **SIZES, n_layers=4, multiple_of=8, max_seq_len=LENGTH, every_n_layers_nope=3,
+        fixed_attn_block_size=4, moe_args=MoEArgs(num_experts=4), attn_type="flex",
+    )  # fmt: skip
 
 
 def gpt_oss_args():
+    experts = copy.copy(gptoss_configs["debugmodel"].moe_args)
     return GptOssModelArgs(
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=VOCAB,
-        head_dim=16,
-        moe_inter_dim=32,
-        sliding_window_size=4,
-        moe_args=copy.copy(gptoss_configs["debugmodel"].moe_args),
+        **SIZES, n_layers=2, head_dim=16, moe_inter_dim=32, sliding_window_size=4, moe_args=experts
     )
 
 

@@ -1,14 +1,10 @@
 """Dispatch and combine without a model: uneven shares, padding, compiled experts."""
 
-import copy
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.distributed.moe_runs import Layout, qwen3_args
-from torchtitan.config.job_config import Compile
 from torchtitan.distributed import expert_parallel
 from torchtitan.distributed.expert_parallel import (
     ExpertParallel,
@@ -17,9 +13,6 @@ from torchtitan.distributed.expert_parallel import (
     TensorParallel,
 )
 from torchtitan.models.moe import MoEArgs, build_moe
-from torchtitan.models.parallelize import apply_compile
-from torchtitan.models.qwen3 import Qwen3Model
-from torchtitan.models.tp_plan import apply_moe_ep_tp
 from torchtitan.testing.gloo import run_ranks
 
 DIM = 8
@@ -84,30 +77,6 @@ def test_padding_changes_no_result(alignment):
         assert all(count % alignment == 0 for count in counts)
         expected = outputs_and_gradients(build(), 5 + rank)
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
-
-
-def compiled():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    torch.manual_seed(0)
-    model = Qwen3Model(qwen3_args(Layout(num_experts=4)))
-    with torch.no_grad():
-        model.init_weights()
-    apply_moe_ep_tp(model, None, mesh, None, None)
-    eager = copy.deepcopy(model)
-    apply_compile(model, Compile(enable=True, backend="eager"), ep_enabled=True)
-    results = []
-    for either in (eager, model):
-        for length in (5, 7, 8):
-            generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-            either(torch.randint(0, 64, (2, length), generator=generator)).square().sum().backward()
-        gradients = [parameter.grad for parameter in either.parameters()]
-        results.append([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
-    return results
-
-
-def test_compiled_pieces_around_the_exchange_equal_eager_ones():
-    for eager, ours in run_ranks(compiled, 2):
-        torch.testing.assert_close(ours, eager)
 
 
 def refusals():

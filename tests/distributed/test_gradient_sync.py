@@ -76,10 +76,7 @@ def gradients_of_both(folder, flags, family="llama3"):
 
             for _ in range(3):
                 engine.forward_backward_step(
-                    input_dict=batches[0],
-                    labels=labels[0],
-                    global_valid_tokens=1,
-                    loss_fn=loss_fn,
+                    input_dict=batches[0], labels=labels[0], global_valid_tokens=1, loss_fn=loss_fn
                 )
         engine.optimizers.zero_grad()
         again = step(engine)
@@ -163,9 +160,7 @@ CASES = {
         "late FSDP": (late_steps, ()),
         "late EP": (late_steps, (EP,), "qwen3 MoE"),
     },
-    4: {
-        "trainer": (weights_of_accumulating_trainer,),
-    },
+    4: {"trainer": (weights_of_accumulating_trainer,)},
 }
 
 

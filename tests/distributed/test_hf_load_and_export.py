@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.moe_runs import LENGTH, VOCAB
-from tests.distributed.test_expert_parallel_checkpoint import llama4_args
+from tests.distributed.moe_runs import LENGTH
+from tests.distributed.test_expert_parallel_checkpoint import SIZES, llama4_args
 from torchtitan.checkpoint.folder import find_damage
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
@@ -18,16 +18,7 @@ from torchtitan.testing.gloo import run_ranks
 
 
 def qwen3_args(**changes):
-    sizes = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": VOCAB,
-        "head_dim": 16,
-        "hidden_dim": 48,
-    }
-    return Qwen3ModelArgs(**sizes | changes)
+    return Qwen3ModelArgs(**SIZES, n_layers=2, head_dim=16, hidden_dim=48, **changes)
 
 
 def three_experts():

@@ -53,16 +53,6 @@ def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplo
     assert (tmp_path / "comm_traces").is_dir()
 
 
-@pytest.mark.usefixtures("recorder_unset")
-def test_only_a_setting_of_the_users_own_is_overruled_with_a_warning(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what torchrun gives to everybody
-    process_group._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and not caplog.text
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    process_group._configure_flight_recorder(Comm(), str(tmp_path), "nccl")
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING changes from '2' to '3'" in caplog.text
-
-
 def init_with_torchrun(folder):
     size = dist_utils.init_distributed(Comm(trace_buf_size=0), base_folder=folder)
     dist.barrier()  # a rank that leaves early would cut connections that the other still makes

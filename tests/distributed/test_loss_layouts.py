@@ -10,14 +10,7 @@ import random
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import (
-    SHALLOW,
-    VOCAB,
-    Layout,
-    batch_flags,
-    build_engine,
-    whole,
-)
+from tests.distributed.layout_matrix import SHALLOW, VOCAB, Layout, batch_flags, build_engine, whole
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,

@@ -4,6 +4,7 @@ A shuffled mixture of two sources, in packed documents that attention keeps apar
 """
 
 import hashlib
+import math
 import multiprocessing
 from typing import Any
 
@@ -22,30 +23,17 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
     """Train on this rank. Returns the losses, and this data-parallel rank's rows of all steps."""
     # A test's ranks are daemons, which may not start data workers.
     multiprocessing.current_process()._config["daemon"] = False
-    config = ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={dump_folder}",
-            "--model.flavor=debugmodel",
-            "--model.args=dim=64, n_layers=2, n_heads=4",
-            "--model.attn_type=varlen",
-            "--model.attn_mask_type=position_block_causal",
-            "--training.seq_len=128",
-            f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
-            "--training.shuffle",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=4",
-            "--debug.seed=7",
-            "--metrics.log_freq=1",
-            "--validation.enable",
-            "--validation.dataset=python_docs_validation",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--validation.local_batch_size=4",
-            *(f"--parallelism.{name}_degree={n}" for name, n in ranks.items()),
-            *overrides,
-        ]
-    )
+    flags = f"""
+        job.dump_folder={dump_folder} model.flavor=debugmodel model.attn_type=varlen
+        model.attn_mask_type=position_block_causal training.seq_len=128 training.shuffle
+        training.global_batch_size={GLOBAL_BATCH_SIZE} training.mixed_precision_param=float32
+        activation_checkpoint.mode=none lr_scheduler.warmup_steps=4 debug.seed=7 metrics.log_freq=1
+        validation.enable validation.dataset=python_docs_validation validation.freq=2
+        validation.steps=2 validation.local_batch_size=4
+    """.split()
+    flags += [f"parallelism.{name}_degree={n}" for name, n in ranks.items()]
+    model = "--model.args=dim=64, n_layers=2, n_heads=4"
+    config = ConfigManager().parse_args([model, *(f"--{flag}" for flag in flags), *overrides])
     config.training.mixture = [
         MixtureSource("python_docs", weight=0.7),
         MixtureSource("c4_test", weight=0.3),
@@ -74,43 +62,29 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
     trainer._build_validator()
     trainer.validator.validate(trainer.model_parts, trainer.step)
     trainer.close()
-    return {
-        "losses": losses,
-        "validation_losses": validation_losses,
-        "dp_rank": dp_rank,
-        "steps": steps,
-    }
+    return {"losses": losses, "validation": validation_losses, "dp_rank": dp_rank, "steps": steps}
 
 
-def run(
-    folder, ranks: dict[str, int], local_batch_size: int, workers: int, n_steps: int, *more: str
-):
+def run(folder, ranks: dict[str, int], local_batch_size: int, workers: int, n_steps: int, *more):
     """Return the losses and metrics of each step, a hash of all global batches, validation losses."""
-    world_size = 1
-    for degree in ranks.values():
-        world_size *= degree
     overrides = [
         f"--training.local_batch_size={local_batch_size}",
         f"--training.dataloader.num_workers={workers}",
         f"--training.steps={n_steps}",
         *more,
     ]
-    records = run_ranks(
-        train,
-        world_size,
-        str(folder),
-        ranks,
-        overrides,
-        init_process_group=False,
-        timeout_seconds=600,
+    n_ranks, options = (
+        math.prod(ranks.values()),
+        {"timeout_seconds": 600, "init_process_group": False},
     )
+    records = run_ranks(train, n_ranks, str(folder), ranks, overrides, **options)
     rows = {record["dp_rank"]: record["steps"] for record in records}
     assert all(record["steps"] == rows[record["dp_rank"]] for record in records)
     by_step = zip(*(rows[rank] for rank in sorted(rows)), strict=True)
     in_order = [row for step in by_step for part in step for row in part]
     assert len(in_order) == GLOBAL_BATCH_SIZE * n_steps
     row_hash = hashlib.sha256(b"".join(in_order)).hexdigest()
-    return records[0]["losses"], row_hash, records[0]["validation_losses"]
+    return records[0]["losses"], row_hash, records[0]["validation"]
 
 
 FSDP, DDP = "data_parallel_shard", "data_parallel_replicate"

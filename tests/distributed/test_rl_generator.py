@@ -19,7 +19,6 @@ from tests.distributed.layout_matrix import (
     whole,
 )
 from tests.unit.rl.test_generator import FakeVLLM
-from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
 from torchtitan.checkpoint.stream import digest_of
 from torchtitan.distributed.dtensor import local_shard
@@ -33,7 +32,6 @@ from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import WeightSync
-from torchtitan.rl.weight_transport import ReceivedWeights, send_weights
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.torch_parts import name_without_wrappers
 
@@ -141,26 +139,6 @@ def assert_alike(found: list[Completion], expected: list[Completion], where: str
         assert difference.abs().max() <= 5e-6, where
 
 
-# ---- weights for a generator's own copy ----
-
-
-def _send_or_receive(family):
-    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
-    model = tiny(family, 1 + rank)
-    if rank == 0:
-        send_weights(weights_of(model, version=7), group)
-        return {name: t.double().sum().item() for name, t in model.state_dict().items()}, 7
-    generator = CopyGenerator(model)
-    generator.update_weights(ReceivedWeights(group))
-    state = generator.model.state_dict()
-    return {name: t.double().sum().item() for name, t in state.items()}, generator.policy_version
-
-
-def test_weights_sent_to_another_rank_arrive_with_version_and_digest():
-    sent, received = run_ranks(_send_or_receive, 2, "deepseek_v3")
-    assert sent == received
-
-
 def gathers_on_rank(folder: str):
     """`push_shards`, after all-gathers of one call: with room for all weights, without, and of a training step after."""
     layout = Layout("FSDP 2", dp_shard=2)
@@ -252,36 +230,9 @@ def test_weights_are_gathered_once_where_memory_allows(tmp_path):
 # ---- vLLM, replaced by a fake: only our code runs here ----
 
 
-def ask_vllm_on_rank(folder: str, degree: int) -> tuple[dict, list[list[int]], int]:
-    """(options of this rank's engine, the prompts that it got, episodes of all ranks)."""
+def ask_vllm_on_rank(folder: str, degree: int):
+    """(options of this rank's engine, the prompts that it got, how often each episode was drawn again)."""
     sys.modules["vllm"] = fake = FakeVLLM()
-    generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
-    generator.policy_version = 0
-    config = toy_config(folder, "--rl.eval_samples=6").rl
-    task = build_task(config, None)
-    rollouts = Rollouts(task, config, Draws(task, generator, torch.device("cpu"), ahead=False))
-    episodes = rollouts.of_held_out(greedy=False)
-    asked = [prompt["prompt_token_ids"] for prompt, _ in fake.requests]
-    return fake.options, asked, len(episodes)
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_each_rank_has_a_vllm_engine_and_those_of_one_model_get_the_same_prompts(degree, tmp_path):
-    first, second = run_ranks(ask_vllm_on_rank, 2, str(tmp_path), degree)
-    for options, _, n_episodes in (first, second):
-        # Of torchrun: it takes the rank's own device.
-        assert options["distributed_executor_backend"] == "external_launcher"
-        assert options["tensor_parallel_size"] == degree
-        assert n_episodes == 6
-    if degree == 1:
-        assert len(first[1]) == len(second[1]) == 3 and first[1] != second[1]
-    else:
-        assert len(first[1]) == 6 and first[1] == second[1]
-
-
-def redraw_with_vllm_on_rank(folder: str, degree: int) -> tuple[list[list[int]], list[int]]:
-    """(the prompts that this rank's engine got, how often each episode was drawn again)."""
-    sys.modules["vllm"] = FakeVLLM()
     generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
     generator.policy_version = 0
     config = toy_config(folder, "--rl.redraws=1").rl
@@ -294,16 +245,20 @@ def redraw_with_vllm_on_rank(folder: str, degree: int) -> tuple[list[list[int]],
     with mock.patch.object(generator, "generate", wraps=generator.generate) as generate:
         episodes = rollouts.take(1)
     asked = [list(prompt) for call in generate.call_args_list for prompt in call.args[0]]
-    return asked, [int(episode.scores["redraws"]) for episode in episodes[::4]]
+    return fake.options, asked, [int(episode.scores["redraws"]) for episode in episodes[::4]]
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_ranks_that_split_a_vllm_engine_draw_the_same_again(degree, tmp_path):
+def test_ranks_that_split_a_vllm_engine_draw_the_same_also_again(degree, tmp_path):
     """Only rank 0 knows that place 0 needs another draw, and only rank 1 that place 3 does."""
-    first, second = run_ranks(redraw_with_vllm_on_rank, 2, str(tmp_path), degree)
-    assert first[1] == second[1] == [1, 0, 0, 1]
+    first, second = run_ranks(ask_vllm_on_rank, 2, str(tmp_path), degree)
     config = toy_config(tmp_path).rl
     task = build_task(config, None)
     by_try = [(0, 1, 2, 3), (4, 7)] if degree == 2 else [(0, 1), (4,)]
-    assert first[0] == [list(task.prompt(i).token_ids) for indices in by_try for i in indices]
-    assert degree == 1 or second[0] == first[0]
+    assert first[1] == [list(task.prompt(i).token_ids) for indices in by_try for i in indices]
+    assert (second[1] == first[1]) == (degree == 2)
+    for options, _, redraws in (first, second):
+        # Of torchrun: it takes the rank's own device.
+        assert options["distributed_executor_backend"] == "external_launcher"
+        assert options["tensor_parallel_size"] == degree
+        assert redraws == [1, 0, 0, 1]

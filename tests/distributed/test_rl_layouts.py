@@ -44,8 +44,7 @@ def adapters_on_one_process(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["TP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FSDP", "PP", "CP"))],
+    "layout", ["TP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FSDP", "PP", "CP"))]
 )
 def test_adapters_take_the_first_steps_of_one_process(layout, adapters_on_one_process, tmp_path):
     runs = run_ranks(run_on_this_rank, 2, tmp_path, [*LORA, *LAYOUTS[layout]])

@@ -11,12 +11,7 @@ from torchtitan.testing.gloo import run_ranks
 
 # The first of two layers of deepseek_v3 is dense.
 ROWS = [("qwen3 MoE", f"whole rows{REPLAYED}"), ("deepseek_v3", f"documents, varlen{REPLAYED}")]
-QUICK = [
-    "FSDP 2, accumulation 2, full AC",
-    "CP 2",
-    "PP 2, 1F1B",
-    "TP 2, EP 2",
-]
+QUICK = ["FSDP 2, accumulation 2, full AC", "CP 2", "PP 2, 1F1B", "TP 2, EP 2"]
 SLOW = [
     "TP 2, whole logits, op AC",
     "CP 2, EP 2",

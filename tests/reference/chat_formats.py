@@ -1,4 +1,4 @@
-"""Eight chat templates: short re-creations of published formats, with {% generation %} marks.
+"""Seven chat templates: short re-creations of published formats, with {% generation %} marks.
 
 The marks are around the text that the model writes, through the token that ends its turn.
 """
@@ -171,24 +171,6 @@ MISTRAL = r"""
 {%- endfor %}
 """
 
-GEMMA = r"""
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
-{%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message['role'] == 'assistant' %}
-        {{- '<start_of_turn>model\n' }}
-        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
-        {{- '\n' }}
-    {%- else %}
-        {{- '<start_of_turn>' + message['role'] + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
-"""
-
 # No line breaks; thinking is left out of every turn; a reply behind a tool's result has no header.
 DEEPSEEK = r"""
 {%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
@@ -313,9 +295,6 @@ FORMATS = {
         ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
     ),
     "mistral": Format(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
-    "gemma": Format(
-        GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>"}, ("<start_of_turn>", "<end_of_turn>")
-    ),
     "deepseek": Format(
         DEEPSEEK,
         {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},

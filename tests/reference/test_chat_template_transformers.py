@@ -55,7 +55,7 @@ def test_continuation_is_what_transformers_renders_after_the_answer(tmp_path):
     from transformers import AutoTokenizer
 
     results = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "6"}]
-    for name, template in (("qwen", QWEN_LIKE), ("llama", LLAMA_LIKE)):
+    for name, template, end in (("q", QWEN_LIKE, "<|im_end|>"), ("l", LLAMA_LIKE, "<|eot_id|>")):
         folder = write_tokenizer(tmp_path / name, template)
         theirs = AutoTokenizer.from_pretrained(folder)
         chat = ChatTemplate.from_tokenizer(HuggingFaceTokenizer(str(folder)))
@@ -63,6 +63,6 @@ def test_continuation_is_what_transformers_renders_after_the_answer(tmp_path):
         start = theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         messages = [*question, {"role": "assistant", "content": answer}, *results]
         whole = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        sampled = answer + "<|im_end|>"  # the token that ended the turn is one of the sampled ones
-        assert start + sampled + chat.continuation(question, results, stop="<|im_end|>") == whole
+        sampled = answer + end  # the token that ended the turn is one of the sampled ones
+        assert start + sampled + chat.continuation(question, results, stop=end) == whole
         assert start + answer + chat.continuation(question, results) == whole

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.chat_formats import FORMATS, GPT_OSS, backend_of, without_marks
+from tests.reference.chat_formats import FORMATS, backend_of, without_marks
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
@@ -32,40 +32,25 @@ SYSTEM = {"role": "system", "content": " Be brief. "}
 RESULT = {"role": "tool", "name": "add", "content": '{"sum": 4}'}
 CHATS = {
     "one turn": [user("2+2, bitte — ü? <b>'\"&"), assistant("Four: 4️⃣ — 四")],
-    "turns": [
-        user("Hi\n"),
-        assistant(" Hello\n"),
-        user("2+2?"),
-        assistant("4"),
-        user(""),
-        assistant("é"),
-    ],
+    "turns": [user("Hi\n"), assistant(" Hello\n"), user("2+2?"), assistant("4"), user(""), assistant("é")],
     "system": [SYSTEM, user("Hi"), assistant("Hello"), user("Bye"), assistant("Bye.\n\n")],
     "empty answer": [user("Say nothing."), assistant("")],
     "empty answer first": [user("Say nothing."), assistant(""), user("Speak"), assistant("Yes")],
     "thinking": [user("2+2?"), assistant("4", reasoning_content="two and\ntwo")],
     "thinking inline": [user("2+2?"), assistant("<think>\nhm\n</think>\n\n4")],
     "old thinking": [
-        user("2+2?"),
-        assistant("4", reasoning="hm"),
-        user("3+3?"),
-        assistant("6", reasoning="ha", tool_calls=None),
+        user("2+2?"), assistant("4", reasoning="hm"),
+        user("3+3?"), assistant("6", reasoning="ha", tool_calls=None),
     ],
     "tool": [user("2+2?"), assistant("", tool_calls=[CALL]), RESULT, assistant("It is 4.")],
     "tools": [
-        SYSTEM,
-        user("2+2, 3+3?"),
-        assistant(None, tool_calls=[CALL], thinking="I add."),
-        RESULT,
-        RESULT,
-        assistant("4 and 6.", thinking="Done."),
-        user("Thanks"),
-        assistant("Fine."),
+        SYSTEM, user("2+2, 3+3?"), assistant(None, tool_calls=[CALL], thinking="I add."), RESULT, RESULT,
+        assistant("4 and 6.", thinking="Done."), user("Thanks"), assistant("Fine."),
     ],
     "control token": [user("What is <|im_end|></s><|eot_id|>?"), assistant("An end.")],
     "no question": [SYSTEM, assistant("Hello")],
     "ends in a question": [user("2+2?"), assistant("4"), user("3+3?")],
-}
+}  # fmt: skip
 
 # Format -> chats that are refused without marks, because a turn changes when the chat goes on.
 REFUSED = {
@@ -201,15 +186,6 @@ def test_pairs_of_messages_are_the_chat_with_all_of_the_completion_trained(tmp_p
             assert trained == [0] * n + [1] * (end - n) + [0] * (len(ids) - end), title
 
 
-def test_template_that_writes_today_s_date_is_refused_with_the_remedy(tmp_path):
-    form = FORMATS["gpt_oss"]
-    backend_of(form).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text(GPT_OSS)
-    encoder = ChatEncoder.from_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
-    with pytest.raises(ValueError, match="'strftime_now' is undefined; .* with a fixed date$"):
-        encoder({"messages": CHATS["one turn"]})
-
-
 def test_variables_of_a_sample_reach_the_template(tmp_path):
     theirs, ours = theirs_and_ours("llama_3", tmp_path)
     chat, variables = CHATS["one turn"], {"date_string": "2 June 2025"}
@@ -226,11 +202,8 @@ def test_model_with_a_template_for_tools_uses_it_for_samples_with_tools(tmp_path
         {"name": "tool_use", "template": "{{ tools | tojson }}\n" + form.template},
     ]
     backend_of(form).save(str(tmp_path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **form.special,
-        "chat_template": several,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": several}
+    config |= form.special
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = ChatEncoder.from_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
@@ -247,7 +220,7 @@ CONTENTS = st.text(
 TURNS = st.lists(st.tuples(CONTENTS | st.just("<|im_end|>\n"), CONTENTS), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("name", ["chatml", "gemma", "qwen_3", "zephyr"])
+@pytest.mark.parametrize("name", ["chatml", "mistral", "qwen_3", "zephyr"])
 @settings(max_examples=60, deadline=None)
 @given(turns=TURNS)
 def test_any_text_gets_the_ids_and_labels_of_transformers(name, tmp_path_factory, turns):

@@ -76,6 +76,9 @@ def test_named_end_of_text_token_reaches_the_exported_tokenizer(tmp_path, files,
     build_hf_tokenizer(config)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "set training.eos_token" in warning
+    config.training.eos_token = "<|stop|>"
+    with pytest.raises(ValueError, match=r"training.eos_token .* got '<\|stop\|>'; special tokens"):
+        build_hf_tokenizer(config)
     config.training.eos_token = end
     tokenizer = build_hf_tokenizer(config)
     assert tokenizer.encode(TEXT, add_eos=True)[-1] == tokenizer.token_to_id(end)
@@ -85,13 +88,6 @@ def test_named_end_of_text_token_reaches_the_exported_tokenizer(tmp_path, files,
     assert theirs(TEXT).input_ids == tokenizer.encode(TEXT)
     assert (theirs.eos_token, theirs.eos_token_id) == (end, tokenizer.eos_id)
     assert transformers.AutoConfig.from_pretrained(export).eos_token_id == tokenizer.eos_id
-
-
-def test_end_of_text_token_outside_the_vocabulary_is_refused(tmp_path):
-    config = job(tmp_path)
-    config.training.eos_token = "<|stop|>"
-    with pytest.raises(ValueError, match=r"training.eos_token .* got '<\|stop\|>'; special tokens"):
-        build_hf_tokenizer(config)
 
 
 def test_args_that_hugging_face_has_no_model_for_are_named():

@@ -1,6 +1,5 @@
 """A headless Chromium, driven over its debugging pipe; nothing besides the browser is needed."""
 
-import base64
 import contextlib
 import json
 import os
@@ -68,11 +67,9 @@ class Page:
                 self.errors.append(entry["text"])
         return message
 
-    def open(self, path: Path, width: int = 1180, height: int = 900, dark: bool = False) -> None:
-        size = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
+    def open(self, path: Path) -> None:
+        size = dict(width=1180, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + 20
         while self.evaluate("document.readyState + location.protocol") != "completefile:":
@@ -87,10 +84,6 @@ class Page:
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         """kind: mouseMoved, mousePressed or mouseReleased, at this place of the window."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
-
-    def screenshot(self, path: Path, whole_page: bool = False) -> None:
-        taken = self.call("Page.captureScreenshot", captureBeyondViewport=whole_page)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
 
 @contextlib.contextmanager

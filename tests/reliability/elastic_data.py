@@ -66,12 +66,7 @@ def tokens(training: Training, folder: Path) -> None:
     if not (folder / "pair.idx").exists():
         generator = random.Random(3)
         documents = [
-            [
-                [
-                    generator.randrange(2000)
-                    for _ in range(round(generator.lognormvariate(3.5, 1)) + 1)
-                ]
-            ]
+            [generator.randrange(2000) for _ in range(round(generator.lognormvariate(3.5, 1)) + 1)]
             for _ in range(700)
         ]
         write_pair(training.dataset_path, documents, smallest_type(2000))

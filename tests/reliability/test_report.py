@@ -4,17 +4,12 @@ import json
 import math
 import random
 import re
-import shutil
-import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
 import pytest
 
-from tests.reliability import jobs
 from tests.reliability.browser import CHROMIUM, browser
-from tests.reliability.faults import SAVING
 from torchtitan.callbacks.metrics import JsonlLogger, TensorBoardLogger
 from torchtitan.report.page import page_of
 from torchtitan.report.read import read_run, thin_out
@@ -66,11 +61,6 @@ def data_of(html: str) -> dict:
 def text_of(html: str) -> str:
     body = re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", body)).split())
-
-
-def report(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torchtitan.report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 # ---- reading ----
@@ -235,11 +225,11 @@ def page(tmp_path_factory):
         yield page
 
 
-def open_report(page, folder: Path, **options) -> None:
+def open_report(page, folder: Path) -> None:
     page.errors.clear()
     path = folder / "report.html"
     path.write_text(page_of(read_run(folder)))
-    page.open(path, **options)
+    page.open(path)
 
 
 def center_of(page, selector: str, index: int = 0) -> tuple[float, float]:
@@ -316,39 +306,3 @@ def test_browser_runs_nothing_from_the_folder(page, tmp_path):
     # The security policy holds even if escaping failed.
     page.evaluate("document.body.innerHTML = '<img src=x onerror=\"document.title = 1\">'")
     assert page.evaluate("document.title") != "1"
-
-
-@in_browser
-def test_page_of_a_killed_and_resumed_job(page, tmp_path):
-    """The job, its files and the page are real, not written by the test."""
-    arguments = [*jobs.TINY_JOB, *SAVING, f"--job.dump_folder={tmp_path}/outputs"]
-    arguments += ["--metrics.enable_jsonl", "--training.steps=6", "--validation.enable"]
-    arguments += ["--validation.dataset=c4_test", "--validation.seq_len=32"]
-    arguments += ["--validation.steps=1", "--validation.freq=3"]
-    assert jobs.run(arguments, tmp_path / "logs", 60).exit_codes == [0]
-    cut_back_to_step(3, tmp_path / "outputs")
-    assert jobs.run(arguments, tmp_path / "logs", 60).exit_codes == [0]
-
-    run = read_run(tmp_path / "outputs")
-    assert list(run.curves[LOSS].steps) == [1, 2, 3, 3, 4, 5, 6]
-    loss = run.curves[LOSS].values
-    assert loss[2] == loss[3]  # the repeated step
-    open_report(page, tmp_path / "outputs")
-    text = page.evaluate("document.body.innerText")
-    for fact in ("Step\n6 of 6", "Starts\n2", "Faults\n1", "training starts at step 3"):
-        assert fact in text
-    assert len(paths(page, ".curve:not(.dashed)")[0].split("L")) == 6
-    assert page.errors == []
-
-
-def cut_back_to_step(step: int, folder: Path) -> None:
-    """Change the folder to that of a job that was killed after this step."""
-    for path in (folder / "checkpoint").glob("step-*"):
-        if int(path.name.split("-")[1]) > step:
-            shutil.rmtree(path)
-    for name in ("metrics.jsonl", "events.jsonl"):
-        rows = (folder / name).read_text().splitlines(keepends=True)
-        kept = [
-            row for row in rows if json.loads(row).get("step", 0) <= step and '"end"' not in row
-        ]
-        (folder / name).write_text("".join(kept))

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from mypy import api
 
 import torchtitan
@@ -60,6 +61,7 @@ def client(engine: TrainingEngine, tokens: Tensor, mine: MyBatch) -> None:
 """
 
 
+@pytest.mark.long
 def test_mypy_finds_wrong_fields_of_a_client_and_nothing_else(tmp_path):
     client, config = tmp_path / "client.py", tmp_path / "mypy.ini"
     client.write_text(CLIENT)

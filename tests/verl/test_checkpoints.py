@@ -4,9 +4,6 @@ import json
 import os
 
 import pytest
-
-pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
-
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -17,17 +14,6 @@ from torchtitan.testing.gloo import run_ranks
 
 SCHEDULE = dict(lr_warmup_steps=2, total_training_steps=10, min_lr_factor=0.1)
 TIMEOUT_SECONDS = 300
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return cases.save_model(str(tmp_path_factory.mktemp("models")), "qwen3")
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """The environment of a single process for verl's worker."""
-    cases.pretend_torchrun(monkeypatch)
 
 
 def weights_of(engine):
@@ -113,15 +99,21 @@ def test_optimizer_may_be_left_out_of_loading(alone, folder, tmp_path):
     assert all(step == 0 for step in steps)
 
 
-def test_hf_model_is_one_that_transformers_loads(alone, folder, tmp_path):
+def test_hf_folder_is_one_that_transformers_loads(alone, folder, tmp_path):
     worker = cases.make_worker(folder, checkpoint=dict(save_contents=["hf_model"]))
+    worker.model_config.tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file="tests/assets/tokenizer/tokenizer.json"
+    )
     record = cases.train(worker, "sft")
     worker.save_checkpoint(str(tmp_path), global_step=3)
     model = cases.load_model(str(tmp_path / "huggingface"))
     with torch.no_grad():
-        expected = cases.outputs_of(model, cases.make_batch(0))["log_probs"]
-    for ours, theirs in zip(record.outputs["log_probs"], expected.unbind(), strict=True):
-        torch.testing.assert_close(ours[:-1], theirs[:-1], rtol=0, atol=5e-6)
+        expected = cases.outputs_of(model, cases.make_batch(0, calculate_entropy=True))
+    cases.assert_same_outputs(record.outputs, {k: list(v.unbind()) for k, v in expected.items()})
+    names = set(os.listdir(tmp_path / "huggingface"))
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= names
+    saved = json.loads((tmp_path / "huggingface/config.json").read_text())
+    assert saved["architectures"] == ["Qwen3ForCausalLM"]
 
 
 def test_critic_of_a_language_model_is_saved_for_transformers(alone, folder, tmp_path):
@@ -143,12 +135,6 @@ def test_critic_of_a_language_model_is_saved_for_transformers(alone, folder, tmp
 
 def without_output(weights):
     return {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
-
-
-def test_missing_checkpoint_is_an_error(alone, folder, tmp_path):
-    worker = cases.make_worker(folder)
-    with pytest.raises(FileNotFoundError, match="global_step_7"):
-        worker.load_checkpoint(str(tmp_path / "global_step_7"))
 
 
 def train_and_save(folder, path, sizes):
@@ -197,16 +183,6 @@ def test_exported_weights_have_the_names_and_values_of_the_files(alone, tmp_path
     assert_same(weights, files)
 
 
-def test_exported_weights_have_the_dtype_of_the_engine(alone, folder):
-    weights = weights_of(cases.make_worker(folder, dtype="bfloat16").engine)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-
-
-def test_single_shards_are_refused_by_name(alone, folder):
-    with pytest.raises(NotImplementedError, match="not shards; call"):
-        cases.make_worker(folder).engine.get_per_tensor_param_shard()
-
-
 def apply_deltas(folders_and_sizes):
     """For each case, True on rank 0 if old weights plus deltas are the new weights."""
     results = []
@@ -220,15 +196,8 @@ def apply_deltas(folders_and_sizes):
             with engine.train_mode():
                 engine.train_batch(data, cases.loss_of("sft"))
             n_changes = 0
-            for (
-                slots,
-                dtype,
-                counts,
-                positions,
-                values,
-                group,
-            ) in engine.get_per_tensor_param_delta_shard()[0]:
-                ((name, shape),) = slots
+            for entry in engine.get_per_tensor_param_delta_shard()[0]:
+                ((name, shape),), dtype, counts, positions, values, group = entry
                 assert str(received[name].dtype) == f"torch.{dtype}"
                 assert received[name].shape == shape
                 gathered = gather_slot_entries_to_rank0(positions, values, counts, group=group)
@@ -256,18 +225,6 @@ def test_deltas_of_shards_turn_old_weights_into_new_ones(folder, tmp_path):
     assert len(changes) == 2 * len(todo) and min(changes) > 1000
 
 
-def weights_on_ranks(folder, layouts):
-    return [weights_of(cases.make_worker(folder, **sizes).engine) for sizes in layouts]
-
-
-def test_every_rank_gets_whole_weights_in_every_layout(folder):
-    files = load_file(os.path.join(folder, "model.safetensors"))
-    layouts = [sizes for sizes in cases.LAYOUTS.values() if sizes]
-    for weights in run_ranks(weights_on_ranks, 2, folder, layouts, timeout_seconds=TIMEOUT_SECONDS):
-        for of_layout in weights:
-            assert_same(of_layout, files)
-
-
 # ---- scoring, offloading ----
 
 
@@ -290,15 +247,3 @@ def test_offloaded_engine_trains_as_another(alone, folder):
     assert (record.losses, record.norms) == (expected.losses, expected.norms)
     worker.to("cpu")
     worker.to("device")
-
-
-def test_hf_folder_keeps_config_and_tokenizer_beside_weights(alone, folder, tmp_path):
-    worker = cases.make_worker(folder, checkpoint=dict(save_contents=["hf_model"]))
-    worker.model_config.tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file="tests/assets/tokenizer/tokenizer.json"
-    )
-    worker.save_checkpoint(str(tmp_path), global_step=3)
-    names = set(os.listdir(tmp_path / "huggingface"))
-    assert {"config.json", "tokenizer.json", "generation_config.json"} <= names
-    saved = json.loads((tmp_path / "huggingface/config.json").read_text())
-    assert saved["architectures"] == ["Qwen3ForCausalLM"]

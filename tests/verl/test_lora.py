@@ -3,11 +3,8 @@
 import dataclasses
 import json
 
-import pytest
-
-pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
-
 import peft
+import pytest
 import torch
 import transformers
 
@@ -39,11 +36,6 @@ def models(tmp_path_factory):
         adapted.save_pretrained(str(folder / f"{family}_adapters"))
         found[family] = base, str(folder / f"{family}_adapters")
     return found
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    cases.pretend_torchrun(monkeypatch)
 
 
 def records_of(models, layouts):

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed; see scripts/run_verl_tests.sh")
-
 from tests.verl import cases
 from torchtitan.testing.gloo import run_ranks
 
@@ -76,22 +74,6 @@ def test_tied_embeddings_train_as_in_transformers(tmp_path):
         records = [records[case] for records in ranks]
         n_shares = 2 if case[2] == "fsdp" else 1
         cases.assert_same_run(merged(records, n_shares), cases.reference(folder, case[1]))
-
-
-FOUR = {
-    "fsdp x tp": {"data_parallel_shard_size": 2, "tensor_parallel_size": 2},
-    "pp x tp": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-}
-
-
-@pytest.mark.slow
-def test_four_ranks_train_as_transformers_does(folders, references):
-    ranks = run_ranks(records_of, 4, folders, FOUR, timeout_seconds=TIMEOUT_SECONDS)
-    for case in ranks[0]:
-        records = [records[case] for records in ranks]
-        cases.assert_same_run(
-            merged(records, 2 if case[2] == "fsdp x tp" else 1), references[case[:2]]
-        )
 
 
 def test_mixture_of_experts_trains_as_transformers_does(tmp_path):

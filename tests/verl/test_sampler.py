@@ -120,20 +120,6 @@ def test_unsupported_request_is_refused_and_the_next_one_served(sampler):
     assert len(draw_all(sampler)) == len(PROMPTS)
 
 
-def test_mistake_of_a_request_fails_only_that_request(sampler):
-    async def ask():
-        return await asyncio.gather(
-            sampler.draw([], 4, {}),
-            sampler.draw([7, 8], 4, {"ignore_eos": True}),
-            sampler.draw([10**6], 4, {"ignore_eos": True}),
-            return_exceptions=True,
-        )
-
-    empty, served, unknown = asyncio.run(ask())
-    assert "got []" in str(empty) and "got [1000000" in str(unknown)
-    assert len(served.token_ids) == 4
-
-
 def test_long_prompts_wait_for_those_with_longer_answers(sampler):
     """In dialogues, for example, the room left within `max_len` differs."""
 
@@ -143,36 +129,6 @@ def test_long_prompts_wait_for_those_with_longer_answers(sampler):
         )
 
     assert [len(completion.token_ids) for completion in asyncio.run(ask())] == [4, 63, 34]
-
-
-def test_more_requests_than_rows_are_one_batch(tmp_path):
-    make_folder(tmp_path / "model")
-    sampler = Sampler(tmp_path / "model", max_len=64, max_rows=2)
-    calls = []
-    generate = sampler.generator.generate
-    sampler.generator.generate = lambda *args: calls.append(args) or generate(*args)
-    completions = draw_all(sampler, PROMPTS * 2, temperature=0)
-    assert len(calls) == 1 and completions[: len(PROMPTS)] == completions[len(PROMPTS) :]
-    sampler.close()
-
-
-def test_cancelled_request_does_not_stop_its_batch(sampler):
-    async def scene():
-        gone, waiting = (asyncio.create_task(sampler.draw([7], 3, {})) for _ in range(2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        await sampler.abort()
-        assert await waiting is None
-        await sampler.resume()
-        sampler.generator.generate = lambda *_: 1 / 0
-        gone, waiting = (asyncio.create_task(sampler.draw([7], 3, {})) for _ in range(2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        with pytest.raises(ZeroDivisionError):
-            await waiting
-
-    asyncio.run(scene())
 
 
 def test_recorded_experts_are_those_that_hugging_faces_routers_choose(tmp_path):

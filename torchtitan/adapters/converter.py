@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from torchtitan.adapters.lora import add_adapter
-from torchtitan.adapters.names import first_fit, fits
+from torchtitan.adapters.lora import add_adapter, first_fit, fits
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import guess
 from torchtitan.distributed import ParallelDims

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.adapters.names import first_fit
 from torchtitan.distributed.dtensor import (
     is_dtensor,
     local_parameter,
@@ -35,6 +34,31 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import Linear, linear
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.torch_parts import name_without_wrappers
+
+# A name in the config is a run of whole components of a layer's name, in PEFT's spelling or ours.
+_SPELLINGS = dict(
+    pair.split("=")
+    for pair in (
+        "self_attn=attention q_proj=wq k_proj=wk v_proj=wv o_proj=wo q_a_proj=wq_a q_b_proj=wq_b "
+        "kv_a_proj_with_mqa=wkv_a kv_b_proj=wkv_b gate_proj=w1 up_proj=w3 down_proj=w2 "
+        "mlp=feed_forward moe=feed_forward shared_expert=shared_experts lm_head=output "
+        "input_layernorm=attention_norm post_attention_layernorm=ffn_norm embed_tokens=tok_embeddings"
+    ).split()
+)
+
+
+def spelled(name: str) -> str:
+    return ".".join(_SPELLINGS.get(part, part) for part in name.removeprefix("model.").split("."))
+
+
+def fits(pattern: str, name: str) -> bool:
+    """True if the pattern is a run of whole components of the layer's name."""
+    return f".{spelled(pattern)}." in f".{spelled(name)}."
+
+
+def first_fit(patterns: Iterable[str], name: str) -> str | None:
+    """Return the first pattern that fits, or None."""
+    return next((pattern for pattern in patterns if fits(pattern, name)), None)
 
 
 class Adapted(NamedTuple):
@@ -51,9 +75,6 @@ class Adapters(NamedTuple):
 
     scales: dict[str, float]
     dropout: float
-
-
-# ---- modules ----
 
 
 def add_adapter(
@@ -213,9 +234,6 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         count(-1)
-
-
-# ---- merging ----
 
 
 @torch.no_grad()

@@ -33,8 +33,6 @@ from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.torch_parts import name_without_wrappers
 
-# ---- one layer ----
-
 
 class Stacked:
     """The adapters of a layer's weights. passes: knows the models of the rows.
@@ -56,9 +54,6 @@ class Stacked:
         """Return the models [n_tokens] of the tokens of all rows, and the number of models."""
         models, counts = self.passes.models, self.passes.counts
         return models.repeat_interleave(n_tokens // len(models)), len(counts)
-
-
-# ---- the model ----
 
 
 def reasons_for_turns(
@@ -192,8 +187,6 @@ class MultiLoRA:
         is_sorted = order == list(range(len(models)))
         self.order = None if is_sorted else to_device(torch.tensor(order), device)
         return contextlib.nullcontext()
-
-    # ---- the buffer ----
 
     def _sizes(self, n_models: int) -> list[int]:
         return [n_models * math.prod(matrix.shape) for matrix in self._matrices]

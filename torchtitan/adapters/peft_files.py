@@ -33,7 +33,7 @@ from torchtitan.distributed.dtensor import (
     whole_tensor,
 )
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.tools import bounded
 from torchtitan.tools.files import open_file, read_json_object, regular_file, save_tensors
 from torchtitan.tools.logging import logger
@@ -67,14 +67,10 @@ _TYPES = {
 # Parameters of experts in transformers 5 -> the layers of an expert in them.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")  # the name of an expert's layer
-_NAMES_SHOWN = 3
 
 
 class PeftOptions(NamedTuple):
-    """The parts of a config beside names and ranks.
-
-    base_model: name or folder of the base. rank: beyond which all adapters are zero; None: unknown.
-    """
+    """base_model: name or folder of the base. rank: beyond which all adapters are zero."""
 
     base_model: str | None
     dropout: float
@@ -184,7 +180,7 @@ def _hf_layers_of(
     missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
     if missing := [name for part in all_ranks(missing) for name in part]:
         raise ValueError(
-            f"PEFT's files have no place for the adapter of {_shorten(missing)}, which Hugging Face's "
+            f"PEFT's files have no place for the adapter of {shorten(missing)}, which Hugging Face's "
             "model does not store as a linear layer; leave it out of lora.target_modules, or write "
             "merged weights with save_hf"
         )
@@ -212,22 +208,21 @@ def _config(
     (rank, _), *_ = Counter(ranks.values()).most_common() or [(8, 0)]
     (alpha, _), *_ = Counter(alphas.values()).most_common() or [(8.0, 0)]
     has_experts = any(map(_EXPERT.fullmatch, known))
-    names_of_experts = (
-        {part for parts in _EXPERTS.values() for part in parts} if has_experts else set()
-    )
-
-    def end(name: str) -> str:
-        """Return what names this layer and its like in all blocks."""
-        if (expert := _EXPERT.fullmatch(name)) and has_shared_names:
-            return f"experts.{expert[2]}.{expert[3]}"
-        return name.rpartition(".")[2]
-
+    names_of_experts = {part for parts in _EXPERTS.values() for part in parts}
     as_parameters = {
         name
         for name in known
-        if name.rpartition(".")[2] in names_of_experts and not _EXPERT.fullmatch(name)
+        if has_experts
+        and name.rpartition(".")[2] in names_of_experts
+        and not _EXPERT.fullmatch(name)
     }
-    has_shared_names = bool(as_parameters)
+
+    def end(name: str) -> str:
+        """Return what names this layer and its like in all blocks."""
+        if (expert := _EXPERT.fullmatch(name)) and as_parameters:
+            return f"experts.{expert[2]}.{expert[3]}"
+        return name.rpartition(".")[2]
+
     left_out = {end(name) for name in known - layers.keys()}
     as_modules = layers.keys() - as_parameters
     targets = {end(name) for name in as_modules} - left_out
@@ -286,7 +281,7 @@ def _joined_gates(layers: Mapping[str, _Layer]) -> dict[str, _Layer]:
             unreadable.append(experts)
     if unreadable:
         logger.warning(
-            f"peft for transformers 5 cannot read the adapters of {_shorten(unreadable)}, because it "
+            f"peft for transformers 5 cannot read the adapters of {shorten(unreadable)}, because it "
             "joins gate_proj and up_proj, which need adapters of one scale; peft for transformers 4 "
             "reads them"
         )
@@ -520,9 +515,9 @@ def _differences(
 ) -> Iterable[str]:
     short = {name.removeprefix(_PREFIX): name for name in saved}
     if more := sorted(name for name, key in short.items() if key not in wanted):
-        yield f"the model has no {_shorten(more)}; set lora.target_modules and lora.also_train to fit"
+        yield f"the model has no {shorten(more)}; set lora.target_modules and lora.also_train to fit"
     if missing := sorted(key.removeprefix(_PREFIX) for key in wanted if key not in saved):
-        yield f"the file has no {_shorten(missing)}; set lora.target_modules and lora.also_train to fit"
+        yield f"the file has no {shorten(missing)}; set lora.target_modules and lora.also_train to fit"
     for key, shape in wanted.items():
         if saved[key] == shape:
             continue
@@ -594,8 +589,3 @@ def _fill(parameter: Tensor, whole: Tensor) -> None:
         )
         whole = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
     local_tensor(parameter).copy_(whole)
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -7,13 +7,7 @@ from typing import Any, Required, Self, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import (
-    BOUNDARY_KEYS,
-    IGNORE_INDEX,
-    PADDING,
-    SAMPLE_IDS,
-    per_token,
-)
+from torchtitan.batch.documents import BOUNDARY_KEYS, IGNORE_INDEX, PADDING, SAMPLE_IDS, per_token
 from torchtitan.tools.host_copy import on_host, to_device
 
 Entries = dict[str, Any]
@@ -163,15 +157,16 @@ class TokenBatch:
         num_rows = len(self.tokens)
         if n_rows >= num_rows:
             return [self]
-        for key, value in self.entries.items():
-            _check_has_rows(key, value, num_rows, n_rows)
-
-        def is_of_rows(x: Any) -> bool:
-            has_length = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, list | tuple)
-            return has_length and len(x) == num_rows
+        # The fields have a row each.
+        own = {field.name for field in dataclasses.fields(self)}
+        of_rows = own | {k for k, x in self.entries.items() if _has_rows(k, x, num_rows, n_rows)}
 
         def rows_from(first: int) -> Any:
-            return self._with_each(lambda _, x: x[first : first + n_rows] if is_of_rows(x) else x)
+            def cut(key: str, x: Any) -> Any:
+                is_cut = key in of_rows and isinstance(x, Tensor | list | tuple)
+                return x[first : first + n_rows] if is_cut else x
+
+            return self._with_each(cut)
 
         return [rows_from(first) for first in range(0, num_rows, n_rows)]
 
@@ -221,20 +216,18 @@ def tensor_to(x: Any, device: torch.device) -> Any:
     return to_device(x, device) if isinstance(x, Tensor) else x
 
 
-def _check_has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> None:
+def _has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> bool:
+    """True if an entry is split by rows, False if all rows share it; ValueError if neither is possible."""
     if isinstance(value, Tensor):
-        # One row may serve all rows, but not a row of lengths.
-        is_shared = value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS
         # A row of cumulative lengths [n + 1] runs through all rows.
-        has_rows = value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows
-        if value.dim() == 0 or is_shared or has_rows:
-            return
-        key = f"{key!r} of shape {list(value.shape)}"
-    elif key == "attention_masks":
-        key = repr(key)
-    else:
-        return
+        if value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows:
+            return True
+        # One row may serve all rows, but not a row of lengths.
+        if value.dim() == 0 or (value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS):
+            return False
+    elif key != "attention_masks":
+        return isinstance(value, list | tuple) and len(value) == num_rows
     raise ValueError(
-        f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and "
-        f"its {key} cannot be split by rows; give a list of microbatches instead"
+        f"a batch of {num_rows} rows is split into pipeline microbatches of {n_rows}, and its {key!r} "
+        f"(shape {list(getattr(value, 'shape', ()))}) cannot be split by rows; give a list of microbatches"
     )

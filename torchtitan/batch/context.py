@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.batch.batch import Entries, TokenBatch
-from torchtitan.batch.mask import (
-    DocumentMask,
-    Masks,
-    positions_of_rank,
-    shards_of,
-)
+from torchtitan.batch.mask import DocumentMask, Masks, positions_of_rank, shards_of
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims

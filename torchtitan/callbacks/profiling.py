@@ -30,11 +30,7 @@ def maybe_enable_profiling(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator[torch.profiler.profile | None, None, None]:
-    """Yield a profiler, whose `step()` is called once per training step; None if profiling is off.
-
-    Each cycle of `profile_freq` steps ends in one Chrome trace per rank:
-    <base>/<save_traces_folder>/iteration_<step>/<leaf>/rank<r>_trace.json
-    """
+    """Yield a profiler, whose `step()` is called once per training step; None if profiling is off."""
     if not profiling_config.enable_profiling:
         yield None
         return
@@ -74,10 +70,7 @@ def maybe_enable_memory_snapshot(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator["MemorySnapshot | None", None, None]:
-    """Yield a `MemorySnapshot`, whose `step()` is called once per training step; None if it is off.
-
-    If the block runs out of memory, a last snapshot is written.
-    """
+    """Yield a `MemorySnapshot`, whose `step()` is called once per training step; None if it is off."""
     if not profiling_config.enable_memory_snapshot:
         yield None
         return

@@ -71,12 +71,9 @@ class Validator(BaseValidator):
         self.tokenizer = tokenizer
         self._dp_world_size = dp_world_size
         self.parallel_dims = parallel_dims
-        self.loss_fn = loss_fn
-        self.validation_context = validation_context
-        self.maybe_enable_amp = maybe_enable_amp
-        self.metrics_processor = metrics_processor
-        self.pp_schedule = pp_schedule
-        self.pp_has_first_stage = pp_has_first_stage
+        self.loss_fn, self.metrics_processor = loss_fn, metrics_processor
+        self.validation_context, self.maybe_enable_amp = validation_context, maybe_enable_amp
+        self.pp_schedule, self.pp_has_first_stage = pp_schedule, pp_has_first_stage
         self.pp_has_last_stage = pp_has_last_stage
         self.validation_dataloader = text_datasets.build_text_validation_dataloader(
             job_config=job_config,

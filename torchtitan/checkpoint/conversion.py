@@ -10,17 +10,11 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import Contents, contents_of, find_damage, remove_failed_save
-from torchtitan.checkpoint.states import (
-    check_same_model,
-    keys_outside_model,
-    saved_shapes_in,
-    shapes_of,
-    shorten,
-)
-from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.checkpoint.folder import remove_failed_save
+from torchtitan.checkpoint.selection import at_path
+from torchtitan.checkpoint.states import check_same_model, keys_outside_model, shapes_of
 from torchtitan.models.hf_config import from_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 
@@ -75,10 +69,7 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
     Raises ValueError if `path` is not a whole checkpoint of this model.
     """
-    if damage := find_damage(path):
-        raise ValueError(f"The checkpoint {path} is damaged: {damage}")
-    saved = from_rank_zero(lambda: saved_shapes_in(path))
-    if saved is None or contents_of(path) == Contents.UNFINISHED:
+    if (saved := at_path(path, "the checkpoint", verify=True).shapes) is None:
         raise ValueError(f"{path} is not the folder of a finished checkpoint")
     saved_weights = {key: saved[key] for key in saved.keys() - keys_outside_model(saved)}
     check_same_model(shapes_of(weights), saved_weights, path, model_description)

@@ -50,9 +50,6 @@ def one_error(what: str, advice: Callable[[], str] = str) -> Iterator[None]:
         raise RunError(f"{what}: {type(error).__name__}: {error}{advice()}") from error
 
 
-# Loading
-
-
 def load(
     state_dict: dict[str, Any],
     *,

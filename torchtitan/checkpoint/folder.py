@@ -125,9 +125,6 @@ def newest_finished_step(folder: str) -> int:
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
-# ---- marking, finishing and removing ----
-
-
 def _write_synced(path: str, text: str) -> None:
     with open_file(path, "w") as file:
         file.write(text)
@@ -203,9 +200,6 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
-# ---- hashes ----
-
-
 def hash_file(path: str) -> str:
     with open_file(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -261,9 +255,6 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     if not entries and contents_of(folder) == Contents.DAMAGED:
         raise ValueError(f"{DCP_METADATA} is missing")
     return {entry.group(2): entry.group(1) for entry in entries}
-
-
-# ---- writing ----
 
 
 class HashedFile:

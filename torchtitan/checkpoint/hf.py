@@ -40,11 +40,10 @@ from torchtitan.checkpoint.states import (
     check_same_model,
     saved_shapes,
     shapes_of,
-    shorten,
 )
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, to_template
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
@@ -54,8 +53,6 @@ _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
-
-# Reading
 
 
 def load_from_hf(
@@ -79,8 +76,6 @@ def load_from_hf(
     )
     reader = _open_reader(adapter, path, names, from_quantized)
     metadata, saved = reader.read_metadata(), saved_shapes(reader)
-    if problem := adapter.problem_with(saved):
-        raise ValueError(f"{path} cannot be read: {problem}")
     adapter = adapter.spelled_like(saved)
     parts = list(_parts_of(state_dict))
 
@@ -265,9 +260,6 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield part
 
 
-# Writing
-
-
 def save_to_hf(
     state_dict: dict[str, Any],
     adapter: BaseStateDictAdapter,
@@ -338,13 +330,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
     """
     sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
     if known:
-        if unknown := [name for name in sizes if name not in known]:
-            # Not an error, because it would come at the end of a training and lose the weights.
-            logger.warning(
-                f"The index under model.hf_assets_path does not list {shorten(sorted(unknown))}; "
-                "writing them into the last file"
-            )
-        last = max(known.values())
+        last = max(known.values())  # for tensors that the index doesn't list
         return {name: known.get(name, last) for name in sizes}
     index, number, n_bytes = {}, 1, 0
     for name, size in sizes.items():

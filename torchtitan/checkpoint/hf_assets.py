@@ -15,11 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
-from torchtitan.checkpoint.states import shorten
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
 from torchtitan.tools.logging import logger
@@ -37,8 +36,6 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Fields of a model's config.json that are not true of what a run exports: its weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
-
-# ---- weights ----
 
 
 def check_files(folder: str) -> tuple[list[str], list[str]]:
@@ -127,9 +124,6 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
     return UntrainedParts(folder, names) if names else None
 
 
-# ---- config and tokenizer ----
-
-
 def write_model_files(
     folder: str,
     model_args: Any,
@@ -159,7 +153,8 @@ def write_model_files(
         bases = [Path(untrained_from), assets] if untrained_from else [assets]
         for file in (bases[0] / name for name in _PROCESSOR_FILES if untrained_from):
             if file.is_file():
-                _write(Path(folder, file.name), file.read_bytes())
+                with open_file(file, "rb") as source:
+                    _write(Path(folder, file.name), source.read())
         config = _config(model_args, [Path(folder), *bases], untrained_from is not None)
         for part in (config, config.get("text_config")):
             if part is not None:

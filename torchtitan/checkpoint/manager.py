@@ -27,13 +27,13 @@ from torchtitan.checkpoint.states import (
     MODEL,
     OPTIMIZER,
     WEIGHTS_ONLY,
+    ModelWrapper,
     cast_weights,
     fit_to_checkpoint,
     live_states,
     with_model_on_top,
     without_excluded,
 )
-from torchtitan.checkpoint.weights import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.checks.common import refuse
 from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
@@ -144,8 +144,6 @@ class CheckpointManager:
         finally:
             self._retention.close()
             self._saver.close()
-
-    # Saving
 
     @torch.no_grad()
     def save(
@@ -299,8 +297,6 @@ class CheckpointManager:
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():
             self._retention.purge(self.folder, self.keep_latest_k, self._saver.folder)
-
-    # Loading
 
     @torch.no_grad()
     def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:

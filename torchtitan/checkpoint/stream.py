@@ -86,7 +86,7 @@ class WeightStream:
         aliases = self._adapter.hf_aliases()
         for name, tensor in self._shards() if self._sharded else self._whole_tensors():
             for hf_name in filter(None, (name, aliases.get(name))):
-                digest.add(hf_name, tensor, same_as=None if hf_name == name else name)
+                digest.add(hf_name, tensor)
                 yield hf_name, tensor
                 if self._current_version() != self.version:
                     raise RuntimeError(
@@ -171,9 +171,6 @@ class WeightStream:
         return {n: (x, x.dtype if n in kept else self._dtype) for n, x in live.items()}
 
 
-# ---- digest ----
-
-
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
     """The digest of every name, dtype, shape and bit, in any order and on any device.
 
@@ -190,17 +187,14 @@ class WeightDigest:
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, Tensor]] = []
-        self._by_name: dict[str, Tensor] = {}
 
-    def add(self, name: str, tensor: Tensor | LocalShard, same_as: str | None = None) -> None:
-        """same_as: another name of this tensor, added before, whose fingerprint is reused."""
+    def add(self, name: str, tensor: Tensor | LocalShard) -> None:
         where = ""
         if isinstance(tensor, LocalShard):
             where = f" at {tuple(tensor.offsets)} of {tuple(tensor.shape)}"
             tensor = tensor.tensor
-        known = same_as in self._by_name
-        value = self._by_name[name] = self._by_name[same_as] if known else fingerprint(tensor)
-        self._lines.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}{where}", value))
+        what = f"{name} {tensor.dtype} {tuple(tensor.shape)}{where}"
+        self._lines.append((what, fingerprint(tensor)))
 
     def hexdigest(self) -> str:
         lines = []

@@ -10,8 +10,14 @@ from torchtitan.checkpoint import dcp, saver
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.retention import SaveDone, Terminate, purge_thread
 from torchtitan.checkpoint.saver import AsyncMode
-from torchtitan.checkpoint.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
-from torchtitan.checkpoint.weights import ModelWrapper
+from torchtitan.checkpoint.states import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    ModelWrapper,
+)
 
 # Programs for 0.2.x replace `DefaultStager` here, so it is looked up at each call.
 saver.make_stager = lambda options: DefaultStager(options)

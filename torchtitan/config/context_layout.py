@@ -5,10 +5,7 @@ PTRR_CHUNK = 128
 
 
 def sequence_multiple(load_balancer: str | None, cp: int) -> int:
-    """Return the number that must divide T, for rows of T tokens on cp ranks.
-
-    Raises ValueError for an unknown load balancer.
-    """
+    """Return the number that must divide T, for rows of T tokens on cp ranks."""
     multiples = {None: cp, "headtail": 2 * cp, "ptrr": cp * PTRR_CHUNK}
     if (load_balancer or None) not in multiples:
         raise ValueError(

@@ -31,11 +31,7 @@ def separates_documents(attn_mask_type: str) -> bool:
 
 
 def reads_positions(attn_mask_type: str | None) -> bool:
-    """Return True if documents begin where positions do not go up by one.
-
-    False for None, with which a config leaves the choice to the flavor. Raises as `boundary_source`
-    does.
-    """
+    """Return True if documents begin where positions do not go up by one; False for None."""
     return attn_mask_type is not None and boundary_source(attn_mask_type) == POSITIONS
 
 

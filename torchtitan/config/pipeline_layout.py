@@ -24,10 +24,7 @@ def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Return True if gradients of inputs and of weights are computed by separate actions.
-
-    Raises OSError or ValueError if the schedule's file cannot be read.
-    """
+    """Return True if gradients of inputs and of weights are computed by separate actions."""
     if path := parallelism.pipeline_parallel_schedule_csv:
         with open_file(path, encoding="utf-8") as file:
             return re.search(r"\d[IW]", file.read()) is not None
@@ -40,10 +37,7 @@ def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
 
 
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
-    """Return the stages that a pipeline rank holds, in the order of the model.
-
-    Raises ValueError if ranks would hold unequal numbers of stages, or other than the schedule takes.
-    """
+    """Return the stages that a pipeline rank holds, in the model's order; ValueError for a misfit."""
     if num_stages % pp_degree:
         raise ValueError(
             f"every rank of a pipeline must hold the same number of stages, got {num_stages} stages for "
@@ -60,10 +54,7 @@ def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: i
 
 
 def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
-    """Return the names of the modules in each stage of a decoder, from the config.
-
-    Raises ValueError if the stages don't fit the schedule, the ranks or the layers.
-    """
+    """Return the names of the modules in each stage of a decoder; ValueError for a misfit."""
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     modules = parallelism.module_fqns_per_model_part
     per_stage = parallelism.pipeline_parallel_layers_per_stage
@@ -138,8 +129,7 @@ def generate_llm_fqn_per_model_part(
 ) -> list[list[str]]:
     """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
-    input_weight: the cost of the embedding, in layers; it is in the first stage.
-    output_weight: the cost of norm and output, in layers; they are in the last stage.
+    input_weight, output_weight: the cost of embedding, and of norm and output, in layers.
     If layers cannot be spread equally, the first stages get one more. Raises ValueError if there are
     too many stages, or if the embedding or the output weighs more than a stage's share.
     """

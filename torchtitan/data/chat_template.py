@@ -84,11 +84,9 @@ class ChatTemplate:
         config, folder = tokenizer.config or {}, Path(tokenizer.tokenizer_path)
         named = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
         known = {k: t.get("content") if isinstance(t, dict) else t for k, t in named.items()}
-        file = Path(path) if path else folder / "chat_template.jinja"
-        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        if tools and not path and for_tools.exists():
-            file = for_tools
-        if path or file.exists():
+        files = [folder / "additional_chat_templates" / "tool_use.jinja"] * tools
+        files = [Path(path)] if path else [*files, folder / "chat_template.jinja"]
+        if file := next((file for file in files if path or file.exists()), None):
             try:
                 source, name = read_text(file), str(file)
             except (OSError, ValueError) as error:
@@ -121,8 +119,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of messages and, if asked for, of the header of the model's next message.
 
-        Raises ValueError if the template cannot render the messages, RunError if it takes too much
-        time or memory.
+        Raises ValueError if the template cannot render it, RunError if it takes too much time or memory.
         """
         more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
@@ -130,10 +127,7 @@ class ChatTemplate:
     def render_each(
         self, calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]], *, tools: Tools = None
     ) -> list[str | CannotRenderError]:
-        """Return the text of each (messages, more variables), or the error of `render`.
-
-        Together, because each call of the other process takes as long as a rendering.
-        """
+        """Return the text of each (messages, more variables), or the error of `render`."""
         for_all = {"tools": tools, "documents": None}
         variables = [
             {**self._variables, **more, **for_all, "messages": messages} for messages, more in calls
@@ -187,7 +181,6 @@ class ChatTemplate:
         return text, spans
 
     def control_token_in(self, text: str) -> str | None:
-        """Return the first control token that is written in a text, None if there is none."""
         found = self._token.search(text)
         return found and found[0]
 
@@ -202,10 +195,7 @@ class ChatTemplate:
         return max(ends, key=len, default=None)
 
     def stop_token(self, text: str, rest: str) -> str:
-        """Return what a model writes behind a turn to end it: "" or the next turn's first token.
-
-        text: through the turn. rest: the text behind it.
-        """
+        """Return what a model writes behind a turn's `text` to end it: "" or the first token of `rest`."""
         if text.rstrip().endswith(self._control_tokens):
             return ""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))
@@ -243,10 +233,7 @@ class ChatTemplate:
     def check_turns(
         self, messages: Sequence[Message], reply: Message, *, tools: Tools = None
     ) -> None:
-        """Raise ValueError if the template renders earlier turns differently once a reply follows.
-
-        If it does not, a model reads in its second turn exactly its first prompt and its own text.
-        """
+        """Raise ValueError if the template renders earlier turns differently once a reply follows."""
         for written in (_WRITTEN, _THOUGHT):
             answer = {"role": "assistant", "content": written}
             start = self.render(messages, tools=tools)

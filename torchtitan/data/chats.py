@@ -39,17 +39,15 @@ class ChatEncoder:
 
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
-    of messages or both texts. Other keys, and keys whose value is None, are ignored, and so is a `prompt`
-    beside `messages`. `_TRAINING_KEYS` leave a message out of the loss.
+    of messages or both texts. Other keys, and keys whose value is None, are ignored.
 
-    - messages: every token of an assistant's turn is trained, with the end of the turn if the marks
-      enclose it. Without marks a turn is the text behind its header, through the control token that
-      ends it, or else that begins the next turn.
+    - messages: the assistant's turns are trained, with the end of the turn if the marks enclose it.
+      Without marks a turn is the text behind its header, through the control token that ends it, or
+      else that begins the next turn.
     - prompt and completion, messages: all of the completion, through the control token that ends it.
     - prompt and completion, texts: no template; the completion and an end-of-text id.
 
     A token with characters on both sides of a turn's boundary is trained, as in `transformers`.
-
     template: None if the folder has none; then chats are refused. tool_template: for samples with tools.
     keys: see `renamed`.
     """
@@ -175,7 +173,7 @@ class ChatTokens:
 
     too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
         "skip" none. A chat that trains nothing before the cut is skipped, too.
-    key: text that the result depends on beside the tokenizer. template: its part of the chat template.
+    key: what the result depends on beside the tokenizer. template: its part of the chat template.
     """
 
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
@@ -237,14 +235,12 @@ class _Chat:
         self._join_parts()
 
     def arguments(self) -> Iterator[Any]:
-        """Yield the arguments of all tool calls."""
         for message in self.messages:
             for call in message.get("tool_calls") or []:
                 if isinstance(call, dict):
                     yield (call.get("function") or call).get("arguments")
 
     def texts_of_others(self) -> Iterator[tuple[str, str]]:
-        """Yield (role, text) of all texts that are not the assistant's."""
         for message in self.messages:
             content = message.get("content")
             for part in content if isinstance(content, list) else [{"text": content}]:
@@ -300,7 +296,6 @@ class _Chat:
         return text, spans
 
     def _is_trained(self, turn: int) -> bool:
-        """Return whether no key of an assistant's message leaves it out of the loss."""
         message = self.messages[turn]
         keys = [key for key in _TRAINING_KEYS if key in message]
         for key in keys:
@@ -314,13 +309,10 @@ class _Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend turns without a closing token through the next turn's token, which stops generation.
-
-        Behind the last turn, the token with which the user's next turn would begin is added to the text.
-        """
+        """Extend turns without a closing token through the next turn's token, which stops generation."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
-            if turn + 1 == len(self.messages):
+            if turn + 1 == len(self.messages):  # the user's next turn
                 with contextlib.suppress(ValueError):  # a template may refuse the turn
                     longer = self._beginning(len(self.messages) + 1)
                     rest = longer[end:] if longer.startswith(text) else ""
@@ -470,10 +462,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return the messages of a chat as `transformers` gives them to a template.
-
-    Keys whose value is None are left out, and a message's thinking gets the names that templates read.
-    """
+    """Return messages without keys that are None, and thinking with the names that templates read."""
     if not _is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
@@ -508,7 +497,6 @@ def _checked_messages(messages: Any, key: str) -> list[Message]:
 
 
 def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | None:
-    """Return the end of an error's sentence if a sample lacks the columns of a chat."""
     sample = renamed(sample, keys)
     if not isinstance(sample, Mapping):
         return f"need an object with 'messages', got {type(sample).__name__}; correct it"

@@ -117,11 +117,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to this rank's saved position, or to a share of all ranks' if their number changed.
-
-        Raises ValueError if the position does not divide among the present ranks and workers, or
-        holds anything but plain data.
-        """
+        """Go to this rank's saved position, or to a share of all ranks'; ValueError if it is none."""
         if not state_dict:
             return
         saved_world_size = state_dict["world_size"]
@@ -148,10 +144,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         names = [f"dp_rank_{rank}" for rank in range(saved_world_size)]
         missing = [name for name in names if name not in state_dict]
         problem = ""
-        if missing and saved_world_size != self.dp_world_size:
-            problem = f"{', '.join(missing)} are missing"
         if not self.needs_all_positions and not getattr(self.dataset, "can_reshard", False):
             problem = "that of this dataset does not divide"
+        if missing and saved_world_size != self.dp_world_size:
+            problem = f"{', '.join(missing)} are missing"
         if problem:
             raise ValueError(
                 f"the data position was saved by {saved_world_size} data-parallel ranks, and for "

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.open_document import OpenDocument, Tokens
+from torchtitan.data.open_document import OpenDocument, Tokens, join, pieces_of
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
@@ -73,7 +73,7 @@ class Order:
         return left << half_bits | right
 
 
-@lru_cache(64)  # lanes may be in different passes
+@lru_cache(64)  # row streams may be in different passes
 def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
@@ -124,8 +124,7 @@ class DocumentShare:
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
     """Return shares of new readers of all documents that the old readers did not take.
 
-    The new strides begin where the fastest old reader would have continued. The documents that slower
-    readers did not take below that are dealt out one by one.
+    Their strides begin where the fastest old reader was; what others did not take below is dealt out.
     """
     base = max(share.next_in_stride for share in shares)
     not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
@@ -179,14 +178,12 @@ class Source:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        """Leave out documents before they are divided among row streams."""
         self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
 
     def identity(self) -> dict[str, Any]:
-        """Return what a saved position depends on."""
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
@@ -198,7 +195,6 @@ class Source:
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
 
     def read(self, number: int) -> OpenDocument:
-        """Return a document of which nothing is taken, by its number."""
         index = self.order.index(number)
         document = self.open(self.data[index], index)
         document.number = number
@@ -209,10 +205,10 @@ class Source:
         content = self.checked(self.encode, sample, index)
         if isinstance(content, str):
             self._warn_of_separators(content, index)
-            document = OpenDocument(index, self.tokenizer, content, source=self.number)
+            document = OpenDocument(index, self.tokenizer, content)
         else:
-            document = OpenDocument.from_tokens(index, self.tokenizer, content, self.number)
-        document.index = -1 if index is None else index
+            document = OpenDocument(index, self.tokenizer, tokens=content)
+        document.source, document.index = self.number, -1 if index is None else index
         return document
 
     def _warn_of_separators(self, text: str, index: int | None) -> None:
@@ -243,12 +239,17 @@ class Source:
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
+        if isinstance(place, dict) and "used" in place:
+            document = OpenDocument(None, self.tokenizer, place["text"], source=self.number)
+            document.used = place["used"]
+            return document
         if isinstance(place, dict):
             trained = place.get("trained")
-            tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            document = OpenDocument.from_tokens(None, self.tokenizer, tokens, self.number)
-            document.text, document.is_begun = place["text"], place["is_begun"]
-            return document
+            parts = [Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))]
+            if place.get("text"):  # of an earlier version, behind the tokens
+                pieces = pieces_of(place["text"], self.tokenizer, place["is_begun"])
+                parts += [Tokens(ids) for _, ids in pieces]
+            return OpenDocument(None, self.tokenizer, tokens=join(parts), source=self.number)
         _, number, start, used = place
         document = self.read(number)
         if start or used:
@@ -256,7 +257,6 @@ class Source:
         return document
 
     def where(self, index: int | None) -> str:
-        """Return a document's name for messages."""
         if index is None:
             return f"dataset {self.name!r}"
         if hasattr(self.data, "where"):

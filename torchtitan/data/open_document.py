@@ -1,9 +1,8 @@
-"""A document that is being read: its tokens, made one piece of text at a time."""
+"""A document that is being read: its tokens, which are made when they are first asked for."""
 
 import re
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,98 +47,68 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 class OpenDocument:
     """A document, and the position up to which its tokens have been taken."""
 
-    # In the source; None in a stream, whose saved position holds the rest of the document.
+    # In the source; None in a stream, whose saved position holds the text.
     number: int | None
     tokenizer: BaseTokenizer
-    # Emptied once all of it is tokenized; in a stream, only the text behind the pieces.
-    text: str = ""
-    end: int = -1  # the characters of the text that are in pieces; -1: the document is not begun
-    # Tokens that are not taken yet: (number of the piece's first character, its tokens).
-    pieces: deque[tuple[int, Tokens]] = field(default_factory=deque)
-    used: int = 0  # the number of tokens of the first piece that have been taken
-    available: int = 0  # the number of tokens in pieces that have not been taken
-    is_begun: bool = False  # `text` does not start with the document's beginning
+    text: str | None = None
+    tokens: Tokens | None = None
+    used: int = 0  # the number of tokens that have been taken
     source: int = 0  # the number of the source in a mixture
     index: int = -1  # of the document in the data set; -1 in a stream
 
-    @classmethod
-    def from_tokens(
-        cls, number: int | None, tokenizer: BaseTokenizer, tokens: Tokens, source: int = 0
-    ) -> "OpenDocument":
-        pieces, n = deque([(0, tokens)]), len(tokens.ids)
-        return cls(number, tokenizer, end=0, pieces=pieces, available=n, source=source)
+    def _all_tokens(self) -> Tokens:
+        if self.tokens is None:
+            pieces = [Tokens(ids) for _, ids in pieces_of(self.text or "", self.tokenizer)]
+            self.tokens = join(pieces)
+            if self.number is not None:  # many documents may be open at the same time
+                self.text = None
+        return self.tokens
 
-    def num_ahead(self, n: int) -> int:
-        """Return the number of remaining tokens, at most n."""
-        while self.available < n and self.end < len(self.text):
-            self._read_piece(max(self.end, 0))
-        return min(n, self.available)
-
-    def estimated_length(self) -> int:
-        """Return the number of the document's tokens, estimated by the first piece of a longer text."""
-        self.num_ahead(1)
-        num_unread = len(self.text) - max(self.end, 0)
-        return self.available + self.available * num_unread // PIECE_CHARACTERS
+    @property
+    def num_left(self) -> int:
+        """The number of tokens that have not been taken."""
+        return len(self._all_tokens().ids) - self.used
 
     def ahead(self, n: int) -> Tokens:
         """Return the next n tokens, or all that remain, without taking them."""
-        self.num_ahead(n)
-        parts: list[Tokens] = []
-        start = self.used
-        for _, piece in self.pieces:
-            parts.append(piece.part(start, start + n))
-            n -= len(parts[-1].ids)
-            if n <= 0:
-                break
-            start = 0
-        return join(parts)
+        return self._all_tokens().part(self.used, self.used + n)
 
     def take(self, n: int) -> Tokens:
         taken = self.ahead(n)
         self.used += len(taken.ids)
-        self.available -= len(taken.ids)
-        while len(self.pieces) > 1 and self.used >= len(self.pieces[0][1].ids):
-            self.used -= len(self.pieces.popleft()[1].ids)
         return taken
 
-    @property
-    def is_finished(self) -> bool:
-        return self.end >= len(self.text) and not self.available
-
-    def _read_piece(self, start: int) -> None:
-        self.end = _end_of_piece(self.text, start, self.tokenizer)
-        is_first, is_last = start == 0 and not self.is_begun, self.end == len(self.text)
-        ids = _encode(self.text[start : self.end], self.tokenizer, is_first, is_last)
-        if not self.available:
-            self.pieces.clear()
-            self.used = 0
-        self.pieces.append((start, Tokens(np.asarray(ids, np.int32))))
-        self.available += len(ids)
-        if is_last:
-            self.text, self.end = "", 0  # many documents may be open at the same time
-        elif self.number is None:
-            # A saved position holds the rest, which is cut off once per piece, not once per batch.
-            self.text, self.end, self.is_begun = self.text[self.end :], 0, True
-
     def reopen(self, start: int, used: int) -> None:
-        """Go to a position that was saved: a piece's first character, and its tokens taken."""
-        if not self.pieces:
-            self.end = start or -1
-        self.num_ahead(used + 1)
-        self.used = min(used, self.available)
-        self.available -= self.used
+        """Go to a saved position. start: of the piece in the text from which earlier versions counted."""
+        if start:
+            pieces = pieces_of(self.text or "", self.tokenizer)
+            used += sum(len(ids) for begin, ids in pieces if begin < start)
+        self.used = min(used, self.num_left)
 
     def place(self) -> tuple[int, ...] | dict[str, Any]:
-        """Return the position for a checkpoint: (source, number, first character, tokens taken)."""
-        start = self.pieces[0][0] if self.pieces else max(self.end, 0)
+        """Return the position for a checkpoint: (source, number, 0, tokens taken)."""
         if self.number is not None:
-            return self.source, self.number, start, self.used
-        unread = self.ahead(self.available)
-        place: dict[str, Any] = {"source": self.source, "tokens": unread.ids.tolist()}
-        if unread.trained is not None:
-            place["trained"] = unread.trained.tolist()
-        text = self.text[max(self.end, 0) :]
-        return place | {"text": text, "is_begun": self.is_begun or self.end >= 0}
+            return self.source, self.number, 0, self.used
+        if self.text is not None:
+            return {"source": self.source, "text": self.text, "used": self.used}
+        left = self.ahead(self.num_left)
+        place = {"source": self.source, "tokens": left.ids.tolist()}
+        return place | ({} if left.trained is None else {"trained": left.trained.tolist()})
+
+
+def pieces_of(
+    text: str, tokenizer: BaseTokenizer, is_begun: bool = False
+) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Yield (first character, token ids) of pieces of a text, most often of the whole text.
+
+    is_begun: the text goes on with a document whose beginning is known already.
+    """
+    start, end = 0, -1
+    while end < len(text):
+        start, end = max(end, 0), _end_of_piece(text, max(end, 0), tokenizer)
+        is_first = start == 0 and not is_begun
+        ids = _encode(text[start:end], tokenizer, is_first, end == len(text))
+        yield start, np.asarray(ids, np.int32)
 
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:

@@ -77,7 +77,6 @@ class PackedDataset(IterableDataset):
 
     @property
     def num_documents(self) -> int | None:
-        """None if a source is a stream."""
         is_indexed = all(source.is_indexed for source in self.sources)
         return sum(len(source.data) for source in self.sources) if is_indexed else None
 
@@ -158,8 +157,7 @@ class PackedDataset(IterableDataset):
             yield None
 
     def _start(self) -> None:
-        """Make the streams that this process reads, once: only a data worker knows its number."""
-        if not self._streams:
+        if not self._streams:  # only a data worker knows its number
             worker = get_worker_info()
             worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
             numbers = self._numbers[worker_id::num_workers]
@@ -228,10 +226,7 @@ class PackedDataset(IterableDataset):
     def _in_this_plan(
         self, plan: Any, saved: dict[int, Any], num_saved: int
     ) -> tuple[dict[int, Any], int]:
-        """Return the streams' states in this run's plan, and the number of these streams.
-
-        Another global batch goes on behind the last step's rows, and more passes behind the last row.
-        """
+        """Return the streams' states in this run's plan, and the number of these streams."""
         own = self._plan and self._plan.identity()
         if (plan and plan[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
@@ -252,12 +247,12 @@ class PackedDataset(IterableDataset):
                 "the data position is within a step: resume with the same training.global_batch_size, "
                 f"or {_BEGIN_AGAIN}"
             )
+        # Another global batch goes on behind the last step's rows, more passes behind the last row.
         base, n, _ = next(iter(places))
         row = min(base + n * num_saved, end)  # the rest of a last step is padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
-        """Divide what the saved streams had left among this dataset's number of streams."""
         n = self._num_streams
         if len(saved) != num_saved:
             raise ValueError(

@@ -25,10 +25,7 @@ SKIPPED_FOLDERS = frozenset(
 
 
 class PythonDocs:
-    """Documents of the running Python by number: `docs[i]` is `{"text": ...}`.
-
-    split: "train", or "validation" for the held-out documents.
-    """
+    """Documents of the running Python by number. split: "train", or "validation" for the held-out ones."""
 
     def __init__(self, split: str = "train") -> None:
         by_name: dict[str, str | Path] = _modules()
@@ -60,10 +57,7 @@ class PythonDocs:
 
 
 def module_text(source: bytes, module_name: str) -> str:
-    """Return the docstrings in a module's source in their order, each under the name it documents.
-
-    If this Python cannot parse the source, the text is only the heading.
-    """
+    """Return the docstrings in a module's source, each under the name it documents, below a heading."""
     parts = [f"The {module_name} module"]
     try:
         with warnings.catch_warnings():
@@ -77,7 +71,6 @@ def module_text(source: bytes, module_name: str) -> str:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, docstring) of a module or class and of all definitions inside it."""
     if docstring := ast.get_docstring(node):
         yield name, docstring
     for child in node.body:
@@ -86,7 +79,6 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _modules() -> dict[str, str | Path]:
-    """Return name of a document -> the module's file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = {}
     # A library in a zip file has no files to find.

@@ -86,8 +86,7 @@ class Plan:
         if document is None or last != number or at > start:
             at, document = 0, source.open(source.data[index], index)
         document.take(start - at)
-        goes_on = start + length < self.lengths[number]
-        if document.num_ahead(length + 1) != length + goes_on:
+        if document.num_left != self.lengths[number] - start:
             raise ValueError(
                 f"{source.where(index)}: has another number of tokens than the {self.lengths[number]} that "
                 "were counted; do not change data while a job reads them"
@@ -153,10 +152,7 @@ class Plan:
 
 
 def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the row of each piece [P], by best fit in decreasing order, block by block.
-
-    The rows of a block are in the order of their longest pieces, so that rows of short ones are spread.
-    """
+    """Return the row of each piece [P], by best fit in decreasing order, block by block."""
     rows = np.empty(len(sizes), np.int64)
     blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
     first_row = 0
@@ -176,6 +172,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
             row_of.append(row)
             if left:
                 insort(spaces, left << 32 | row)
+        # In the order of their longest pieces, so that rows of short ones are spread.
         in_order = np.argsort(np.argsort(np.array(longest, np.int64)))
         rows[longest_first] = first_row + in_order[row_of]
         first_row += len(longest)
@@ -257,10 +254,10 @@ def _count(source: Source) -> NDArray[np.int64]:
             counts[i] = source.checked(source.encode.count, sample, index)
         else:
             document = source.open(sample, index)
-            if backend is not None and 0 < len(document.text) <= PIECE_CHARACTERS:
+            if backend is not None and document.text and len(document.text) <= PIECE_CHARACTERS:
                 texts[i] = document.text
-            while i not in texts and (n := len(document.take(2**16).ids)):
-                counts[i] += n
+            else:
+                counts[i] = document.num_left
         if len(texts) == _TEXTS_AT_ONCE or (texts and i + 1 == len(indices)):
             encodings = backend.encode_batch_fast(list(texts.values()))
             lengths = np.array([len(encoding.ids) for encoding in encodings])

@@ -85,10 +85,7 @@ class Packing:
 
 
 class RowStream:
-    """Reads one stream's documents of each source, and packs them into rows.
-
-    number, num_streams: g and G above.
-    """
+    """Reads one stream's documents of each source, and packs them. number, num_streams: g and G above."""
 
     def __init__(
         self, sources: Sequence[Source], packing: Packing, number: int, num_streams: int
@@ -108,13 +105,10 @@ class RowStream:
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint, as plain data.
-
-        An open document of which nothing has been taken is saved as one number.
-        """
+        """Return the position for a checkpoint; a document of which nothing was taken is one number."""
         places: list[Any] = []
         for document in self.open:
-            if not document.is_finished:
+            if document.num_left:
                 place = document.place()
                 if not isinstance(place, dict) and place[2:] == (0, 0):
                     place = place[1] * len(self._sources) + place[0]
@@ -144,7 +138,7 @@ class RowStream:
                     self.num_left_over = len(rest.ids)
                     if pieces:
                         tokenizer = pieces[0][0].tokenizer
-                        self.open.append(OpenDocument.from_tokens(None, tokenizer, rest))
+                        self.open.append(OpenDocument(None, tokenizer, tokens=rest))
                     return []
                 self.open.append(document)
             document = self.open[0]
@@ -152,24 +146,20 @@ class RowStream:
             missing -= len(tokens.ids)
             if len(tokens.ids):
                 pieces.append((document, tokens))
-            if document.is_finished:
+            if not document.num_left:
                 self.open.pop(0)
         return pieces
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Take the document that has waited longest, and then the longest document that still fits.
-
-        Of a mixture, the first is a document of the source that is furthest behind.
-        """
+        """Take a document that has waited longest, and then the longest document that still fits."""
         seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
-        # A cut document brings the label of its last token along.
-        lengths = [document.num_ahead(seq_len + 1) for document in self.open]
+        lengths = [document.num_left for document in self.open]
         space, pieces = seq_len, []
         while space:
             while len(self.open) < window and (document := self._next_document()) is not None:
                 self.open.append(document)
-                lengths.append(document.num_ahead(seq_len + 1))
+                lengths.append(document.num_left)
             if not self.open:
                 break
             index = 0 if pieces else self._first()
@@ -179,10 +169,11 @@ class RowStream:
                     break
                 index = -max(fitting)[1]
             document = self.open[index]
+            # A cut document brings the label of its last token along.
             pieces.append((document, document.ahead(space + 1)))
-            document.take(min(lengths[index], space))
+            document.take(space)
             space -= min(lengths[index], space)
-            if document.is_finished:
+            if not document.num_left:
                 del self.open[index], lengths[index]
         return pieces
 
@@ -204,9 +195,9 @@ class RowStream:
                 return None
             number = self._furthest_behind(documents, share_of_open=0.5)
             self.feeds[number].advance()
-            if documents[number].num_ahead(1):
+            if documents[number].num_left:
                 if len(self.feeds) > 1:
-                    self.num_tokens[number] += documents[number].estimated_length()
+                    self.num_tokens[number] += documents[number].num_left
                 return documents[number]
         source = self._sources[number]
         raise ValueError(
@@ -219,25 +210,24 @@ class RowStream:
         """Return the source whose tokens are furthest below its share of all tokens.
 
         candidates: source -> its next document, of each source that has one left.
-        share_of_open: the part of a document waiting for a row that counts. Counted whole, it would
-            hold back a source of long documents, which wait longer.
+        share_of_open: the part of a waiting document that counts. Counted whole, it would hold back a
+            source of long documents, which wait longer.
 
-        Compared are the tokens after another row, where each source has a part of its next document.
-        These two look-aheads go from 0 to 2 rows, and from 0 to 1 documents, over the streams, so that
-        their errors cancel and the shares are right after few rows.
+        Compared are the tokens after another 0 to 2 rows with 0 to 1 next documents of each source. These
+        look-aheads differ between streams, so that their errors cancel.
         """
         if len(self.feeds) == 1:
             return 0
         num_tokens = list(self.num_tokens)
         for document in self.open:
-            num_tokens[document.source] -= round((1 - share_of_open) * document.estimated_length())
+            num_tokens[document.source] -= round((1 - share_of_open) * document.num_left)
         is_fit, row = self._packing.method == "fit", self._packing.seq_len
         weights = {source: self._sources[source].weight for source in candidates}
         all_weights = sum(weights.values())
         all_tokens = sum(num_tokens[source] for source in candidates) + 2 * self._phase * row
 
         def excess(source: int) -> float:
-            length = candidates[source].estimated_length()
+            length = candidates[source].num_left
             ahead = self._phase * (min(length, row) if is_fit else length)  # a row takes no more
             return num_tokens[source] + ahead - weights[source] / all_weights * all_tokens
 

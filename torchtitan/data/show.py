@@ -72,10 +72,7 @@ def main() -> None:
 
 
 def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, BaseTokenizer]:
-    """Return (batches, the job's choices about documents, its tokenizer).
-
-    The iterator raises ValueError or OSError for bad data.
-    """
+    """Return (batches, the job's choices about documents, its tokenizer)."""
     if config.show.rows < 1:
         raise ConfigError(f"show.rows must be 1 or more, got {config.show.rows}; correct it")
     config = copy.deepcopy(config)  # for one rank, which reads at once
@@ -153,12 +150,11 @@ def documents_and_positions(
     tokens, given = batch.tokens, batch.entries.get("positions")
     has_ids = batch.document_ids is not None
     has_ids |= any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-    if given is not None and not has_ids:
-        ids = document_ids_from_positions(given)
-    elif has_ids or policy.eos_id is not None:
+    ids = torch.zeros_like(tokens)
+    if has_ids or (given is None and policy.eos_id is not None):
         ids = policy.document_ids(batch)
-    else:
-        ids = torch.zeros_like(tokens)
+    elif given is not None:
+        ids = document_ids_from_positions(given)
     if given is None:
         restarts = policy.separates_documents and policy.restart_positions
         columns = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -25,8 +25,6 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
 
-# ---- the registry ----
-
 
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
@@ -95,15 +93,10 @@ def _validate_dataset(
 ) -> tuple[str, Callable, Callable]:
     """Return (path, loader, sample_processor) of a dataset; ValueError if it is not registered."""
     if dataset_name not in DATASETS:
-        hint = guess(dataset_name, DATASETS)
-        raise ValueError(
-            f"unknown dataset {dataset_name!r}{hint}; registered are {', '.join(DATASETS)}"
-        )
+        named = f"{dataset_name!r}{guess(dataset_name, DATASETS)}"
+        raise ValueError(f"unknown dataset {named}; registered are {', '.join(DATASETS)}")
     config = DATASETS[dataset_name]
     return dataset_path or config.path, config.loader, config.sample_processor
-
-
-# ---- from a dataset's name to rows ----
 
 
 def open_source(
@@ -162,9 +155,6 @@ class HuggingFaceTextDataset(PackedDataset):
         source = open_source(dataset_name, dataset_path, tokenizer)
         self.dataset_name = source.name
         super().__init__([source], Packing("concat", seq_len), dp_rank, dp_world_size, infinite)
-
-
-# ---- loaders ----
 
 
 def build_text_dataloader(

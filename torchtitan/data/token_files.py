@@ -1,17 +1,9 @@
-r"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files as Megatron-LM writes them.
+"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files as Megatron-LM writes them.
 
-The `.bin` file holds only the ids, document after document. The `.idx` file, little-endian:
-
-    9 bytes        b"MMIDIDX\0\0"
-    uint64         1, the version
-    uint8          the code of the ids' type, see `_TYPES`
-    uint64         S, the number of sequences
-    uint64         D + 1, where D is the number of documents
-    int32 [S]      the number of ids of each sequence
-    int64 [S]      the byte of the `.bin` file at which each sequence begins
-    int64 [D + 1]  the number of each document's first sequence; the last entry is S
-
-The sequences lie one behind the other, and a document is usually one sequence.
+The `.bin` file holds only the ids, document after document. The `.idx` file, little-endian, has a header
+(see `_HEADER`: magic, version, code of the ids' type, S, D + 1), the number of ids of each sequence (int32
+[S]), the byte at which it begins (int64 [S]), and each document's first sequence and S (int64 [D + 1]).
+A document is usually one sequence.
 
 `torchtitan.data.tokenize` adds `tokens.json`, which names the tokenizer and is marked as finished when
 all pairs are whole, and to each pair a `.crc32` file: as uint32 [D], the CRC-32 of each document's bytes,
@@ -106,8 +98,7 @@ class TokenDocuments(JoinedDocuments):
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        If that is unknown, or whether the ids are damaged, it is logged once. Then up to 100 documents
-        must have ids of the tokenizer's vocabulary now, and each document when it is read.
+        If that is unknown, or whether the ids are damaged, the ids must be of the tokenizer's vocabulary.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
@@ -300,25 +291,19 @@ def smallest_type(num_ids: int) -> np.dtype:
     return np.dtype("<u2" if num_ids < 65_500 else "<i4")
 
 
-def write_pair(prefix: str, documents: Iterable[Iterable[Sequence[int]]], id_type: np.dtype) -> int:
-    """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx.
-
-    documents: the ids of each document in pieces, which are written as they come.
-    """
+def write_pair(prefix: str, documents: Iterable[Sequence[int]], id_type: np.dtype) -> int:
+    """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx."""
     lengths, sums = array("i"), array("I")
     with (  # the last file is the first to take its place
         whole_file(f"{prefix}.idx") as index_file,
         whole_file(f"{prefix}{SUMS}") as sums_file,
         whole_file(f"{prefix}.bin") as file,
     ):
-        for pieces in documents:
-            length, check_sum = 0, _seed_of(prefix)
-            for piece in pieces:
-                ids = np.asarray(piece, id_type).tobytes()
-                file.write(ids)
-                length, check_sum = length + len(piece), zlib.crc32(ids, check_sum)
-            lengths.append(length)
-            sums.append(check_sum)
+        for document in documents:
+            ids = np.asarray(document, id_type).tobytes()
+            file.write(ids)
+            lengths.append(len(document))
+            sums.append(zlib.crc32(ids, _seed_of(prefix)))
         sums_file.write(np.array(sums, "<u4").tobytes())
         index_file.writelines(_index(np.array(lengths, "<i4"), id_type))
     return sum(lengths)

@@ -26,13 +26,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from torchtitan.config.checks.common import guess, import_named
 from torchtitan.data import token_files
 from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of
-from torchtitan.data.open_document import OpenDocument
 from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import events
@@ -42,7 +39,6 @@ from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import init_logger, logger
 
 MOST_DOCUMENTS_PER_PART = 100_000
-_IDS_AT_A_TIME = 2**16
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -120,7 +116,6 @@ class _Job:
         return range(part * size, min((part + 1) * size, len(self.documents)))
 
     def write(self) -> None:
-        """Write the parts that are not whole yet, then tokens.json, which marks the folder finished."""
         self._remove_unfinished()
         num_parts = math.ceil(len(self.documents) / self.about["documents_per_part"])
         sizes = {part: self._size(part) for part in range(num_parts)}
@@ -158,13 +153,14 @@ class _Job:
         )
 
     def write_part(self, part: int) -> int:
-        """Write a part, and return its number of tokens."""
         id_type = token_files.smallest_type(self.about["tokenizer"]["vocabulary_size"])
         source = Source(self.dataset, self.documents, text_encoder(self.dataset), self.tokenizer)
+        documents = (
+            document.ahead(document.num_left).ids
+            for document in map(source.read, self.numbers(part))
+        )
         try:
-            return token_files.write_pair(
-                self.prefix(part), map(_pieces, map(source.read, self.numbers(part))), id_type
-            )
+            return token_files.write_pair(self.prefix(part), documents, id_type)
         except OSError as error:
             raise RunError(
                 f"{self.prefix(part)} cannot be written: {error}; the same command goes on after the "
@@ -172,7 +168,6 @@ class _Job:
             ) from error
 
     def _size(self, part: int) -> int | None:
-        """Return the number of tokens of a part that is whole, else None."""
         try:
             pair = token_files.Pair(self.prefix(part), has_sums=True)
             pair.check()
@@ -187,12 +182,6 @@ class _Job:
     def _write_about(self, **more: Any) -> None:
         with whole_file(self.folder / token_files.ABOUT_FILE, "w") as file:
             json.dump(self.about | more, file, indent=1)
-
-
-def _pieces(document: OpenDocument) -> Iterator[NDArray[Any]]:
-    """Yield the ids of a document, in pieces of bounded size."""
-    while len(ids := document.take(_IDS_AT_A_TIME).ids):
-        yield ids
 
 
 def _plan(options: argparse.Namespace) -> _Job:

@@ -41,8 +41,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
     bos_token, eos_token: replace the tokens that the files name.
     begins_documents: whether documents begin with the begin-of-text token: not if the files say
         `add_bos_token = false`, or if it is the end-of-text token, too.
-    Raises FileNotFoundError if the folder or every tokenizer file is missing, ValueError if a
-    file cannot be read, or if the vocabulary lacks bos_token or eos_token.
+    Raises FileNotFoundError if every tokenizer file is missing, ValueError if a file cannot be read, or if
+    the vocabulary lacks bos_token or eos_token.
     """
 
     def __init__(
@@ -105,10 +105,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         add_eos: bool | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of `text`; None for `add_bos` or `add_eos` is this tokenizer's default.
-
-        add_special_tokens: False returns only the text's own ids.
-        """
+        """Return the token ids of `text`; only its own with add_special_tokens = False."""
         # The only method that computes no offsets, which take a fifth of the time.
         (encoding,) = self.tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
@@ -135,7 +132,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def special_tokens(self) -> list[str]:
-        """The special tokens, such as the end-of-text token, in the order of their ids."""
         added = self.tokenizer.get_added_tokens_decoder()
         return [added[i].content for i in sorted(added) if added[i].special]
 
@@ -144,7 +140,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, including added tokens."""
         return self.tokenizer.get_vocab_size()
 
     def get_vocab_size(self) -> int:
@@ -152,10 +147,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
-    """Return the tokenizer in `model.hf_assets_path`; logs how documents of text begin and end.
-
-    Warns if it has no end-of-text token, because then nothing marks the end of a packed document.
-    """
+    """Return the tokenizer in `model.hf_assets_path`; logs how documents of text begin and end."""
     training = job_config.training
     tokenizer = HuggingFaceTokenizer(
         job_config.model.hf_assets_path, bos_token=training.bos_token, eos_token=training.eos_token

@@ -1,11 +1,9 @@
 """Reading a tokenizer from a folder of Hugging Face files, as `transformers` 5 reads it.
 
-tokenizer.json is the whole tokenizer. Without it, vocab.json and merges.txt are, for a class of
-`_OWN_RULES`. tokenizer_config.json (with special_tokens_map.json and added_tokens.json in folders that are
-older than `added_tokens_decoder`) names special tokens and adds those that tokenizer.json lacks.
-
-`transformers` builds some classes by rules of their own. A folder in which these differ from
-tokenizer.json, or whose class is unknown here, is refused.
+tokenizer.json is the whole tokenizer, or vocab.json and merges.txt are, for a class of `_OWN_RULES`.
+tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) names special
+tokens and adds those that tokenizer.json lacks. `transformers` builds some classes by rules of their own.
+A folder in which these differ from tokenizer.json, or whose class is unknown here, is refused.
 """
 
 import json
@@ -135,10 +133,7 @@ def _words(pattern: str | None, config: dict) -> pre_tokenizers.PreTokenizer:
 
 
 def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, AddedToken]) -> str:
-    """Return how a tokenizer differs from the one that a class builds of its vocabulary, or "".
-
-    in_file: the added tokens of tokenizer.json, which the class ignores if the config declares some.
-    """
+    """Return how a tokenizer differs from the one that a class builds of its vocabulary, or ""."""
     normalizer, pattern, _ = _OWN_RULES[name]
     rules = Tokenizer(models.BPE())
     rules.pre_tokenizer = _words(pattern, config)
@@ -153,7 +148,7 @@ def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, 
         return f"another model ({options})"
     keys = [key for key in ("normalizer", "pre_tokenizer") if ours[key] != theirs[key]]
     declared = {int(number) for number in config.get("added_tokens_decoder") or {}}
-    if declared and not in_file.keys() <= declared:
+    if declared and not in_file.keys() <= declared:  # the class ignores the tokens in the file
         keys.append("set of added tokens")
     named = {config.get(key) for key in SPECIAL_TOKEN_KEYS if isinstance(config.get(key), str)}
     added = backend.get_added_tokens_decoder().values()
@@ -186,10 +181,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Iterator[AddedToken]:
-    """Yield the tokens that a config declares, in the order in which new ones get ids.
-
-    Those of `added_tokens_decoder` replace the flags in tokenizer.json; the others are yielded if new.
-    """
+    """Yield the tokens that a config declares, in the order in which new ones get ids."""
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(

@@ -186,7 +186,10 @@ class PipelineSchedule:
         loss_fn = loss_fn or self.loss_fn
         n = self._check_lists(lists, needs_loss=not forward_only, loss_fn=loss_fn)
 
-        self._connect()
+        if not self._is_connected:
+            # NCCL needs all ranks to make the group's communicator, and a send has only two.
+            dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
+            self._is_connected = True
         if input_shapes is None:
             input_shapes = self._exchange_input_shapes(arg_mbs, n)
         for stage in self.stages:
@@ -230,12 +233,6 @@ class PipelineSchedule:
                 "schedule"
             )
         return next(iter(lengths.values()))
-
-    def _connect(self) -> None:
-        """Make the group's communicator: NCCL needs all ranks for it, and a send has only two."""
-        if not self._is_connected:
-            dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
-            self._is_connected = True
 
     def _exchange_input_shapes(
         self, arg_mbs: Sequence[tuple[Any, ...]] | None, n: int

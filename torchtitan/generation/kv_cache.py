@@ -46,10 +46,7 @@ class _Store:
 
 
 class CachedAttention(_Store, nn.Module):
-    """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls.
-
-    max_length: the longest row, in tokens. batch_invariant: with the sums of `numerics.batch_invariant`.
-    """
+    """Replaces a layer's attention kernel: queries also see the tokens of all earlier calls."""
 
     attn_type: ClassVar[str] = "cache"
 
@@ -112,10 +109,7 @@ class CachedAttention(_Store, nn.Module):
 
 
 class ExpertRecord(_Store):
-    """The experts that routers chose for the tokens in a cache: one tensor int16 [B, L, max_length, k].
-
-    It holds 0 for layers of other pipeline stages.
-    """
+    """The experts of the tokens in a cache, int16 [B, L, max_length, k]; 0 for other stages' layers."""
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -154,11 +148,7 @@ class ExpertRecord(_Store):
 
 
 class CachedForward:
-    """The forward that `kv_cache` yields.
-
-    lengths: the number of tokens in each row so far, which may differ.
-    experts: the record of the tokens' experts; None unless `records_experts`.
-    """
+    """The forward that `kv_cache` yields. lengths: the number of tokens in each row so far."""
 
     def __init__(
         self,

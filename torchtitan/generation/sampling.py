@@ -110,11 +110,7 @@ def generate_next_token(
     top_k: int | None = None,
     rng: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw the token that follows each row: [B, T] -> [B, 1].
-
-    model: tokens -> logits. x: the whole text, or for the forward of `kv_cache` only the tokens
-        that are new since its last call.
-    """
+    """Draw the token that follows each row of x [B, T], or of its newest tokens, by `kv_cache`."""
     logits = model(x)[:, -1]
     return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
 

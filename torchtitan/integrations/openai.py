@@ -246,11 +246,7 @@ def _post(
     is_json: bool = True,
     tries: int = _TRIES,
 ) -> Any:
-    """Return the answer's JSON, None for an empty answer; retry errors that may be temporary.
-
-    message: None makes it a GET. is_json: False does not read the answer.
-    Raises RunError with the last try's problem.
-    """
+    """Return the answer's JSON, None for an empty one; without a message it is a GET. Raises RunError."""
     body = None if message is None else json.dumps(message).encode()
     # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

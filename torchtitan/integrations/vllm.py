@@ -161,10 +161,7 @@ class VLLMGenerator(ForeignGenerator):
 
 
 def _pack_experts_again(worker: Any) -> None:
-    """Let a vLLM worker on a CPU pack the experts of the next weights, as of a layer without a kernel.
-
-    Otherwise it copies them unpacked over the packed ones. Private to vLLM; tested with vLLM 0.32.0.
-    """
+    """Let a CPU worker of vLLM 0.32.0 pack the next experts; it would copy them over packed ones."""
     if worker.device.type != "cpu":
         return
     for module in worker.model_runner.model.modules():
@@ -174,10 +171,7 @@ def _pack_experts_again(worker: Any) -> None:
 
 
 def _destroy_groups_of_vllm() -> None:
-    """Destroy vLLM's process groups, which it would use again after the default group is gone.
-
-    Private to vLLM, which has no public call that forgets `_WORLD`; tested with vLLM 0.32.0.
-    """
+    """Destroy the groups of vLLM 0.32.0, which it would use again after the default group is gone."""
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():
         groups.destroy_model_parallel()

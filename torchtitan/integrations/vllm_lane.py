@@ -157,10 +157,7 @@ class WeightLane:
 
 
 def _beside(ours: Callable[[], T], theirs: Callable[[], Any]) -> T:
-    """Run both at once; return the result of `ours`.
-
-    If one raises, that is raised at once: the other waits for a peer that is gone.
-    """
+    """Run both at once; return the result of `ours`, or raise what the first to fail raises."""
     futures = [run_beside(ours), run_beside(theirs)]
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:

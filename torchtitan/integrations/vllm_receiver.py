@@ -1,4 +1,4 @@
-"""The end in vLLM's workers of the lane in `torchtitan.integrations.vllm_lane`; imports vLLM."""
+"""The end in vLLM's workers of `torchtitan.integrations.vllm_lane`; imports vLLM."""
 
 import socket
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ _SECONDS_TO_SEND = 600  # for the trainer's next tensor
 
 @dataclass(kw_only=True)
 class LaneInfo(NCCLWeightTransferInitInfo):
-    """How to join the sender; see `vllm_lane.WeightLane`."""
-
     token: str = ""
 
 

@@ -214,12 +214,11 @@ class _Gradients:
 
     def __init__(self, operands: Operands, wanted: tuple[bool, ...], scale: float):
         self.operands, self.wanted, self.scale = operands, wanted, scale
-        self.of_x = torch.empty_like(operands.x) if wanted[0] else None
-        self.of_adapted_x = torch.empty_like(operands.adapted_x) if any(wanted[3:]) else None
-        self.of_weight: Tensor | None = None
-        self.of_bias: Tensor | None = None
-        self.of_a: Tensor | None = None
-        self.of_b: Tensor | None = None
+        self.parts: dict[str, Tensor | None] = dict.fromkeys(Operands._fields)
+        if wanted[0]:
+            self.parts["x"] = torch.empty_like(operands.x)
+        if any(wanted[3:]):
+            self.parts["adapted_x"] = torch.empty_like(operands.adapted_x)
 
     def add(self, chunk: Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
         """grad_logits: [n, v] of a chunk, of any dtype; low_rank: from `add_products`."""
@@ -228,29 +227,40 @@ class _Gradients:
         wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
         grad_logits = grad_logits.to(x.dtype)
         if wants_x:
-            self.of_x[rows] = grad_logits if weight is None else linear(grad_logits, weight.t())
+            self.parts["x"][rows] = (
+                grad_logits if weight is None else linear(grad_logits, weight.t())
+            )
         if wants_weight:
-            if self.of_weight is not None and x.dtype in (torch.float32, torch.float64):
-                self.of_weight.addmm_(grad_logits.t(), x[rows])
+            of_weight = self.parts["weight"]
+            if of_weight is not None and x.dtype in (torch.float32, torch.float64):
+                of_weight.addmm_(grad_logits.t(), x[rows])
             else:
-                part = linear(grad_logits.t(), x[rows].t())
-                self.of_weight = _sum_in_fp32(self.of_weight, part)
+                self._add("weight", linear(grad_logits.t(), x[rows].t()))
         if wants_bias:
-            self.of_bias = _sum_in_fp32(self.of_bias, grad_logits.sum(0))
+            self._add("bias", grad_logits.sum(0))
         if any(wants_adapters):
             own = adapted_x[rows], a, b, low_rank, chunk.sizes, self.scale
-            self.of_adapted_x[rows], grad_a, grad_b = gradients_of_products(grad_logits, *own)
-            self.of_a = _sum_in_fp32(self.of_a, grad_a)
-            self.of_b = _sum_in_fp32(self.of_b, grad_b)
+            of_x, of_a, of_b = gradients_of_products(grad_logits, *own)
+            self.parts["adapted_x"][rows] = of_x
+            self._add("a", of_a)
+            self._add("b", of_b)
+
+    def _add(self, name: str, part: Tensor) -> None:
+        """Add a chunk's gradient, in fp32 because bf16 has too few digits."""
+        total = self.parts[name]
+        if total is not None:
+            total = total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)
+        self.parts[name] = part if total is None else total
 
     def sums(self) -> list[Tensor | None]:
         """Return the gradients of the operands, in their dtypes; None if not wanted."""
-        sums = [self.of_x, self.of_weight, self.of_bias, self.of_adapted_x, self.of_a, self.of_b]
-        for i, operand in enumerate(self.operands):
-            if self.wanted[i]:  # the sum is None if there were no tokens
-                sums[i] = (
-                    torch.zeros_like(operand) if sums[i] is None else sums[i].to(operand.dtype)
-                )
+        sums = []
+        for part, operand, wanted in zip(
+            self.parts.values(), self.operands, self.wanted, strict=True
+        ):
+            if wanted and part is None:  # there were no tokens
+                part = torch.zeros_like(operand)
+            sums.append(part.to(operand.dtype) if wanted else part)
         return sums
 
 
@@ -427,10 +437,3 @@ def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
     """Return (the labels' columns [n, 1], 0 for labels not on this rank; [n] True for those)."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere
-
-
-def _sum_in_fp32(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add a chunk's gradient, in fp32 because bf16 has too few digits."""
-    if total is None:
-        return part
-    return total.to(torch.promote_types(total.dtype, torch.float32)).add_(part)

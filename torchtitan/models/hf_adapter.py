@@ -132,15 +132,6 @@ class KeyMapAdapter(StateDictAdapter):
         adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
         return adapter
 
-    def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
-        n_labels = (hf_shapes.get(SCORE) or (1,))[0]
-        if not self._has_value_head or n_labels == 1:
-            return None
-        return (
-            f"{SCORE} has {n_labels} labels, and a value head returns one value; use the files of a "
-            "model with num_labels = 1"
-        )
-
     _has_value_head = property(lambda self: getattr(self.model_args, "value_head", False))
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 

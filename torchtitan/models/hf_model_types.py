@@ -164,6 +164,7 @@ _GPT_OSS_YARN = (
 )
 
 _SILU = {"hidden_act": ("silu", "feed-forwards are gated by SiLU")}
+_PLAIN_QWEN = {"rope_scaling": None, "sliding_window": None}
 _QWEN = _SILU | {"use_sliding_window": (False, "qwen models have no sliding windows here")}
 _QWEN3 = _QWEN | {"attention_bias": (False, "Qwen 3 blocks have no biases")}
 _QWEN3_MOE = _QWEN3 | {
@@ -189,10 +190,6 @@ def _read_qwen(config: Config) -> dict[str, Any]:
         raise refusal(config, "layer_types", "qwen models have no sliding windows here")
     _rope(config, None)
     return {}
-
-
-def _write_qwen(_: Any) -> dict[str, Any]:
-    return {"rope_scaling": None, "sliding_window": None}
 
 
 def _read_deepseek(config: Config) -> dict[str, Any]:
@@ -225,8 +222,7 @@ def _write_deepseek(args: Any) -> dict[str, Any]:
 
 def _read_llama4(config: Config) -> dict[str, Any]:
     n_layers, step = config["num_hidden_layers"], config.get("interleave_moe_layer_step", 1)
-    if config.get("moe_layers") is not None:
-        _require_layers(config, "moe_layers", list(range(step - 1, n_layers, step)))
+    _require_layers(config, "moe_layers", list(range(step - 1, n_layers, step)))
     # 1 for a layer with RoPE, else 0.
     has_rope = config.get("no_rope_layers")
     if not has_rope:
@@ -236,9 +232,8 @@ def _read_llama4(config: Config) -> dict[str, Any]:
     expected = [int(interval is None or (n + 1) % interval != 0) for n in range(n_layers)]
     if list(has_rope) != expected:
         raise refusal(config, "no_rope_layers", "layers without RoPE must be evenly spaced")
-    if config.get("layer_types"):
-        kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
-        _require_layers(config, "layer_types", kinds)
+    kinds = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
+    _require_layers(config, "layer_types", kinds)
     is_tuned = bool(config.get("attn_temperature_tuning", True))
     layers = {"every_n_layers_nope": interval, "attn_temperature_tuning": is_tuned}
     return layers | _read_llama3_rope(config)
@@ -250,10 +245,9 @@ def _write_llama4(args: Any) -> dict[str, Any]:
 
 
 def _read_gpt_oss(config: Config) -> dict[str, Any]:
-    if config.get("layer_types"):
-        n_layers = config["num_hidden_layers"]
-        kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(n_layers)]
-        _require_layers(config, "layer_types", kinds)
+    n_layers = config["num_hidden_layers"]
+    kinds = ["full_attention" if n % 2 else "sliding_attention" for n in range(n_layers)]
+    _require_layers(config, "layer_types", kinds)
     return _read_yarn(_rope(config, "yarn"), _GPT_OSS_YARN, truncate=False)
 
 
@@ -292,15 +286,15 @@ TYPES = {
         fixed=_SILU,
     ),
     "qwen2": ModelType(
-        *("qwen3", "Qwen2", _QWEN_BLOCK, _read_qwen, _write_qwen, _QWEN),
+        *("qwen3", "Qwen2", _QWEN_BLOCK, _read_qwen, lambda _: _PLAIN_QWEN, _QWEN),
         args={"qk_norm": False, "qkv_bias": True, "moe_enabled": False},
     ),
     "qwen3": ModelType(
-        *("qwen3", "Qwen3", _QWEN_BLOCK, _read_qwen, _write_qwen, _QWEN3),
+        *("qwen3", "Qwen3", _QWEN_BLOCK, _read_qwen, lambda _: _PLAIN_QWEN, _QWEN3),
         args={"qk_norm": True, "qkv_bias": False, "moe_enabled": False},
     ),
     "qwen3_moe": ModelType(
-        *("qwen3", "Qwen3Moe", _QWEN_BLOCK + _QWEN3_MOE_FIELDS, _read_qwen, _write_qwen),
+        *("qwen3", "Qwen3Moe", _QWEN_BLOCK + _QWEN3_MOE_FIELDS, _read_qwen, lambda _: _PLAIN_QWEN),
         fixed=_QWEN3_MOE,
         args=_SOFTMAX_EXPERTS | {"qk_norm": True, "qkv_bias": False, "moe_enabled": True},
     ),
@@ -324,9 +318,6 @@ TYPES = {
         rope_theta=150000.0,
     ),
 }
-
-
-# ---- reading and writing by the tables ----
 
 
 _SAME_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -399,15 +390,16 @@ def rope_table(config: Config) -> dict[str, Any]:
 def check_kind(config: Config, name: str, kind: _Kind) -> None:
     value = config[name]
     if isinstance(kind, range):
-        if type(value) is not int or value not in kind:
-            raise refusal(config, name, f"it must be an integer from {kind[0]} to {kind[-1]}")
+        rule = f"it must be an integer from {kind[0]} to {kind[-1]}"
+        is_right = type(value) is int and value in kind
     elif kind is float:
-        if type(value) not in (int, float) or not 0 <= value < 1e12:
-            raise refusal(config, name, "it must be a number, not negative and below 1e12")
-    elif kind is not None and type(value) is not kind:
-        raise refusal(
-            config, name, "it must be true or false" if kind is bool else "it must be text"
-        )
+        rule = "it must be a number, not negative and below 1e12"
+        is_right = type(value) in (int, float) and 0 <= value < 1e12
+    else:
+        rule = "it must be true or false" if kind is bool else "it must be text"
+        is_right = kind is None or type(value) is kind
+    if not is_right:
+        raise refusal(config, name, rule)
 
 
 def require(config: Config, name: str, allowed: Collection[Any], reason: str) -> None:
@@ -416,7 +408,8 @@ def require(config: Config, name: str, allowed: Collection[Any], reason: str) ->
 
 
 def _require_layers(config: Config, name: str, expected: list[Any]) -> None:
-    if list(config[name]) != expected:
+    """Raise ValueError for another list of layers, if the config has one."""
+    if config.get(name) is not None and list(config[name]) != expected:
         raise refusal(config, name, f"the layers must be {expected}")
 
 

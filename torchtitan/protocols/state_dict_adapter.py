@@ -3,7 +3,7 @@
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torchtitan.distributed.dtensor import LocalShard
@@ -12,11 +12,18 @@ from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NAMES_SHOWN = 5
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
     """Return the name with `{}` for its numbers, and the numbers."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
+
+
+def shorten(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class BaseStateDictAdapter(ABC):
@@ -75,10 +82,6 @@ class BaseStateDictAdapter(ABC):
         """Return an adapter with the names of an export, if these depend on the parts that it has."""
         return self
 
-    def problem_with(self, hf_shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
-        """Explain why files of these tensors (HF name -> shape) do not fit, if there is more to say."""
-        return None
-
     def ignores_hf_key(self, hf_key: str) -> bool:
         """True for a tensor that files may hold without a use; any other one fails the load."""
         return False
@@ -111,8 +114,7 @@ class StateDictAdapter(BaseStateDictAdapter):
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():
-            match = re.search(r"\d+", shard)
-            if match is None or len(match.group()) > 9:  # more digits are no file's number
+            if (match := re.search(r"\d{1,9}", shard)) is None:
                 raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
             self.fqn_to_index_mapping[name] = int(match.group())
 

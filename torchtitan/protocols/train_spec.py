@@ -108,8 +108,7 @@ def register_train_spec(name: str, train_spec: TrainSpec) -> None:
 def get_train_spec(name: str) -> TrainSpec:
     """Return the spec of a registered, built-in or experimental model, looked up in that order.
 
-    Built-in specs are new objects that share one set of flavor args per process.
-    Raises ValueError, listing the known names, for any other name.
+    Built-in specs are new objects that share one set of flavor args. ValueError for other names.
     """
     if name in _extra_train_specs:
         return _extra_train_specs[name]

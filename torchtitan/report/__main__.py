@@ -7,13 +7,11 @@ Exit code 2: there is no run in the folder, or the page cannot be written.
 """
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from torchtitan.report.page import page_of
 from torchtitan.report.read import NoRunError, read_run
-from torchtitan.tools.files import open_file
+from torchtitan.tools.files import whole_file
 
 
 def main() -> None:
@@ -30,15 +28,12 @@ def main() -> None:
     output = args.output or args.run_folder / "report.html"
     try:
         text = page_of(read_run(args.run_folder))
-        unfinished = output.with_name(f"{output.name}.{os.getpid()}")
-        with open_file(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.replace(output)
-    except (NoRunError, OSError) as error:
-        is_run = isinstance(error, NoRunError)
-        message = error if is_run else f"{error.filename or output}: {error.strerror or error}"
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+        with whole_file(output) as file:
+            file.write(text.encode())
+    except NoRunError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename or output}: {error.strerror or error}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB")
 
 

@@ -8,7 +8,7 @@
   const LEFT = 66, RIGHT = 14, HEIGHT = 118, TOP = 8, BOTTOM = 6;
   const LANES = { run: 0, fault: 0, save: 1, validation: 2, warning: 3 };
   const LANE_NAMES = ["run", "saves", "validation", "warnings"];
-  const view = { axis: "x", log: false, range: null, at: null };
+  const view = { axis: "x", range: null, at: null };
   let width = 800;
 
   const fill = (node, attributes, children) => {
@@ -49,32 +49,15 @@
   };
   const duration = (seconds) => {
     const s = Math.max(0, seconds);
-    if (s < 10) return `${Number(s.toFixed(2))} s`;
-    if (s < 60) return `${Math.round(s)} s`;
-    const total = Math.round(s), days = Math.floor(total / 86400);
-    const hours = Math.floor(total / 3600) % 24, minutes = Math.floor(total / 60) % 60;
-    if (days) return `${days} d ${hours} h`;
-    if (hours) return `${hours} h ${minutes} min`;
-    return total % 60 ? `${minutes} min ${total % 60} s` : `${minutes} min`;
+    const found = [["d", 86400], ["h", 3600], ["min", 60]].find(([, size]) => s >= size) || ["s", 1];
+    return `${Number((s / found[1]).toPrecision(3))} ${found[0]}`;
   };
-  const clock = (t) => {
-    const date = new Date((data.t0 + t) * 1000);
-    return Number.isNaN(date.getTime()) ? "?" : date.toLocaleTimeString("en-GB");
-  };
-  const gapOf = (span, count, bases) => {
-    const rough = span / count;
-    if (bases) {
-      const fit = bases.find((base) => base >= rough);
-      if (fit) return fit;
-    }
-    const power = 10 ** Math.floor(Math.log10(rough));
-    return [1, 2, 5, 10].map((n) => n * power).find((gap) => gap >= rough * 0.999);
-  };
-  const ticks = (low, high, count, bases) => {
-    const gap = gapOf(high - low, count, bases);
-    const result = [];
-    for (let i = Math.ceil(low / gap - 1e-9); i * gap <= high + gap * 1e-9; i++) result.push(i * gap + 0); // no -0
-    return { gap, values: result };
+  const ticks = (low, high, count, bases = []) => {
+    const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+    const gap = [...bases, ...[1, 2, 5, 10].map((n) => n * power)].find((g) => g >= rough * 0.999);
+    const values = [];
+    for (let i = Math.ceil(low / gap - 1e-9); i * gap <= high + gap * 1e-9; i++) values.push(i * gap + 0); // no -0
+    return { gap, values };
   };
 
   // ---- the shared axis ----
@@ -101,12 +84,11 @@
   const axisTicks = () => {
     const [low, high] = range(), count = Math.max(3, Math.floor(width / 130));
     if (view.axis === "x") {
-      const found = ticks(low, high, count, high - low < count ? [1] : null);
+      const found = ticks(low, high, count, high - low < count ? [1] : []);
       return found.values.map((v) => [v, Math.round(v).toLocaleString("en")]);
     }
-    const bases = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600,
-      43200, 86400, 172800, 432000, 864000];
-    return ticks(low, high, count, high - low > count ? bases : null).values.map((v) => [v, duration(v)]);
+    const bases = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+    return ticks(low, high, count, high - low > count ? bases : []).values.map((v) => [v, duration(v)]);
   };
 
   // ---- drawing ----
@@ -144,44 +126,29 @@
   };
 
   const valueScale = (panel) => {
-    const [from, to] = range();
-    const values = [], all = [];
+    const [from, to] = range(), inside = [], all = [];
     for (const part of panel.curves.flatMap(partsOf)) {
       part.y.forEach((value, i) => {
-        if (value === null || (view.log && value <= 0)) return;
+        if (value === null) return;
         all.push(value);
-        if (part[view.axis][i] >= from && part[view.axis][i] <= to) values.push(value);
+        if (part[view.axis][i] >= from && part[view.axis][i] <= to) inside.push(value);
       });
     }
-    const chosen = values.length ? values : all.length ? all : [1];
+    const chosen = inside.length ? inside : all.length ? all : [1];
     let low = chosen.reduce((a, b) => Math.min(a, b)), high = chosen.reduce((a, b) => Math.max(a, b));
-    if (view.log && low > 0) {
-      low = Math.log10(low); high = Math.log10(high);
-    } else if (low > 0 && low < 0.4 * high) low = 0;
+    if (low > 0 && low < 0.4 * high) low = 0;
     if (high - low < 1e-9 * Math.max(1, Math.abs(high))) {
-      const room = view.log ? 0.3 : Math.abs(high) * 0.1 || 1;
+      const room = Math.abs(high) * 0.1 || 1;
       if (low !== 0) low -= room;
       high += room;
     }
-    const room = (high - low) * 0.05, floor = low === 0 ? 0 : low - room;
-    high += room;
-    const y = (value) => {
-      if (value === null || (view.log && value <= 0)) return null;
-      const v = view.log ? Math.log10(value) : value;
-      return TOP + (1 - (v - floor) / (high - floor)) * (HEIGHT - TOP - BOTTOM);
+    const room = (high - low) * 0.05, top = high + room;
+    if (low !== 0) low -= room;
+    const { gap, values } = ticks(low, top, 5);
+    return {
+      y: (v) => (v === null ? null : TOP + (1 - (v - low) / (top - low)) * (HEIGHT - TOP - BOTTOM)),
+      marks: values.map((v) => [v, tickText(v, gap)]),
     };
-    let marks;
-    if (view.log) {
-      const step = Math.max(1, Math.ceil((high - floor) / 4));
-      const powers = [];
-      for (let p = Math.ceil(floor); p <= high; p++) if (p % step === 0) powers.push(10 ** p);
-      marks = (powers.length > 1 ? powers : ticks(10 ** floor, 10 ** high, 3).values.filter((v) => v > 0))
-        .map((v) => [v, brief(v)]);
-    } else {
-      const found = ticks(floor, high, 5);
-      marks = found.values.map((v) => [v, tickText(v, found.gap)]);
-    }
-    return { y, marks };
   };
 
   const startDrawing = (svg, height, plotHeight) => {
@@ -289,12 +256,7 @@
       });
     }
     timeline.place.textContent = place
-      ? `step ${place.x.toLocaleString("en")} · ${clock(place.t)} · ${duration(place.t)} after the start` : "";
-    const [low, high] = range(), reach = (high - low) * (8 / width);
-    const near = isOn
-      ? data.events.filter((event) => isDrawn(event) && Math.abs(event[view.axis] - view.at) <= reach)
-      : [];
-    timeline.nearby.textContent = near.map((event) => `${event.kind}: ${event.text}`).join("  ·  ");
+      ? `step ${place.x.toLocaleString("en")} · ${duration(place.t)} after the start` : "";
   };
 
   const drawAll = () => {
@@ -317,22 +279,17 @@
 
   const byStep = buttonFor("steps", () => { view.axis = "x"; view.range = view.at = null; });
   const byTime = buttonFor("wall-clock", () => { view.axis = "t"; view.range = view.at = null; });
-  const linear = buttonFor("linear", () => { view.log = false; });
-  const logarithmic = buttonFor("log", () => { view.log = true; });
   const timeline = {
     svg: newSvg("starts, saves, warnings and faults"),
     place: element("span", { id: "place" }),
-    nearby: element("div", { id: "nearby" }),
     reset: buttonFor("show all", () => { view.range = null; }),
-    buttons: () => [[byStep, view.axis === "x"], [byTime, view.axis === "t"], [linear, !view.log], [logarithmic, view.log]],
+    buttons: () => [[byStep, view.axis === "x"], [byTime, view.axis === "t"]],
   };
-  root.setAttribute("tabindex", "0");
   root.append(element("div", { id: "timeline" },
     element("div", { class: "bar" },
       element("span", { class: "switch", role: "group", "aria-label": "axis" }, byStep, byTime),
-      element("span", { class: "switch", role: "group", "aria-label": "scale" }, linear, logarithmic),
       timeline.reset, timeline.place),
-    timeline.nearby, timeline.svg));
+    timeline.svg));
 
   let fold = null;
   for (const panel of data.panels) {
@@ -391,15 +348,6 @@
     if (isOnPlot(event)) { view.range = null; drawAll(); }
   });
   root.addEventListener("pointerleave", () => { view.at = null; showCursor(); });
-  root.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!move || event.target !== root) return;
-    event.preventDefault();
-    const [low, high] = range();
-    const at = view.at === null ? (move > 0 ? low : high) : view.at + (move * (high - low)) / 100;
-    view.at = Math.min(high, Math.max(low, at));
-    showCursor();
-  });
   window.addEventListener("resize", drawAll);
   drawAll();
 })();

@@ -56,9 +56,9 @@ PANELS = [
     ("Tokens per completion", "rl/completion_tokens", ""),
     ("Entropy of the policy", "loss/entropy", ""),
 ]
-GROUPS = {"start": "run", "training": "run", "end": "run", "stop": "run"}
-GROUPS |= {"fault": "fault", "lost": "fault", "save": "save", "background save": "save"}
-GROUPS |= {"validation": "validation"}  # all other kinds are warnings
+GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
+GROUPS |= {"fault": "fault", "lost": "fault", "validation": "validation"}
+GROUPS |= {"save": "save", "background save": "save"}
 FACTS = {
     "loss_metrics/global_avg_loss": "Loss",
     "loss": "Loss",
@@ -98,13 +98,8 @@ def page_of(run: Run, now: float | None = None) -> str:
     config = _settings(starts[-1].get("config")) if starts else {}
     title = starts[-1]["message"] if starts else ""
     title = title if title not in ("", "default job") else run.folder.resolve().name
-    blocks = [
-        _header(title, run, events, data["t0"], config, now),
-        _charts(run, data),
-        _event_table(events),
-        _sample_table(run.samples),
-        _config_tables(starts, config) if starts else "",
-    ]
+    blocks = [_header(title, run, events, data["t0"], config, now), _charts(run, data)]
+    blocks += [_event_table(events), _sample_table(run.samples), _config_tables(starts, config)]
     return Template(parts["html"]).substitute(
         policy=policy,
         title=_text(title),
@@ -306,8 +301,7 @@ def _charts(run: Run, data: dict[str, Any]) -> str:
         '<div id="charts"></div>'
         "<noscript><p>The curves are drawn by a script in this page, which is turned off.</p>"
         f'</noscript><p class="quiet">{_text(note)} A dashed line is work that was done again after '
-        "a restart; × is a value that is not finite. Drag to zoom, double-click for all; the arrow "
-        "keys move the cursor.</p>"
+        "a restart; × is a value that is not finite. Drag to zoom, double-click for all.</p>"
     )
 
 
@@ -345,13 +339,15 @@ def _sample_table(samples: list[dict[str, Any]]) -> str:
 
 
 def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
+    if not starts:
+        return ""
     latest = starts[-1]
     facts = _settings(latest.get("versions"))
     for key in ("host", "world_size", "program", "config_digest"):
         if key in latest:
             facts[key.replace("_", " ")] = latest[key]
-    not_default = latest.get("not_default")
-    not_default = not_default if isinstance(not_default, list) else list(config)
+    if not isinstance(not_default := latest.get("not_default"), list):
+        not_default = list(config)
     before = _settings(starts[-2].get("config")) if len(starts) > 1 else config
     tables = {
         "Versions and place of the last start": facts,
@@ -365,15 +361,11 @@ def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
         },
         "Defaults": {key: value for key, value in config.items() if key not in not_default},
     }
-    blocks = []
-    for title, values in tables.items():
-        rows = [
-            f"<tr><td><code>{_text(key, 100)}</code></td>"
-            f"<td><code>{_text(_value(value), 300)}</code></td></tr>"
-            for key, value in values.items()
-        ]
-        blocks.append(_table(title, rows))
-    return "".join(blocks)
+    row = "<tr><td><code>{}</code></td><td><code>{}</code></td></tr>".format
+    return "".join(
+        _table(title, [row(_text(key, 100), _text(_value(x), 300)) for key, x in values.items()])
+        for title, values in tables.items()
+    )
 
 
 def _table(title: str, rows: list[str], header_cells: str = "") -> str:
@@ -381,11 +373,11 @@ def _table(title: str, rows: list[str], header_cells: str = "") -> str:
     if not rows:
         return ""
     state = "" if title == "Defaults" else " open"
-    start = "<table class='keys'>"
-    if header_cells:
-        start = f"<table><thead><tr>{header_cells}</tr></thead>"
+    head = (
+        f"<table><thead><tr>{header_cells}</tr></thead>" if header_cells else "<table class='keys'>"
+    )
     return (
-        f"<details{state}><summary>{title} ({len(rows)})</summary><div class='wide'>{start}"
+        f"<details{state}><summary>{title} ({len(rows)})</summary><div class='wide'>{head}"
         f"<tbody>{''.join(rows)}</tbody></table></div></details>"
     )
 

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,18 @@ class NoRunError(Exception):
     """The folder holds no run; the message names the files that a run has."""
 
 
-@dataclass
 class Curve:
-    """One metric's points in the order in which they were logged, column by column."""
+    """One metric's points in the order in which they were logged, column by column.
 
-    starts: array = field(default_factory=lambda: array("q"))  # of the run, counted from 0
-    steps: array = field(default_factory=lambda: array("q"))
-    times: array = field(default_factory=lambda: array("d"))  # Unix seconds
-    values: array = field(default_factory=lambda: array("d"))
+    starts: of the run, counted from 0. times: Unix seconds.
+    """
 
-    def append(self, start: int, step: int, time: float, value: float) -> None:
-        self.starts.append(start)
-        self.steps.append(step)
-        self.times.append(time)
-        self.values.append(value)
+    def __init__(self) -> None:
+        self.starts, self.steps, self.times, self.values = map(array, "qqdd")
+
+    def append(self, *point: float) -> None:
+        for column, entry in zip(vars(self).values(), point, strict=True):
+            column.append(entry)
 
 
 @dataclass
@@ -170,13 +168,9 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
     def ranks(path: Path) -> list[int]:
         return [int(n) for n in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
 
-    def time(path: Path) -> tuple[int, str]:
-        # events.out.tfevents.<Unix seconds>.<host>.<pid>.<count>
-        seconds = path.name.split(".")[3]
-        return int(seconds) if seconds.isdecimal() and len(seconds) < 16 else 0, str(path)
-
     curves: dict[str, Curve] = defaultdict(Curve)
-    paths = sorted(_inside(folder, folder.rglob("events.out.tfevents.*")), key=time)
+    # events.out.tfevents.<Unix seconds>.<host>.<pid>.<count>
+    paths = sorted(_inside(folder, folder.rglob("events.out.tfevents.*")), key=lambda p: p.name)
     first = min(map(ranks, paths), default=[])
     for start, path in enumerate(path for path in paths if ranks(path) == first):
         # Slow to import, and not needed for most runs, which have metrics.jsonl.

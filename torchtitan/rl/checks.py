@@ -281,8 +281,8 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         yield from problem_in(find_function, name, "rl.task.tools")
     if task.tools and task.max_turns == 1:
         yield (
-            f"rl.task.tools = {task.tools} return results, which the policy needs another turn to read, got "
-            "rl.task.max_turns = 1; raise it"
+            f"rl.task.tools = {task.tools} return results, and the policy needs another turn to read them, "
+            "got rl.task.max_turns = 1; raise it"
         )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchtitan.rl.types import LossInputs
 
 CORRECTIONS = ("none", "token", "sequence")
+_NAMES = f"one of {', '.join(CORRECTIONS)}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ImportanceCorrection:
 
     def __post_init__(self) -> None:
         for key, value, is_allowed, rule in (
-            ("correction", self.weighting, self.weighting in CORRECTIONS, f"one of {CORRECTIONS}"),
+            ("correction", self.weighting, self.weighting in CORRECTIONS, _NAMES),
             ("correction_cap", self.cap, 1 <= self.cap < math.inf, "at least 1 and finite"),
             ("max_token_mismatch", self.max_token, self.max_token > 0, "above 0 nats"),
             ("max_sequence_mismatch", self.max_sequence, self.max_sequence > 0, "above 0 nats"),

@@ -53,10 +53,9 @@ class LocalDecoder:
 
     @classmethod
     def from_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
-        """Return the decoder of an engine's own modules, in any layout; nothing is copied.
+        """Return the decoder of an engine's own modules, in any layout; all ranks make the same calls.
 
-        Every rank of the engine has to make the same calls. Data-parallel ranks generate different
-        rows; the ranks of one model (tensor, pipeline parallelism) generate the same rows.
+        Data-parallel ranks generate different rows, the ranks of one model the same rows.
         """
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         return cls(engine.runner, None if mesh is None else mesh.get_group(), True)
@@ -83,10 +82,7 @@ class LocalDecoder:
                 self.runner.reshard()
 
     def _may_keep_gathered(self) -> bool:
-        """Return True if every rank has memory for all weights at once. Collective over the group.
-
-        Without it each forward, which is one token, gathers every layer.
-        """
+        """Return True if every rank has memory for all weights, so that no token gathers them again."""
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
         if not needed:  # on all ranks alike
             return False
@@ -145,11 +141,9 @@ def continue_prompts(
     None, or with `records_experts` int16 [N, longest row - 1, layers, k]: see `Completion`.
     Collective over the decoder's group; each rank gets all rows.
 
-    prompt_of_row: for each of N rows, the index of the prompt that it continues; rows of one prompt
-        are consecutive.
+    prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
     uniform: fp64 [N, L] from [0, 1), one number for each token that may be drawn.
-    max_rows: number of rows that a rank continues at once; 0 for all. The other rows wait, and take
-        the places of rows that have ended.
+    max_rows: number of rows that a rank continues at once, 0 for all; other rows wait for their places.
     next_version: called before each forward; returns the version of the forward's weights. It may
         update the weights, if no ranks generate together: keys and values in the cache stay, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
@@ -327,10 +321,7 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows once half of the rows have ended, because that copies the cache.
-
-        One row always stays, because other ranks may need this rank's forwards.
-        """
+        """Drop ended rows once half have ended, but one: other ranks may need its forwards."""
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return
         kept = self._places(is_open=True) or [0]

@@ -44,10 +44,7 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights; raises WeightMismatchError if it does not.
-
-        Collective. No digest is checked, because engines change the layout of weights.
-        """
+        """Have the engine load the weights, without a digest: it changes their layout. Collective."""
         self.policy_version = -1  # until all weights are of one version
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:
@@ -105,10 +102,7 @@ class ForeignGenerator(Generator):
         prompt: Sequence[int],
         experts: np.ndarray | None,
     ) -> Completion:
-        """Return a completion. experts: [tokens of prompt and completion, L, k], as the engine gives them.
-
-        Raises RunError if experts are wanted and are not there for every token but the last.
-        """
+        """Return a completion; RunError if experts [all tokens, L, k] are wanted and missing."""
         routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
         if self.records_experts:
             if experts is None or experts.ndim != 3 or len(experts) < n_read:

@@ -30,10 +30,7 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a call: `value` is what the function returned.
-
-    error: its exception as text. failure: a sentence on why there is neither a value nor an error.
-    """
+    """A call's value, or its exception as text, or why there is neither (`failure`)."""
 
     value: Any = None
     error: str | None = None

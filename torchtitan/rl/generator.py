@@ -109,12 +109,12 @@ class Generator(ABC):
         """Return a generator that keeps sampling from the current weights, even after updates."""
         return self
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next draws depend on besides weights and arguments."""
+        """Return what the next draws without a seed depend on besides weights and arguments."""
+        return {}
 
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027, for no state
+        """Continue from a state of `state_dict`."""
 
 
 class DecoderGenerator(Generator):
@@ -269,7 +269,6 @@ class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
     `generate` does not communicate, so a thread may call it while another thread trains.
-    autocast: a context for the model's forward.
     """
 
     weight_names = "ours"
@@ -296,10 +295,7 @@ class CopyGenerator(DecoderGenerator):
         seed: int = 0,
         max_rows: int = 0,
     ) -> "CopyGenerator":
-        """Return a generator with a copy of the policy's model on this rank, without weights yet.
-
-        dtype: of its parameters except routers; None takes that of the trainer's matrix products.
-        """
+        """Return a copy of the policy's model, without weights yet. dtype: None takes `compute_dtype`."""
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
@@ -328,10 +324,8 @@ class BufferedGenerator(Generator):
     """Accepts updates while another thread draws: neither waits for the other.
 
     `update_weights` copies the weights aside, and `pinned` returns a generator that takes the copy
-    over before it draws. So the weights of a draw depend on when it was pinned, and not on timing.
-    Draws happen in the order of their pins, on one thread; at most `rl.async_steps` + 1 copies wait.
-
-    in_flight: a `CopyGenerator` takes over the newest update before each token instead.
+    over before it draws, so the weights of a draw do not depend on timing. Draws happen in the order
+    of their pins, on one thread. in_flight: take over the newest update before each token instead.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
@@ -365,12 +359,6 @@ class BufferedGenerator(Generator):
         """Copy the weights aside; names and digest are checked when a draw takes them over."""
         self._staged, self._checks_digest = StagedWeights(weights), check_digest
         self.policy_version = weights.version
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._generator.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._generator.load_state_dict(state_dict)
 
 
 @dataclass(frozen=True)

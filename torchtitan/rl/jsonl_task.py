@@ -22,10 +22,8 @@ from torchtitan.tools.logging import logger
 class JsonlTask(Task):
     """Prompts from a file with one JSON object per line, graded by the user's function.
 
-    Each pass over the file has another order.
+    Each pass over the file has another order. Arguments are those of `[rl.task]`, and:
 
-    path, eval_path: files for training and evaluation; without eval_path evaluation takes the first
-        lines of `path`.
     reward_fn: (completion text, expected answer) -> reward. If it has parameters of these names, it
         also gets `prompt`, the prompt's text, `row`, its JSON object, and `turns`, a list of (text,
         reply) of all turns; the last reply is None. The score `exact` is 1 for the exact answer.
@@ -33,8 +31,7 @@ class JsonlTask(Task):
         has a reward of 0, a score `verifier_failed` and a warning.
     chat: renders prompts that are lists of messages; None refuses such lines.
     tools: functions that the policy may call. Then all prompts are lists of messages, results of
-        calls are replies, and a turn without a call ends the episode. The score `tool_calls` is the
-        number of calls.
+        calls are replies, a turn without a call ends the episode, and `tool_calls` is a score.
     max_prompt_tokens: longer prompts are left out, with a warning; None keeps all.
     Raises ValueError for other lines, for a chat template that would change earlier turns, and if no
     prompt is left.

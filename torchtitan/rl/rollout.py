@@ -83,10 +83,7 @@ class DrawsEpisodes(Protocol):
 
 
 class Draws:
-    """Completes prompts with a generator on these ranks, and grades the completions.
-
-    ahead: draw on a thread, while the trainer works. device: of the generator.
-    """
+    """Completes prompts with a generator on these ranks, on a thread if `ahead`, and grades them."""
 
     def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
         self.task, self._generator = task, generator
@@ -170,10 +167,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         own: range,
     ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
-        """Return (row, (text, token ids)) of the task's replies to `own` dialogues that go on.
-
-        They go on if the turn ended with a stop, the task replies, and another turn fits.
-        """
+        """Return (row, (text, token ids)) of the replies to `own` dialogues that can take another turn."""
         stopped = [
             d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
         ]
@@ -204,10 +198,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         by_place: dict[int, list[Episode]],
     ) -> list[int]:
-        """Put the graded episodes of try `number` into `by_place`.
-
-        Returns the places whose completions all got the same reward.
-        """
+        """Put graded episodes into `by_place`; return the places whose completions all got one reward."""
         drawn: dict[int, list[Episode]] = {}
         for episode in _graded(self.task, dialogues, request):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
@@ -236,10 +227,7 @@ def _num_together(generator: Generator) -> int:
 
 
 def _shares(n_places: int, together: int) -> tuple[range, Sequence[int]]:
-    """Return the places of this rank, and those of the ranks that generate together with it.
-
-    Each rank has a run of consecutive places; the runs of all ranks in order are all places.
-    """
+    """Return the places of this rank, and those of the ranks that generate together with it."""
     rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
 
     def places_of(first: int, n: int) -> range:
@@ -338,10 +326,7 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the experts of a dialogue's tokens, each as chosen when it was first read.
-
-    of_turns: of each turn, [all tokens so far but the last, L, k]; None if they were not recorded.
-    """
+    """Join [all tokens so far but the last, L, k] of turns: each token as it was first read."""
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -393,10 +378,7 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
 
 
 class Rollouts:
-    """Graded episodes of a task, step by step.
-
-    config: the section `[rl]`. longest_episode: in tokens, prompt included; None sets no limit.
-    """
+    """Graded episodes of a task, step by step. longest_episode: in tokens, prompt included."""
 
     def __init__(
         self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
@@ -450,10 +432,7 @@ class Rollouts:
     # ---- evaluation ----
 
     def of_held_out(self, *, greedy: bool) -> list[Episode]:
-        """Return one episode for each held-out prompt; the prompts and draws are always the same.
-
-        greedy: take the most probable token; False samples as in training. Collective.
-        """
+        """Return one episode for each held-out prompt, the same each time, or `greedy`. Collective."""
         prompts = self.task.held_out(self.config.eval_samples)
         if not prompts:
             raise ValueError(

@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 8 -m torchtitan.rl.serve --job.config_file job.toml
     TINKER_API_KEY=tml-local python my_loop.py base_url=http://127.0.0.1:8000
 
-On SIGTERM or SIGINT the server finishes the call that is running, answers waiting requests with an
-error, and ends.
+On SIGTERM or SIGINT the server finishes the running call, answers waiting requests with an error, and ends.
 """
 
 import os

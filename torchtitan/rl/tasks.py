@@ -18,10 +18,7 @@ from torchtitan.data.tokenizer import BaseTokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: the policy's prompt, and the expected answer.
-
-    row: the JSON object of the prompt in its file; None if it has none.
-    """
+    """One problem: the prompt, the expected answer, and its JSON object if it comes from a file."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -74,10 +71,7 @@ def explained(
     *,
     except_for: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise ValueError with place and completion if the user's code inside raises or exits.
-
-    except_for: exceptions that are raised unchanged.
-    """
+    """Raise ValueError with place and completion if the user's code inside raises or exits."""
     try:
         yield
     except except_for:
@@ -92,10 +86,7 @@ def explained(
 
 
 class Task(ABC):
-    """A source of prompts that grades their completions, and may reply to them.
-
-    tokenizer: of prompts and completions; its eos_id ends a completion.
-    """
+    """A source of prompts that grades their completions, and may reply to them."""
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -122,10 +113,7 @@ class Task(ABC):
         return grades
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
-        """Grade episodes by all their turns; here by the text of the last turn.
-
-        For rewards per turn, return their sum. Raises as `grade_all`.
-        """
+        """Grade episodes by all turns; by default as `grade_all` grades the text of the last turn."""
         return self.grade_all([(prompt, turns[-1].text) for prompt, turns in episodes])
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
@@ -180,11 +168,7 @@ _TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
 
 
 def register_task(name: str, build: TaskBuilder | None = None) -> Any:
-    """Register a function that builds a task as a value of `rl.task.name`.
-
-    build: a `TaskBuilder`; without it, returns a decorator of such a function.
-    Raises ValueError if the name is taken.
-    """
+    """Register a `TaskBuilder` for `rl.task.name`, or return a decorator; ValueError if it is taken."""
     if build is None:
         return partial(register_task, name)
     if _TASKS.setdefault(name, build) is not build:
@@ -206,20 +190,12 @@ def task_builder(name: str) -> TaskBuilder:
 def build_task(
     rl: Any, tokenizer: BaseTokenizer | None = None, max_prompt_tokens: int | None = None
 ) -> Task:
-    """Build the task that the section `[rl.task]` describes.
-
-    tokenizer: the model's; toy tasks have their own.
-    max_prompt_tokens: leave out longer prompts of a file.
-    Raises ValueError for an unknown name, and the errors of the task's constructor.
-    """
+    """Build the task of the section `[rl.task]`; `tokenizer` is the model's. Raises as `task_builder`."""
     return task_builder(rl.task.name)(rl, tokenizer, max_prompt_tokens)
 
 
 def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., Any]:
-    """Import a function by its name, module:function; raises ValueError if there is none.
-
-    key: of the config, for errors.
-    """
+    """Import a function by its name, module:function; raises ValueError with `key` if there is none."""
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)

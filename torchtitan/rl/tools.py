@@ -61,11 +61,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return a function's JSON schema: its `schema` attribute, or made of annotations and docstring.
-
-    name: module:function, for errors. Raises ValueError for a parameter of unknown type, and for an
-    attribute that is not a schema.
-    """
+    """Return a function's attribute `schema`, or a schema of its annotations; ValueError if it has none."""
     if hasattr(function, "schema"):
         with suppress(TypeError, ValueError, RecursionError):  # of what is no JSON
             match json.loads(json.dumps(function.schema)):

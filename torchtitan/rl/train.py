@@ -3,9 +3,8 @@
     python -m torchtitan.rl.train --job.config_file job.toml             # one process
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
-The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`). --help
-and config errors are printed before anything heavy is imported. The exit codes are those of
-`torchtitan.train`.
+The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`); so are the exit
+codes. --help and config errors are printed before anything heavy is imported.
 """
 
 from torchtitan.tools import signals

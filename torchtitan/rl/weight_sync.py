@@ -34,7 +34,7 @@ class NoWeightsError(RuntimeError):
 
 
 class WeightMismatchError(RuntimeError):
-    """The generator's weights differ from the weights that were sent."""
+    """The generator's weights differ from those that were sent."""
 
 
 class TakesWeights(Protocol):
@@ -80,10 +80,7 @@ class LiveWeights:
 
 
 class AdapterWeights:
-    """The adapters, for a receiver that has the base: (name, bytes as uint8 [n]) of PEFT's files.
-
-    Reading them is collective.
-    """
+    """The adapters: (name, bytes as uint8 [n]) of PEFT's files. Reading them is collective."""
 
     digest: str | None = None
 

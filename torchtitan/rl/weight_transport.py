@@ -73,10 +73,7 @@ def copied(pairs: Pairs, device: torch.device | None) -> Iterator[tuple[str, Ten
 
 
 class StagedWeights:
-    """A copy of weights that can be read once, later; reading frees its memory.
-
-    pairs: an iteration over `weights`; None begins one. device: as in `copied`.
-    """
+    """A copy of weights that can be read once, later; reading frees its memory."""
 
     def __init__(
         self, weights: PolicyWeights, pairs: Pairs | None = None, device: torch.device | None = None
@@ -128,10 +125,7 @@ class WeightChanges:
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights, whose memory the next update changes; not packed tensors pass unchanged.
-
-        Raises RunError if a result differs from the sender's tensor.
-        """
+        """Yield whole weights, whose memory the next update changes; RunError if they differ."""
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)
@@ -227,10 +221,7 @@ def received_object(group: Any) -> Any:
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights, as of `copied`, to the members that iterate over `ReceivedWeights`.
-
-    changes: packs the weights; None sends them whole.
-    """
+    """Broadcast weights, as of `copied`, to members that read `ReceivedWeights`; packed by `changes`."""
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
         broadcast_object(group, [(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
         for work in [group.broadcast(bytes_of(tensor), 0) for _, tensor in bucket]:
@@ -239,11 +230,7 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
 
 
 class ReceivedWeights:
-    """The weights that member 0 sends with `send_weights`, as `PolicyWeights` in host memory.
-
-    changes: unpacks weights that were packed; a receiver has one for all updates.
-    version: -1 until the last tensor was read.
-    """
+    """What member 0 sends with `send_weights`, in host memory; a receiver keeps one `changes`."""
 
     version = -1
     digest: str | None = None

@@ -96,7 +96,7 @@ class Step:
             with on_error(runner.recover):
                 waits = loss_of.may_fail and not runner.backward_orders_ranks
                 runner.watch.raise_failures(waits=waits)
-            return loss if metrics is None else loss_of.reduced(loss)
+            return loss if loss_of.metrics is None else loss_of.metrics.reduced(loss)
 
     def prepare(self, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
         """See `TrainingEngine.prepare`."""
@@ -208,11 +208,13 @@ class LossOfOutputs:
     ):
         self._step, self._runner = step, step.runner
         self._loss_fn, self._denominator = loss_fn, denominator
-        self._metrics = None if metrics is None else StepMetrics(metrics, self._runner.device)
         sharding = self._runner.sharding
         self._joins_rows = whole_rows and sharding is not None
         # The ranks that each compute the whole loss of the same rows.
         self.n_copies = sharding.mesh.size() if self._joins_rows else 1
+        self.metrics = None
+        if metrics is not None:
+            self.metrics = StepMetrics(metrics, step.runner, step.loss_group, self.n_copies)
         self.may_fail = not (loss_fn is None and head is None) or self._runner.schedule is not None
         self.model_head = head
         self._model_has_loss = False
@@ -241,19 +243,11 @@ class LossOfOutputs:
         if self._loss_fn is None:
             return -outputs.logprobs.sum()
         returned = self._loss_fn(outputs, microbatch.labels, microbatch.batch)
-        if self._metrics is not None:
+        if self.metrics is not None:
             # The default of `join` changes nothing: whole rows are joined already.
             join = Microbatch.join if self._joins_rows else microbatch.join
-            returned = self._metrics.take(returned, join)
+            returned = self.metrics.take(returned, join)
         return scalar_loss(returned)
-
-    def reduced(self, loss: Tensor) -> StepOutput:
-        """Return the loss and the metrics of the global batch; collective."""
-        assert self._metrics is not None
-        runner, group = self._runner, self._step.loss_group
-        return self._metrics.reduced(
-            loss, self.n_copies, group, runner.schedule, runner.has_outputs
-        )
 
 
 def loss_denominator(

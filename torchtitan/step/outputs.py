@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.step.runner import Runner
 from torchtitan.tools import torch_parts
-
-if TYPE_CHECKING:
-    from torchtitan.distributed.pipeline_schedule import PipelineSchedule
 
 Reductions = Mapping[str, Literal["sum", "max"]]
 """Name of a metric -> how it is reduced over microbatches and ranks."""
@@ -33,17 +31,19 @@ class StepOutput:
 class StepMetrics:
     """Collects what a loss_fn returns for each microbatch, and reduces it at the end.
 
-    Raises ValueError for a reduction other than "sum" and "max".
+    n_copies: ranks that have the same metrics. Raises ValueError for a reduction other than "sum" and "max".
     """
 
-    def __init__(self, reductions: Reductions, device: torch.device):
+    def __init__(
+        self, reductions: Reductions, runner: Runner, group: dist.ProcessGroup | None, n_copies: int
+    ):
         for name, reduction in reductions.items():
             if reduction not in ("sum", "max"):
                 raise ValueError(
                     f"metrics[{name!r}] must be 'sum' or 'max', got {reduction!r}; for a mean, sum "
                     "it and its count, and divide"
                 )
-        self._device = device
+        self._runner, self._group, self._n_copies = runner, group, n_copies
         self._sums = [name for name, reduction in reductions.items() if reduction == "sum"]
         self._maxima = [name for name, reduction in reductions.items() if reduction == "max"]
         self._values: dict[str, list[Tensor]] = {name: [] for name in reductions}
@@ -64,7 +64,7 @@ class StepMetrics:
             )
         for name, value in metrics.items():
             if not isinstance(value, Tensor):  # a number is queued with the work
-                value = torch.full((), value, device=self._device)
+                value = torch.full((), value, device=self._runner.device)
             if value.numel() != 1:
                 raise ValueError(
                     f"loss_fn's metric {name!r} must be one number, got a tensor of shape "
@@ -75,31 +75,20 @@ class StepMetrics:
         self._outputs.append((join, output))
         return loss
 
-    def reduced(
-        self,
-        loss: Tensor,
-        num_copies: int,
-        loss_group: dist.ProcessGroup | None,
-        schedule: "PipelineSchedule | None",
-        has_outputs: bool,
-    ) -> StepOutput:
-        """Return the loss and metrics of the global batch. Collective over all ranks.
-
-        loss: this rank's share. num_copies: ranks that have the same metrics. loss_group: the ranks whose
-        shares add up.
-        """
-        sums, maxima = self._sums, self._maxima
-        nothing = {name: torch.zeros((), device=self._device) for name in sums}
-        nothing |= {name: torch.full((), -torch.inf, device=self._device) for name in maxima}
+    def reduced(self, loss: Tensor) -> StepOutput:
+        """Return the loss, of which this rank has a share, and metrics of the global batch. Collective."""
+        sums, maxima, runner = self._sums, self._maxima, self._runner
+        nothing = {name: torch.zeros((), device=runner.device) for name in sums}
+        nothing |= {name: torch.full((), -torch.inf, device=runner.device) for name in maxima}
         of_rank = {name: torch.stack([nothing[name], *x]) for name, x in self._values.items()}
-        added = [of_rank[name].sum() / num_copies for name in sums]
+        added = [of_rank[name].sum() / self._n_copies for name in sums]
         numbers = torch.stack([loss, *added, *(of_rank[name].max() for name in maxima)])
-        if loss_group is not None:
-            dist.all_reduce(numbers[: 1 + len(sums)], group=loss_group)
-            dist.all_reduce(numbers[1 + len(sums) :], dist.ReduceOp.MAX, group=loss_group)
-        if schedule is not None:
-            numbers = schedule.broadcast_from_last_stage(numbers)
+        if self._group is not None:
+            dist.all_reduce(numbers[: 1 + len(sums)], group=self._group)
+            dist.all_reduce(numbers[1 + len(sums) :], dist.ReduceOp.MAX, group=self._group)
+        if runner.schedule is not None:
+            numbers = runner.schedule.broadcast_from_last_stage(numbers)
         found = dict(zip(sums + maxima, numbers[1:], strict=True))
         outputs = [join(output) for join, output in self._outputs]
         metrics = {name: found[name] for name in self._values}
-        return StepOutput(numbers[0], metrics, outputs if has_outputs else None)
+        return StepOutput(numbers[0], metrics, outputs if runner.has_outputs else None)

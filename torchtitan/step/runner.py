@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from torchtitan import distributed
 from torchtitan.batch.batch import Entries, TokenBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch
-from torchtitan.batch.documents import (
-    BOUNDARY_KEYS,
-    positions_from_document_ids,
-    warn_of_restarts,
-)
+from torchtitan.batch.documents import BOUNDARY_KEYS, positions_from_document_ids, warn_of_restarts
 from torchtitan.batch.dummy_microbatches import without_counting, zero_loss
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
@@ -273,11 +269,7 @@ class Runner:
     # ---- the model ----
 
     def run(
-        self,
-        microbatches: Iterable[Microbatch],
-        on_output: OnOutput,
-        *,
-        backward: bool = False,
+        self, microbatches: Iterable[Microbatch], on_output: OnOutput, *, backward: bool = False
     ) -> list[Any] | None:
         """Call on_output(logits, microbatch) for each microbatch but dummies, and return its results.
 

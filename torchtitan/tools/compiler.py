@@ -12,8 +12,8 @@ import torch
 from torchtitan.tools import torch_parts
 
 
+# Import statements, because dynamo cannot trace `importlib`.
 def load_flex_attention() -> ModuleType:
-    """Return the module; the compiler traces an import statement, but no importlib."""
     import torch.nn.attention.flex_attention
 
     return torch.nn.attention.flex_attention

@@ -154,7 +154,6 @@ checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
-    pending_plan torch.distributed.checkpoint:DefaultSavePlanner._pending_local_plan | not needed
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
 hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false

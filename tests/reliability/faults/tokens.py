@@ -21,7 +21,7 @@ def pair(change: Callable[[Path], object], ids: Sequence[int] = range(200)):
     def arrange(folder: Path) -> list[str]:
         tokens = folder / "tokens"
         tokens.mkdir()
-        write_pair(str(tokens / "a"), [[ids[:100]], [ids[100:]]], np.dtype("<u2"))
+        write_pair(str(tokens / "a"), [ids[:100], ids[100:]], np.dtype("<u2"))
         change(tokens)
         return reads(folder)
 

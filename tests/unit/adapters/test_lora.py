@@ -15,9 +15,8 @@ from tests.distributed.layout_matrix import (
     build_engine,
     global_batch,
 )
-from torchtitan.adapters.lora import adapted_weights, add_adapter
+from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
-from torchtitan.adapters.names import fits
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.models.moe import MoE, MoEArgs

@@ -1,7 +1,5 @@
 """Training on packed documents, from the text dataset to the loss, on one process in fp32."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -64,36 +62,6 @@ def test_throughput_counts_the_squares_of_real_document_lengths(tmp_path):
     expected = whole_row - per_length * (128 - squares / batch.tokens.numel())
     assert trainer.metrics_processor.num_flops_per_token == pytest.approx(expected, rel=1e-12)
     assert expected < whole_row
-
-
-def test_validation_leaves_out_the_same_labels(tmp_path):
-    training_data = short_documents(tmp_path)
-    data = [option.replace("training", "validation") for option in training_data]
-    options = ["--validation.enable", "--validation.seq_len=128", "--validation.local_batch_size=2"]
-    trainer = make_trainer(tmp_path, "flex", *training_data, *data, *options)
-    input_dict, labels = next(iter(trainer.validator.validation_dataloader))
-    trainer.validator.validation_context = nullcontext
-    loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels)
-    n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
-    assert n_ends > 0 and n_tokens == labels.numel() - n_ends
-    masked = trainer.packing.mask_labels(input_dict, labels)
-    same = trainer.forward_backward_step(
-        input_dict=input_dict, labels=masked, global_valid_tokens=1.0
-    )
-    assert loss.item() == pytest.approx(same.item(), rel=1e-6)
-
-
-def test_restarted_positions_give_the_logits_of_positions_along_the_row(tmp_path):
-    """RoPE turns by distance: within a document only rounding can differ."""
-    outputs = []
-    for setting in ("--training.restart_positions", "--training.no-restart_positions"):
-        trainer = make_trainer(tmp_path, "varlen", *short_documents(tmp_path), setting)
-        (batch,), _, _ = one_step(trainer)
-        outputs += trainer.forward_step(batch)
-    _, _, extra_inputs, _ = trainer.post_dataloading_process(batch, batch.labels)
-    assert extra_inputs == {}
-    torch.testing.assert_close(*outputs, **ROUNDING[dtype_of("varlen")])
-    assert not torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("attn_type", [pytest.param("flex", marks=pytest.mark.slow), "varlen"])

@@ -257,19 +257,3 @@ def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
         "ignored, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
         "continues a document by 'positions'"
     ]
-
-
-def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog):
-    agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
-    read_document_ids(agrees, "position_block_causal", EOS)
-    assert caplog.messages == []
-    tokens = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
-    batch = {"input": tokens, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}
-    for _ in range(2):
-        ids = read_document_ids(batch, "position_block_causal", EOS)
-    assert ids.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
-    assert caplog.messages == [
-        "document boundaries come from 'positions'; the 'end-of-text tokens' of the batch are "
-        "ignored, and they disagree: in row 1 token 3 continues a document by 'positions' and begins "
-        "a document by 'end-of-text tokens'"
-    ]

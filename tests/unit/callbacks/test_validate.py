@@ -204,11 +204,6 @@ def test_first_step_and_every_nth_are_validated():
         validator.validate([], 1)
 
 
-def test_missing_metrics_processor_is_named():
-    with pytest.raises(ValueError, match="metrics_processor"):
-        build_validator(job(), 1, 0, None, no_meshes(), None, nullcontext, nullcontext())
-
-
 class MaskedModel(Model):
     """Takes masks, and the batch's other entries."""
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
@@ -267,15 +267,6 @@ def test_only_rank_zero_purges_but_every_rank_saves(tmp_path):
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_interrupted_saves_do_not_count_and_go_when_superseded(tmp_path):
-    for name in ("step-2", "step-9"):
-        mark_unfinished(str(tmp_path / "checkpoint" / name))
-    other = tmp_path / "checkpoint" / "backup-of-step-1"
-    other.mkdir()
-    Run(tmp_path, keep_latest_k=2).save(1, 3)
-    assert steps_in(tmp_path) == [1, 3, 9] and other.is_dir()
-
-
 def test_what_this_process_saved_outlives_higher_steps_of_an_older_timeline(tmp_path):
     Run(tmp_path, keep_latest_k=0).save(2, 4, 6, 8)
     run = Run(tmp_path, keep_latest_k=2)
@@ -436,11 +427,12 @@ def test_next_async_save_waits_for_the_one_before_which_is_whole_once_written(tm
     assert run.manager.save_future is None
     run.manager.save(5)
     first = run.manager.save_future
-    wait([first], timeout=60)
-    assert run.manager.save_future is first  # the run has not waited for it
-    assert Run(tmp_path, seed=1).manager.load()
     run.manager.save(6)
-    assert first.done() and run.manager.save_future is not first
+    second = run.manager.save_future
+    assert first.done() and second is not first
+    wait([second], timeout=60)
+    assert run.manager.save_future is second  # the run has not waited for it
+    assert Run(tmp_path, seed=1).manager.newest_step() == 6
 
 
 def test_failed_async_write_is_reported_by_the_next_save_or_close(tmp_path):
@@ -450,13 +442,6 @@ def test_failed_async_write_is_reported_by_the_next_save_or_close(tmp_path):
             run.manager.save(step)
             report()
     run.manager.close()
-
-
-def test_failure_of_one_rank_becomes_a_sentence_that_names_it():
-    failures = {1: (OSError("disk full"), None)}
-    with pytest.raises(RunError, match="^it failed .on rank 1.: OSError: disk full$"):
-        with dcp.one_error("it failed"):
-            raise CheckpointException("write", failures)
 
 
 def test_pinned_copies_are_waited_for():
@@ -863,8 +848,6 @@ def test_verification_can_be_turned_off(tmp_path):
 
 
 def test_missing_step_names_the_folder_and_the_steps_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="step 3 in .*checkpoint .steps there: none"):
-        Run(tmp_path).manager.load(step=3)
     Run(tmp_path).train_and_save(1, 2)
     with pytest.raises(FileNotFoundError, match="step 3 in .*checkpoint .steps there: 1, 2"):
         Run(tmp_path).manager.load(step=3)
@@ -887,16 +870,12 @@ def test_checkpoint_of_another_model_is_one_clear_error(tmp_path, other, message
     assert "does not fit llama3 8B" in str(caught.value)
 
 
-def test_missing_component_names_the_way_to_load_without_it(tmp_path):
+def test_missing_component_names_the_way_to_load_without_it_and_an_unknown_name_is_told(tmp_path):
     Run(tmp_path).train_and_save(1)
     with pytest.raises(ValueError, match="lacks entries of dataloader.*exclude_from_loading"):
         Run(tmp_path, dataloader=Positions()).manager.load()
     run = Run(tmp_path, dataloader=Positions(), exclude_from_loading=["dataloader"])
     assert run.manager.load() and run.counter.step == 1
-
-
-def test_unknown_name_in_exclude_from_loading_lists_the_names(tmp_path):
-    Run(tmp_path).train_and_save(1)
     with pytest.raises(ValueError, match="can hold .*dataloader.* got 'data_loader'"):
         Run(tmp_path, exclude_from_loading=["data_loader"]).manager.load()
 
@@ -1111,28 +1090,23 @@ def test_hf_export_in_own_folder_continues_with_its_weights(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path, caplog):
+def test_tensor_that_the_index_does_not_list_is_exported_all_the_same(tmp_path):
     adapter = NetAdapter(None, write_index(tmp_path / "assets"))
     run = Run(tmp_path, model=Net(layers=3), adapter=adapter, last_save_in_hf=True)
     run.manager.save(1, last_step=True)
-    assert "does not list model.2.bias, model.2.weight" in caplog.text
     index = tmp_path / "checkpoint" / "step-1" / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     assert weight_map["model.2.weight"] == weight_map["model.1.bias"] != weight_map["model.0.bias"]
     assert Run(tmp_path, model=Net(layers=3), adapter=adapter, seed=1).manager.load()
 
 
-def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path, caplog):
-    caplog.set_level("DEBUG", logger="torchtitan")
+def test_adapter_reads_shard_numbers_and_ignores_dropped_names(tmp_path):
     adapter = NetAdapter("args", write_index(tmp_path / "assets"))
-    assert adapter.model_args == "args"
-    assert adapter.fqn_to_index_mapping["model.0.weight"] == 1
-    assert adapter.fqn_to_index_mapping["model.1.bias"] == 2
+    numbers = adapter.fqn_to_index_mapping
+    assert (numbers["model.0.weight"], numbers["model.1.bias"]) == (1, 2)
     assert adapter.ignores_hf_key("model.12.inv_freq")
     assert not adapter.ignores_hf_key("model.12.weight") and not adapter.ignores_hf_key("other")
-    assert NetAdapter(None, None).fqn_to_index_mapping is None
     assert NetAdapter(None, str(tmp_path)).fqn_to_index_mapping is None
-    assert "divided by size" in caplog.text
     with pytest.raises(ValueError, match="number in the shard's name, got 'last.safetensors'"):
         NetAdapter(None, write_index(tmp_path / "odd", other="last.safetensors"))
 

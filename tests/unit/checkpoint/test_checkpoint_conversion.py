@@ -124,7 +124,7 @@ def test_mistakes_are_named(tmp_path, hf_folder):
     with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
         convert_to_hf(str(hf_folder), out, *MODEL, None, "float32")
     mark_unfinished(str(tmp_path / "half"))
-    with pytest.raises(ValueError, match="not the folder of a finished checkpoint"):
+    with pytest.raises(ValueError, match="half is incomplete"):
         load_weights({}, str(tmp_path / "half"), "llama3")
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other")
     with pytest.raises(ValueError, match="other does not fit llama3 debugmodel"):

@@ -13,11 +13,9 @@ import pytest
 import tomli
 import tomli_w
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tyro.extras import get_parser
 
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.config.checks.common import is_path, value_of
 from torchtitan.config.fields import settings_of
@@ -137,20 +135,10 @@ def test_list_flag_is_one_argument_with_commas(parse_toml):
     assert config.checkpoint.exclude_from_loading == ["lr_scheduler", "optimizer"]
 
 
-def test_list_that_may_be_text_takes_commas_too():
-    config = parse("--quantize.grouped_mm.float8.fqns=experts,foo")
-    assert config.quantize.grouped_mm.float8.fqns == ["experts", "foo"]
-
-
 def test_list_of_lists_flag_is_one_argument_per_list():
+    assert parse("--quantize.grouped_mm.mx.fqns=a,b").quantize.grouped_mm.mx.fqns == ["a", "b"]
     config = parse("--parallelism.module_fqns_per_model_part", "a,b", "c")
     assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
-
-
-def test_list_of_lists_in_toml_is_kept_verbatim(parse_toml):
-    parts = [["tok_embeddings", "layers.0"], [], ["norm", "output"]]
-    config = parse_toml({"parallelism": {"module_fqns_per_model_part": parts}})
-    assert config.parallelism.module_fqns_per_model_part == parts
 
 
 def test_switches_come_in_pairs_and_take_no_value(capsys):
@@ -250,9 +238,6 @@ def test_toml_that_is_not_text_names_file_and_line(tmp_path):
     "text",
     [
         "a = " + "[" * 10_000 + "]" * 10_000,
-        "a = " + "{a = " * 10_000 + "1" + "}" * 10_000,
-        f"[{'.'.join('a' * 10_000)}]",
-        f"training.steps.{'.'.join('a' * 10_000)} = 1",
     ],
 )
 def test_toml_that_is_nested_too_deeply_names_the_file(parse_toml, tmp_path, text):
@@ -344,6 +329,7 @@ def test_mistake_in_toml_is_one_line(tmp_path, capsys):
             "[training]\nsteps = 'a'",
             "[training] steps = 'a': expected int, got str; the default is",
         ),
+        ("[compile]\nxyz = 3", "'xyz' in [compile] is unknown; known are enable, comp"),
         ("model = 3", "model is a table of settings, got the single value 3; write [model] on a"),
     ):
         path.write_text(text)
@@ -361,11 +347,6 @@ def test_mistake_in_toml_is_one_line(tmp_path, capsys):
             lines = str(raised.value).splitlines()
             assert lines[0].startswith("Invalid field names in <class 'torchtitan.config.job_conf")
             assert lines[2] == "Run `NGPU=1 ./run_train.sh --help` to read all valid fields."
-
-
-def test_unknown_key_unlike_any_other_gets_the_list(parse_toml):
-    with pytest.raises(ConfigError, match="'xyz' in .compile. is unknown; known are enable, comp"):
-        parse_toml({"compile": {"xyz": 3}})
 
 
 @pytest.mark.parametrize(
@@ -399,25 +380,6 @@ def test_integer_serves_for_a_float(parse_toml):
     config = parse_toml("[optimizer]\nlr = 1\n[lr_scheduler]\ndecay_ratio = 1")
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
     assert isinstance(config.lr_scheduler.decay_ratio, float)
-
-
-@given(
-    value=st.one_of(
-        st.integers(-(2**62), 2**62),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.booleans(),
-        st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
-        st.lists(st.integers(0, 9), max_size=2),
-    )
-)
-def test_integer_key_takes_integers_and_nothing_else(value):
-    data = tomli.loads(tomli_w.dumps({"training": {"steps": value}}))
-    build = ConfigManager()._dict_to_dataclass
-    if type(value) is int:
-        assert build(JobConfig, data).training.steps == value
-    else:
-        with pytest.raises(ConfigError, match=r"\[training\] steps.*expected int"):
-            build(JobConfig, data)
 
 
 def test_empty_load_balancer_is_refused_everywhere(parse_toml):
@@ -490,12 +452,6 @@ def test_custom_module_named_in_toml_extends_the_config(parse_toml, key):
     )
 
 
-def test_values_of_custom_keys_are_type_checked(parse_toml):
-    toml = {"job": {"custom_config_module": CUSTOM_MODULE}, "custom_config": {"num_days": "x"}}
-    with pytest.raises(ConfigError, match=r"\[custom_config\] num_days = 'x': expected int"):
-        parse_toml(toml)
-
-
 def test_custom_module_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="job.custom_config_module.*'no.such.module'"):
         parse("--job.custom_config_module=no.such.module")
@@ -557,14 +513,6 @@ def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     config.maybe_log()
     assert json.loads((tmp_path / "x/config.json").read_text()) == config.to_dict()
-
-
-def test_dtype_names_are_torchs():
-    assert TORCH_DTYPE_MAP == {
-        "float16": torch.float16,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-    }
 
 
 def test_help_takes_little_cpu_time_beyond_torch():

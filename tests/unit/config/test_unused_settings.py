@@ -74,6 +74,7 @@ def tiny_job(folder):
     )
 
 
+@pytest.mark.long
 def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path, monkeypatch):
     read = set()
 

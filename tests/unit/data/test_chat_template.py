@@ -76,19 +76,16 @@ def test_template_that_never_ends_is_refused_by_its_name(case, monkeypatch):
         ChatTemplate(ENDLESS[case], "bad.jinja").render(QUESTION)
 
 
-def test_text_beyond_all_chats_is_refused():
+def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
     chat = ChatTemplate("{{ 'ab' * messages[0].content }}", "bad.jinja")
     assert chat.render([{"content": 2**23}]) == "ab" * 2**23
     with pytest.raises(ValueError, match="bad.jinja .*: it writes 16,777,218 characters, and"):
         chat.render([{"content": 2**23 + 1}])
-
-
-def test_messages_that_are_nested_too_deeply_are_refused_by_the_template_s_name():
     content: list = []
     for _ in range(100_000):
         content = [content]
-    with pytest.raises(ValueError, match="^chat.jinja cannot render"):
-        ChatTemplate("{{ messages }}", "chat.jinja").render([{"content": content}])
+    with pytest.raises(ValueError, match="^bad.jinja cannot render"):
+        chat.render([{"content": content}])
 
 
 def test_source_that_is_no_template_is_told(tmp_path):

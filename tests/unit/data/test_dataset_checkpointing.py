@@ -25,27 +25,23 @@ def c4_test():
 def registered(c4_test):
     """Register the first 32 documents, by index and as a stream of 4 parts; they are read several times."""
     small = c4_test.select(range(32))
-    names = {
-        "small_indexed": DatasetConfig("", lambda path: small, lambda sample: sample["text"]),
-        "small_stream": DatasetConfig(
-            "", lambda path: small.to_iterable_dataset(num_shards=4), lambda sample: sample["text"]
-        ),
-        "small_shuffled_stream": DatasetConfig(
-            "",
-            lambda path: small.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1),
-            lambda sample: sample["text"],
+    halves = [small.select(range(16)), small.select(range(16, 32))]
+
+    def stream(part):
+        return part.to_iterable_dataset(num_shards=4)
+
+    data = {
+        "small_indexed": small,
+        "small_stream": stream(small),
+        "small_shuffled_stream": stream(small).shuffle(seed=3, buffer_size=1),
+        "small_mixed_stream": interleave_datasets(
+            [stream(half) for half in halves], probabilities=[0.3, 0.7], seed=3
         ),
     }
-    halves = [small.select(range(16)), small.select(range(16, 32))]
-    names["small_mixed_stream"] = DatasetConfig(
-        "",
-        lambda path: interleave_datasets(
-            [half.to_iterable_dataset(num_shards=4) for half in halves],
-            probabilities=[0.3, 0.7],
-            seed=3,
-        ),
-        lambda sample: sample["text"],
-    )
+    names = {
+        name: DatasetConfig("", lambda path, x=x: x, lambda sample: sample["text"])
+        for name, x in data.items()
+    }
     DATASETS.update(names)
     yield
     for name in names:
@@ -53,19 +49,10 @@ def registered(c4_test):
 
 
 def build(dataset, world_size, rank, num_workers=0):
-    config = ConfigManager().parse_args(
-        [
-            f"--training.dataset={dataset}",
-            "--training.local_batch_size=1",
-            f"--training.seq_len={SEQ_LEN}",
-            f"--training.dataloader.num_workers={num_workers}",
-        ]
-    )
+    flags = f"dataset={dataset} local_batch_size=1 seq_len={SEQ_LEN} dataloader.num_workers={num_workers}"
+    config = ConfigManager().parse_args([f"--training.{flag}" for flag in flags.split()])
     return build_text_dataloader(
-        tokenizer=HuggingFaceTokenizer("tests/assets/tokenizer"),
-        dp_world_size=world_size,
-        dp_rank=rank,
-        job_config=config,
+        world_size, rank, HuggingFaceTokenizer("tests/assets/tokenizer"), config
     )
 
 
@@ -127,14 +114,11 @@ def test_position_saved_before_the_first_batch_is_the_beginning(registered, data
 @pytest.mark.parametrize("dataset", ["small_indexed", "small_stream"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_position_saved_right_after_loading_is_the_loaded_one(registered, dataset, num_workers):
-    first = build(dataset, 1, 0, num_workers)
+    first, second, third = (build(dataset, 1, 0, num_workers) for _ in range(3))
     batches = iter(first)
     for _ in range(9):
         next(batches)
-    second = build(dataset, 1, 0, num_workers)
     second.load_state_dict(first.state_dict())
-    third = build(dataset, 1, 0, num_workers)
     third.load_state_dict(second.state_dict())
-    third_batches = iter(third)
-    for _ in range(5):
-        assert torch.equal(next(batches)[1], next(third_batches)[1])
+    for (_, labels), (_, again) in zip(islice(batches, 5), third, strict=False):
+        assert torch.equal(labels, again)

@@ -36,17 +36,13 @@ def loader_of(folder, rows, *flags, name="local", begins_documents=True):
     flags = [f"--training.dataset={name}", f"--training.dataset_path={folder}/rows.jsonl", *flags]
     tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
     tokenizer.begins_documents = begins_documents
-    return build_text_dataloader(
-        dp_world_size=1,
-        dp_rank=0,
-        tokenizer=tokenizer,
-        job_config=ConfigManager().parse_args(["--training.seq_len=32", *flags]),
-    )
+    config = ConfigManager().parse_args(["--training.seq_len=32", "--training.epochs=1", *flags])
+    return build_text_dataloader(1, 0, tokenizer, config)
 
 
 def test_documents_that_begin_with_no_token_are_counted_as_they_are_read(tmp_path):
     rows = [{"text": text} for text in ("a story", "another one", "x")]
-    loader = loader_of(tmp_path, rows, "--training.epochs=1", begins_documents=False)
+    loader = loader_of(tmp_path, rows, begins_documents=False)
     assert len(list(islice(loader, loader.dataset.num_steps_left))) == 1
 
 
@@ -57,7 +53,7 @@ def test_chats_that_are_left_out_have_no_rows_in_an_epoch(tmp_path):
     template.write_text("{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
     flags = [f"--training.chat_template={template}", "--training.too_long=skip"]
     chats = [{"messages": [turn, answer]} for answer in answers]
-    loader = loader_of(tmp_path, chats, "--training.epochs=1", *flags, name="chat")
+    loader = loader_of(tmp_path, chats, *flags, name="chat")
     loader.dataset.log_chats()
     rows = list(islice(loader, loader.dataset.num_steps_left))
     assert sum(labels.ne(IGNORE_INDEX).sum().item() for _, labels in rows) > 0
@@ -152,42 +148,24 @@ def test_each_pass_reads_every_document_once_and_the_rest_is_padding(
 def write_documents(folder, n, name="tokens"):
     """Write n documents of 8 to 79 tokens; document i has the token 100 + i only. Returns lengths."""
     lengths = np.random.default_rng(4).integers(8, 80, n).tolist()
-    write_pair(
-        str(folder / name),
-        [[[100 + i] * length] for i, length in enumerate(lengths)],
-        np.dtype("<u2"),
-    )
+    documents = [[100 + i] * length for i, length in enumerate(lengths)]
+    write_pair(str(folder / name), documents, np.dtype("<u2"))
     return lengths
 
 
 def config_of(folder, method, *overrides):
-    return ConfigManager().parse_args(
-        [
-            "--training.dataset=tokens",
-            f"--training.dataset_path={folder / 'tokens'}",
-            "--training.seq_len=64",
-            f"--training.packing={method}",
-            "--training.shuffle",
-            *overrides,
-        ]
-    )
+    flags = ["--training.dataset=tokens", f"--training.dataset_path={folder / 'tokens'}"]
+    flags += ["--training.seq_len=64", f"--training.packing={method}", "--training.shuffle"]
+    return ConfigManager().parse_args([*flags, *overrides])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_model_reads_each_document_as_often_as_there_are_epochs(method, tmp_path):
     lengths = write_documents(tmp_path, 60)
-    trainer = Trainer(
-        config_of(
-            tmp_path,
-            method,
-            "--training.epochs=2",
-            "--training.local_batch_size=4",
-            f"--job.dump_folder={tmp_path}",
-            "--model.flavor=debugmodel",
-            "--model.args=dim=32, n_layers=1, n_heads=2",
-            "--training.mixed_precision_param=float32",
-        )
-    )
+    flags = ["--training.epochs=2", "--training.local_batch_size=4", "--model.flavor=debugmodel"]
+    flags += [f"--job.dump_folder={tmp_path}", "--model.args=dim=32, n_layers=1, n_heads=2"]
+    flags += ["--training.mixed_precision_param=float32"]
+    trainer = Trainer(config_of(tmp_path, method, *flags))
     read_next, batches = trainer.next_step, []
 
     def next_step(iterator):
@@ -215,22 +193,16 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     method, is_mixture, tmp_path
 ):
     lengths = write_documents(tmp_path, 150)
+    tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
     states, batches = {}, []
-    phases = [
-        (2, 2, 8),
-        (1, 2, 8),
-        (4, 0, 8),
-        (1, 0, 6),
-        (2, 1, 10),
-    ]  # ranks, workers, global batch
-    for number, (ranks, workers, rows) in enumerate(phases):
-        config = config_of(
-            tmp_path,
-            method,
+    phases = [(2, 2, 8), (1, 2, 8), (4, 0, 8), (1, 0, 6), (2, 1, 10)]
+    for number, (ranks, workers, rows) in enumerate(phases):  # ranks, workers, global batch
+        flags = [
             f"--training.global_batch_size={rows}",
             f"--training.local_batch_size={rows // ranks}",
-            f"--training.dataloader.num_workers={workers}",
-        )
+        ]
+        flags += [f"--training.dataloader.num_workers={workers}"]
+        config = config_of(tmp_path, method, *flags)
         config.training.epochs = None if is_mixture else 2
         if is_mixture:
             path = str(tmp_path / "tokens")
@@ -241,12 +213,7 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
         n_steps = 3 if number + 1 < len(phases) else None
         merged, steps_left = {}, set()
         for rank in range(ranks):
-            loader = build_text_dataloader(
-                dp_world_size=ranks,
-                dp_rank=rank,
-                tokenizer=HuggingFaceTokenizer("tests/assets/tokenizer"),
-                job_config=config,
-            )
+            loader = build_text_dataloader(ranks, rank, tokenizer, config)
             loader.load_state_dict(states)
             steps_left.add(loader.dataset.num_steps_left)
             read = [(x["input"], labels) for x, labels in islice(loader, n_steps)]
@@ -254,8 +221,7 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
             merged |= loader.state_dict()
         assert len(steps_left) == 1  # otherwise a rank would wait for the others
         states = merged
-    padding_id = HuggingFaceTokenizer("tests/assets/tokenizer").eos_id
-    read = tokens_in(batches, method, padding_id)
+    read = tokens_in(batches, method, tokenizer.eos_id)
     if not is_mixture:
         assert read == {100 + i: 2 * length for i, length in enumerate(lengths)}
     else:

@@ -37,16 +37,9 @@ class Numbers(BaseDataLoader):
         self.last = state_dict["last"]
 
 
-def ahead(loader, n_steps=5):
-    return StepsAhead(
-        loader,
-        batches_per_step=2,
-        n_steps=n_steps,
-        to_batch=TokenBatch.from_dict,
-        device=torch.device("cpu"),
-        n_duplicates=None,
-        timeout=timedelta(seconds=5),
-    )
+def ahead(loader, n_steps=5, to_batch=TokenBatch.from_dict, n_duplicates=None):
+    seconds = timedelta(seconds=5)
+    return StepsAhead(loader, 2, n_steps, to_batch, torch.device("cpu"), n_duplicates, seconds)
 
 
 def numbers(step) -> list[int]:
@@ -102,9 +95,7 @@ def test_position_that_the_loader_changes_in_place_is_copied():
 def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkeypatch):
     def all_reduce(sums, group):
         assert group == "of the data"
-        sums += torch.tensor(
-            [sums[0].item(), 0, 1]
-        )  # the other rank's: as many tokens, one failure
+        sums += torch.tensor([sums[0].item(), 0, 1])  # another rank's: as many tokens, one failure
 
     group = SimpleNamespace(
         get_backend=lambda: "gloo",
@@ -113,10 +104,7 @@ def test_failure_on_some_of_the_ranks_that_read_the_same_data_counts_once(monkey
         is_initialized=lambda: False,
     )
     monkeypatch.setattr(prefetch, "dist", group)
-    second = timedelta(seconds=1)
-    steps = prefetch.StepsAhead(
-        Numbers(), 2, 5, TokenBatch.from_dict, torch.device("cpu"), 2, second
-    )
+    steps = ahead(Numbers(), n_duplicates=2)
     step = steps.next_step()
     assert numbers(step) == [1, 2]
     assert step.counts == prefetch.StepCounts(3, 0, 1)
@@ -136,15 +124,6 @@ def test_data_that_end_within_a_step_leave_the_position_before_it():
     assert loader.last == 2
 
 
-def test_step_holds_the_batches_before_an_error_and_the_error():
-    steps = ahead(Numbers(end=4, error=ValueError("line 7 is not JSON")))
-    steps.next_step()
-    step = steps.next_step()
-    assert numbers(step) == [3] and str(step.error) == "line 7 is not JSON"
-    assert step.counts.num_failed == 1
-    steps.close()
-
-
 def test_own_step_of_a_client_reads_the_batches_as_the_dataloader_made_them():
     counted = []
     steps = ahead(Numbers(end=6, error=ValueError("line 7 is not JSON")))
@@ -154,23 +133,16 @@ def test_own_step_of_a_client_reads_the_batches_as_the_dataloader_made_them():
     assert counted == [labels.numel() for _, labels in items] == [1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="line 7 is not JSON"):
         next(batches)
+    assert (steps._last.counts.num_ran_out, steps._last.counts.num_failed) == (0, 1)
     steps.close()
 
 
-def test_error_while_packing_is_one_of_the_data():
-    steps = ahead(Numbers())
-    steps.close()
-
+def test_error_while_packing_is_one_of_the_data_and_loading_then_is_refused():
     def to_batch(input_dict, labels):
         raise ValueError("no positions")
 
-    steps = StepsAhead(Numbers(), 2, 5, to_batch, torch.device("cpu"), None, timedelta(seconds=5))
+    steps = ahead(Numbers(), to_batch=to_batch)
     assert str(steps.next_step().error) == "no positions"
-    steps.close()
-
-
-def test_loading_while_data_are_read_is_refused():
-    steps = ahead(Numbers())
     with pytest.raises(RuntimeError, match="load a checkpoint before or after"):
         steps.load_state_dict({})
     steps.close()
@@ -195,15 +167,9 @@ def test_generator_of_ones_own_gets_the_dataloader_itself(tmp_path):
 def test_trainer_saves_the_position_of_the_steps_it_has_trained(tmp_path):
     from tests.distributed.training_runs import make_trainer
 
-    trainer = make_trainer(
-        str(tmp_path),
-        [
-            "--training.steps=4",
-            "--training.local_batch_size=1",
-            "--training.global_batch_size=2",
-            "--checkpoint.enable",
-        ],
-    )
+    flags = "steps=4 local_batch_size=1 global_batch_size=2".split()
+    flags = [f"--training.{flag}" for flag in flags]
+    trainer = make_trainer(str(tmp_path), [*flags, "--checkpoint.enable"])
     positions, tokens = [], []
 
     def save(step, last_step=False):

@@ -3,11 +3,11 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from torchtitan.config import JobConfig
 from torchtitan.data.open_document import OpenDocument
-from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer, build_hf_tokenizer
+from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 
 ASSET = "./tests/assets/tokenizer"
 
@@ -51,11 +51,6 @@ def test_any_text_survives_encode_and_decode(text):
     assert shipped.decode(shipped.encode(text), skip_special_tokens=False) == text
 
 
-def test_shipped_tokenizer_shortens_english(shipped):
-    text = "The value of the expression is returned to the caller of the function."
-    assert len(shipped.encode(text)) < len(text) / 2.5
-
-
 def test_begin_and_end_are_added_on_request_only(shipped):
     plain = shipped.encode("hello")
     assert shipped.encode(text="hello", add_bos=True) == [shipped.bos_id, *plain]
@@ -87,14 +82,6 @@ def test_begin_token_of_the_backend_is_not_added_twice(tmp_path):
     assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [1, 3, 2]
 
 
-def test_one_string_serves_as_begin_and_end(tmp_path):
-    path = write_folder(tmp_path, tokenizer_config__json={"bos_token": "</s>", "eos_token": "</s>"})
-    word_backend().save(path + "/tokenizer.json")
-    tokenizer = HuggingFaceTokenizer(path)
-    assert tokenizer.bos_id == tokenizer.eos_id == 2
-    assert tokenizer.encode("hello", add_bos=True, add_eos=True) == [2, 3, 2]
-
-
 def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a_name_last(
     tmp_path,
 ):
@@ -119,12 +106,6 @@ def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a
     assert tokenizer.get_vocab_size() == 8
 
 
-def test_tokenizer_json_wins_over_vocab_files(tmp_path):
-    path = write_folder(tmp_path, vocab__json={"other": 0})
-    word_backend().save(path + "/tokenizer.json")
-    assert HuggingFaceTokenizer(path).get_vocab_size() == 5
-
-
 def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
     vocab = {"a": 0, "b": 1, "Ġ": 2, "ab": 3, "Ġab": 4}
     merges = "#version: 0.2\n\na b\nĠ ab\n"
@@ -136,17 +117,11 @@ def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
     assert tokenizer.config is None and tokenizer.bos_id is None and tokenizer.eos_id is None
 
 
-def test_missing_folder_names_the_config_key():
-    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path"):
+def test_missing_folder_or_tokenizer_names_the_config_key_or_what_is_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path.*download_hf"):
         HuggingFaceTokenizer("/nowhere/tok")
-    with pytest.raises(FileNotFoundError, match="download_hf_assets"):
-        HuggingFaceTokenizer("/nowhere/assets/tokenizer/tokenizer.model")
-
-
-def test_folder_without_tokenizer_lists_what_is_there(tmp_path):
-    path = write_folder(tmp_path, README__md="no tokenizer")
     with pytest.raises(FileNotFoundError, match="README.md"):
-        HuggingFaceTokenizer(path)
+        HuggingFaceTokenizer(write_folder(tmp_path, README__md="no tokenizer"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
@@ -181,7 +156,7 @@ def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp
     [
         ({"tokenizer__json": "[" * 100_000}, "cannot read the tokenizer in .*tokenizer.json"),
         ({"vocab__json": '{"a":' * 100_000, "merges__txt": ""}, "vocab.json is not valid JSON: .*too deeply"),
-        ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "merges.txt does not fit the vocabulary beside it: .*integer"),
+        ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "(?s)merges.txt does not fit the vocabulary beside it: .*integer"),
         ({"vocab__json": {"a": 0}, "merges__txt": "", "tokenizer_config__json": {"added_tokens_decoder": [1]}},
          "tokenizer_config.json: added_tokens_decoder must be an object"),
         ({"vocab__json": {"a": 0}, "merges__txt": "",
@@ -210,26 +185,6 @@ def test_lines_of_merges_end_with_a_newline_only(tmp_path):
     (tmp_path / "merges.txt").write_text(merges, encoding="utf-8")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert "\u2028" in tokenizer.get_vocab()
-
-
-def test_special_tokens_already_in_the_file_are_unchanged(tmp_path):
-    backend = word_backend()
-    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    entry = {"content": "<s>", "special": True, "normalized": False}
-    path = write_folder(
-        tmp_path, tokenizer_config__json={"bos_token": "<s>", "added_tokens_decoder": {"1": entry}}
-    )
-    backend.save(path + "/tokenizer.json")
-    before = {n: str(token) for n, token in backend.get_added_tokens_decoder().items()}
-    after = HuggingFaceTokenizer(path).tokenizer.get_added_tokens_decoder()
-    assert {n: str(token) for n, token in after.items()} == before
-
-
-def test_builder_reads_the_assets_path_of_the_config():
-    config = JobConfig()
-    config.model.hf_assets_path = ASSET
-    tokenizer = build_hf_tokenizer(config)
-    assert isinstance(tokenizer, BaseTokenizer) and tokenizer.tokenizer_path == ASSET
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.attention.varlen
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -193,38 +190,6 @@ def test_recomputation_on_an_accelerator_does_not_run_expensive_op_again(name, s
         with Calls() as calls, contexts:
             KEPT[name](x, x[None, None])
         assert calls.count(name) == expected, calls.names
-
-
-class FlexBlock(nn.Module):
-    """Attention by flex attention's operator, which has gradients on the CPU too."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.wq, self.wo = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        q = self.wq(x).view(1, 1, -1, 16)
-        with (
-            mock.patch("torch.compiler.is_dynamo_compiling", lambda: True),
-            mock.patch("torch.nn.attention.flex_attention._validate_device"),
-        ):
-            return self.wo(flex_attention(q, q, q).view(-1, 16))
-
-
-def test_flex_attention_in_uncompiled_blocks_is_kept_and_gets_gradients(saved_ops):
-    plain, model = nn.Module(), nn.Module()
-    for m in (plain, model):
-        m.layers = nn.ModuleDict({"0": FlexBlock()})
-    apply_ac(model, op_config([]), op_sac_save_list=set(saved_ops))
-    x = torch.randn(8, 16)
-    plain.layers["0"](x).sum().backward()
-    out = model.layers["0"](x).sum()
-    with Calls() as calls:
-        out.backward()
-    assert "flex_attention_backward" in calls.names and "flex_attention" not in calls.names
-    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, expected.grad)
 
 
 class ReadsDevice(nn.Module):

@@ -1,7 +1,5 @@
 """The layers and stages of a pipeline rank, and the configs that are refused."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,13 +130,6 @@ def test_schedules_that_split_backward_refuse_compiled_blocks(from_file, tmp_pat
     config.compile.enable = True
     with pytest.raises(ConfigError, match="compiled blocks cannot"):
         check_against_spec(config, get_train_spec("llama3"))
-
-
-def test_model_that_cannot_be_cut_is_refused():
-    config = config_with()
-    spec = dataclasses.replace(get_train_spec("llama3"), pipelining_fn=None)
-    with pytest.raises(ConfigError, match="has no pipelining_fn; set the degree to 1"):
-        check_against_spec(config, spec)
 
 
 # ---- cutting a model, as rank 1 of 2 that don't exist ----

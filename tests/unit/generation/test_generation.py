@@ -14,18 +14,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from scripts.generate._loading import find_checkpoint, load_model
-from scripts.generate.test_generate import encode_prompt, main
+from scripts.generate.test_generate import main
 from tests.reliability import jobs
 from torchtitan.checkpoint.folder import mark_unfinished
 from torchtitan.config import JobConfig
-from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import (
     end_ids,
     generate,
-    generate_next_token,
     logits_to_probs,
-    multinomial_sample_one,
 )
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
@@ -45,21 +42,20 @@ ATTENTION = {
 }
 
 
-def tiny_model(**changes) -> Transformer:
-    sizes = {
-        "dim": 32,
-        "n_layers": 3,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": 50,
-        "multiple_of": 16,
-        "max_seq_len": 64,
-    }
+def initialized(model_cls, args):
     torch.manual_seed(0)
-    model = Transformer(TransformerModelArgs(**sizes | changes))
+    model = model_cls(args)
     with torch.no_grad():
         model.init_weights()
     return model
+
+
+TINY = {"dim": 32, "n_layers": 4, "n_heads": 4, "vocab_size": 50, "max_seq_len": 64}
+
+
+def tiny_model(**changes) -> Transformer:
+    sizes = TINY | {"n_layers": 3, "n_kv_heads": 2, "multiple_of": 16}
+    return initialized(Transformer, TransformerModelArgs(**sizes | changes))
 
 
 QWEN3_ARGS = Qwen3ModelArgs(
@@ -72,14 +68,6 @@ QWEN3_ARGS = Qwen3ModelArgs(
     vocab_size=50,
     enable_weight_tying=True,
 )
-
-
-def tiny_qwen3() -> Qwen3Model:
-    torch.manual_seed(0)
-    model = Qwen3Model(QWEN3_ARGS)
-    with torch.no_grad():
-        model.init_weights()
-    return model
 
 
 def random_tokens(*shape: int) -> torch.Tensor:
@@ -96,21 +84,6 @@ def uncached(model: nn.Module, tokens: torch.Tensor, n_new: int) -> torch.Tensor
 # ---- the cache ----
 
 
-@pytest.mark.parametrize("attn_type", ATTENTION)
-@pytest.mark.parametrize("split", [[9, *[1] * 15], [1] * 24, [5, 7, 1, 3, 8]], ids=str)
-@torch.no_grad()
-def test_cached_log_probs_equal_those_of_the_full_forward(attn_type, split):
-    tokens = random_tokens(3, 24)
-    # Same weights for each kernel; sdpa runs whole sequences without a mask.
-    expected = tiny_model()(tokens).log_softmax(dim=-1)
-    with kv_cache(tiny_model(**ATTENTION[attn_type]), max_length=24) as forward:
-        pieces = [forward(piece) for piece in tokens.split(split, dim=1)]
-    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
-    # fp32, sums in another order. A token out of place moves log-probs by 1e-2 and more.
-    assert difference.abs().max() <= 5e-6
-
-
-TINY = {"dim": 32, "n_layers": 4, "n_heads": 4, "vocab_size": 50, "max_seq_len": 64}
 LATENTS = {
     "inter_dim": 48,
     "moe_inter_dim": 16,
@@ -147,22 +120,25 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [*ATTENTION, *FAMILIES])
 @torch.no_grad()
-def test_cached_log_probs_of_every_family_equal_those_of_the_full_forward(family):
-    model_cls, args = FAMILIES[family]
-    torch.manual_seed(0)
-    model, tokens = model_cls(args), random_tokens(2, 24)
-    model.init_weights()
-    masks = None
-    if args.attn_type != "sdpa":
-        masks = model.get_attention_masks(tokens, None)
-    expected = model(tokens, masks).log_softmax(dim=-1)
-    # The prompt of 13 is longer than a chunk and a window, and decoding crosses the next ones.
-    with kv_cache(model, max_length=24) as forward:
-        pieces = [forward(piece) for piece in tokens.split([13, *[1] * 6, 5], dim=1)]
-    difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
-    assert difference.abs().max() <= 5e-6
+def test_cached_log_probs_equal_those_of_the_full_forward(name):
+    tokens = random_tokens(2, 24)
+    if name in ATTENTION:
+        # Same weights for each kernel; sdpa runs whole sequences without a mask.
+        whole, model, masks = tiny_model(), tiny_model(**ATTENTION[name]), None
+    else:
+        whole = model = initialized(*FAMILIES[name])
+        is_masked = model.model_args.attn_type != "sdpa"
+        masks = model.get_attention_masks(tokens, None) if is_masked else None
+    expected = whole(tokens, masks).log_softmax(dim=-1)
+    # A prompt of 13 is longer than a chunk and a window, and decoding crosses the next ones.
+    for split in ([13, *[1] * 6, 5], [1] * 24):
+        with kv_cache(model, max_length=24) as forward:
+            pieces = [forward(piece) for piece in tokens.split(split, dim=1)]
+        difference = torch.cat(pieces, dim=1).log_softmax(dim=-1) - expected
+        # fp32, sums in another order. A token out of place moves log-probs by 1e-2 and more.
+        assert difference.abs().max() <= 5e-6
 
 
 @torch.no_grad()
@@ -172,56 +148,24 @@ def test_model_is_as_before_after_generation_and_after_an_error():
     generate(model, tokens, max_new_tokens=3)
     with pytest.raises(ValueError, match="holds 5 tokens per row, got 8"):
         with kv_cache(model, max_length=5) as forward:
+            forward(tokens[:, :2])
+            assert list(model.state_dict()) == names
+            forward.lengths = []
             forward(tokens)
-    assert torch.equal(model(tokens), expected)
-    assert list(model.state_dict()) == names
-
-
-def test_cache_adds_nothing_to_the_state_dict():
-    model = tiny_model()
-    names = list(model.state_dict())
-    with kv_cache(model, max_length=5) as forward:
-        forward(random_tokens(1, 2))
-        assert list(model.state_dict()) == names
-
-
-def test_models_that_the_cache_cannot_serve_are_refused():
     with pytest.raises(ValueError, match="needs a model on .*Decoder.*got Linear"):
         kv_cache(nn.Linear(2, 2), max_length=4).__enter__()
+    assert torch.equal(model(tokens), expected)
+    assert list(model.state_dict()) == names
 
 
 # ---- sampling ----
 
 
-def test_temperature_zero_takes_the_likeliest_token_each_time():
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 1}], ids=str)
+def test_likeliest_token_is_taken_each_time_up_to_the_end_of_the_rope_table(options):
     model, prompt = tiny_model(), random_tokens(2, 6)
-    expected = uncached(model, prompt, 20)
-    for _ in range(2):
-        tokens = generate(model, prompt, max_new_tokens=20, temperature=0)
-        assert torch.equal(tokens, expected)
-
-
-def test_seed_decides_the_text():
-    model, prompt = tiny_model(), random_tokens(6)
-    first, again, other = (
-        generate(model, prompt, max_new_tokens=20, seed=seed) for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert first.shape == (1, 26)
-    assert torch.equal(first[0, :6], prompt)
-
-
-def test_rows_with_the_same_prompt_get_texts_of_their_own():
-    tokens = generate(tiny_model(), random_tokens(6).repeat(3, 1), max_new_tokens=20, seed=0)
-    assert len({tuple(row) for row in tokens.tolist()}) == 3
-
-
-def test_rows_are_independent_of_each_other():
-    model, prompts = tiny_model(), random_tokens(3, 6)
-    together = generate(model, prompts, max_new_tokens=10, temperature=0)
-    alone = [generate(model, row, max_new_tokens=10, temperature=0) for row in prompts]
-    assert torch.equal(together, torch.cat(alone))
+    tokens = generate(model, prompt, max_new_tokens=58, **options)
+    assert torch.equal(tokens, uncached(model, prompt, 58))
 
 
 def test_probabilities_by_hand():
@@ -231,51 +175,25 @@ def test_probabilities_by_hand():
     weights = torch.tensor([[0.5, 1.5, 1.0, 1.5]]).exp()
     torch.testing.assert_close(logits_to_probs(logits, temperature=2.0), weights / weights.sum())
     assert logits_to_probs(logits, temperature=0).tolist() == [[0, 1, 0, 0]]
-    torch.testing.assert_close(
-        logits_to_probs(logits, temperature=1e-9), torch.tensor([[0, 0.5, 0, 0.5]])
-    )
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_top_k_keeps_that_many_tokens_even_of_equals(top_k):
-    probs = logits_to_probs(torch.tensor([[2.0, 2.0, 2.0, 1.0]]), top_k=top_k)
-    torch.testing.assert_close(probs.max(), torch.tensor(1 / top_k))
-    assert (probs > 0).sum() == top_k
-
-
-def test_top_k_beyond_the_vocabulary_changes_nothing():
-    logits = torch.randn(2, 7)
-    assert torch.equal(logits_to_probs(logits, top_k=100), logits_to_probs(logits))
-
-
-def test_top_k_one_is_the_likeliest_token():
-    model, prompt = tiny_model(), random_tokens(2, 6)
-    tokens = generate(model, prompt, max_new_tokens=8, top_k=1)
-    assert torch.equal(tokens, uncached(model, prompt, 8))
-
-
-def test_draws_follow_the_probabilities():
-    probs = torch.tensor([[0.5, 0.0, 0.2, 0.3]]).repeat(20_000, 1)
-    drawn = multinomial_sample_one(probs, torch.Generator().manual_seed(0))
-    assert drawn.shape == (20_000, 1)
-    shares = drawn.flatten().bincount(minlength=4) / 20_000
-    # Four standard deviations of a share: 4 * sqrt(0.25 / 20,000).
-    torch.testing.assert_close(shares, probs[0], atol=0.0142, rtol=0)
-    assert shares[1] == 0
-
-
-def test_next_token_of_a_whole_model_is_that_after_the_last():
-    model, tokens = tiny_model(), random_tokens(2, 6)
-    token = generate_next_token(model, tokens, temperature=0)
-    assert torch.equal(token, uncached(model, tokens, 1)[:, -1:])
+    halves = torch.tensor([[0, 0.5, 0, 0.5]])
+    torch.testing.assert_close(logits_to_probs(logits, temperature=1e-9), halves)
+    for top_k in (1, 2, 3):  # of equals, too
+        probs = logits_to_probs(torch.tensor([[2.0, 2.0, 2.0, 1.0]]), top_k=top_k)
+        torch.testing.assert_close(probs.max(), torch.tensor(1 / top_k))
+        assert (probs > 0).sum() == top_k
 
 
 # ---- where it ends ----
 
 
-def test_rows_are_filled_with_end_of_text_once_they_drew_it():
+def test_rows_are_filled_with_end_of_text_once_they_drew_it(tmp_path):
+    assert end_ids(str(tmp_path)) == []  # of a folder, as transformers reads it
+    for name, ids in (("config", 5), ("generation_config", [7, 5])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert end_ids(str(tmp_path)) == ([5] if ids == 5 else ids)
     model, prompts = tiny_model(), random_tokens(2, 6)
-    free = generate(model, prompts, max_new_tokens=12, seed=0)
+    free, again, other = (generate(model, prompts, max_new_tokens=12, seed=s) for s in (0, 0, 1))
+    assert torch.equal(free, again) and not torch.equal(free, other)
     eos = int(free[0, 8])  # the third token drawn in the first row
     tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=eos)
     for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
@@ -294,14 +212,6 @@ def test_rows_are_filled_with_end_of_text_once_they_drew_it():
         assert set(row[end:]) == {without[end]}
 
 
-def test_end_tokens_of_a_folder_are_those_of_transformers(tmp_path):
-    assert end_ids(str(tmp_path)) == []
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert end_ids(str(tmp_path)) == [5]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
-    assert end_ids(str(tmp_path)) == [7, 5]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -318,10 +228,6 @@ def test_options_out_of_range_are_named(options, message):
         generate(tiny_model(), **defaults | options)
 
 
-def test_text_may_fill_the_rope_table():
-    assert generate(tiny_model(), random_tokens(6), max_new_tokens=58).shape == (1, 64)
-
-
 # ---- the program ----
 
 
@@ -329,16 +235,9 @@ def test_text_may_fill_the_rope_table():
 def checkpoints(tmp_path_factory) -> Path:
     """The checkpoints of a run of two steps."""
     folder = tmp_path_factory.mktemp("run")
-    overrides = [
-        f"--job.dump_folder={folder}",
-        "--training.steps=2",
-        "--training.local_batch_size=1",
-        "--checkpoint.enable",
-        "--checkpoint.interval=1",
-    ]
-    outcome = jobs.run(
-        [f"--job.config_file={CONFIG}", *overrides], folder / "logs", timeout_seconds=100
-    )
+    flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder}", "--training.steps=2"]
+    flags += ["--training.local_batch_size=1", "--checkpoint.enable", "--checkpoint.interval=1"]
+    outcome = jobs.run(flags, folder / "logs", timeout_seconds=100)
     assert outcome.exit_codes == [0], outcome.output
     return folder / "checkpoint"
 
@@ -359,16 +258,14 @@ def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
         reports.append(json.loads(capsys.readouterr().out))
     report, from_hf = reports
     assert report["responses"] == from_hf["responses"]
-    assert [sorted(r) for r in report["responses"]] == [
-        ["input_text", "output_text", "response_idx"]
+    assert [set(r) for r in report["responses"]] == [
+        {"input_text", "output_text", "response_idx"}
     ] * 2
     assert report["responses"][0]["input_text"] == "Return a list"
     metadata = report["metadata"]
-    assert metadata["generated_n_tokens"] == 9
-    assert metadata["batch_size"] == 2
-    assert metadata["seed"] == 5
-    assert metadata["world_size"] == 1
-    assert metadata["torch_version"] == torch.__version__
+    expected = {"generated_n_tokens": 9, "batch_size": 2, "seed": 5, "world_size": 1}
+    expected["torch_version"] = torch.__version__
+    assert metadata.items() >= expected.items()
     assert sum(key.startswith("memory/") for key in metadata) == 6
     n_tokens = 2 * (9 + metadata["input_n_tokens"])
     speed = n_tokens / metadata["generation_time_sec"]
@@ -420,20 +317,11 @@ def test_mistakes_are_one_sentence(checkpoints, monkeypatch, arguments, world_si
     assert message in stopped.value.code
 
 
-def test_checkpoint_of_another_model_is_refused(checkpoints):
-    spec = get_train_spec("llama3")
-    spec.model_args = {"debugmodel": TransformerModelArgs(dim=32, n_layers=2, n_heads=2)}
-    config = JobConfig()
-    config.model.flavor = "debugmodel"
-    with pytest.raises(ValueError, match="does not fit llama3 debugmodel.*Set model.name"):
-        load_model(config, spec, str(checkpoints), torch.device("cpu"))
-
-
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
 def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
     spec = get_train_spec("qwen3")
     spec.model_args = {"tiny": QWEN3_ARGS}
-    saved = tiny_qwen3()
+    saved = initialized(Qwen3Model, QWEN3_ARGS)
     if kind == "dcp":
         dcp.save(get_model_state_dict(saved), checkpoint_id=tmp_path)
     else:
@@ -445,16 +333,6 @@ def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
     assert loaded.output.weight is loaded.tok_embeddings.weight
     tokens = random_tokens(1, 8)
     assert torch.equal(loaded(tokens), saved(tokens))
-
-
-def test_prompt_that_the_model_cannot_read_is_named():
-    tokenizer = HuggingFaceTokenizer(str(ROOT / "tests/assets/tokenizer"))
-    assert encode_prompt(tokenizer, "", 2048) == [tokenizer.bos_id]
-    with pytest.raises(ValueError, match="gives token 2042, and the model has 50 tokens only"):
-        encode_prompt(tokenizer, "", 50)
-    tokenizer.bos_id = None
-    with pytest.raises(ValueError, match="needs a tokenizer with a begin-of-text token"):
-        encode_prompt(tokenizer, "", 2048)
 
 
 def test_newest_finished_step_is_taken(tmp_path):

@@ -201,7 +201,7 @@ def test_data_that_cannot_be_used_fail_the_step(client, loss_fn, data, message):
             lambda c: c.forward_backward(DATA, "ppo", {"clip_low_threshold": math.nan}),
             "clip_low_threshold of loss_fn_config must be a number, got nan",
         ),
-        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "beta2 must be .*got 1.5"),
+        (lambda c: c.optim_step(AdamParams(beta2=1.5)).result(), "betas must be .*1.5"),
         (
             lambda c: c.forward_backward_custom(
                 DATA, lambda _, x: ((x[0] - x[0]).abs().sqrt().sum(), {})

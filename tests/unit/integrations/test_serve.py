@@ -26,7 +26,7 @@ from tests.unit.integrations.tinker_server import (
 )
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, results, sessions, wire
+from torchtitan.integrations.tinker import http, results, service, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
 from torchtitan.integrations.tinker.request_queue import Command
@@ -197,37 +197,32 @@ def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, cap
 def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
     run, url, monkeypatch
 ):
-    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 2.0)
     heartbeat = functools.partial(run.ask, "session_heartbeat", session_id=run.session)
+    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 60)
     heartbeat()
     other = Http(url)
     session = other.ask("create_session")["session_id"]
     model = {"session_id": session, "model_seq_id": 0, "base_model": "any"}
-    beats = threading.Timer(0.2, heartbeat)
+    is_answered = threading.Event()
+
+    def beat():
+        while not is_answered.wait(0.1):
+            heartbeat()
+
+    beats = threading.Thread(target=beat)
     beats.start()
     status, answer = other.post("create_model", **model)
+    is_answered.set()
     beats.join()
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
+    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 0.3)
+    heartbeat()
+    status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")  # no sign of life
+    assert status == 200 and json.loads(answer)["is_lora"] is False
     assert other.post("create_model", **model)[0] == 200, "as after the owner was killed"
     status, answer = run.post("get_info", model_id=run.model)
     assert status == 404 and "its session has ended" in answer["detail"]
     run.session = session  # finished by the fixture
-
-
-def test_request_about_a_run_does_not_keep_its_session_alive(run, url, monkeypatch):
-    monkeypatch.setattr(sessions, "SECONDS_UNTIL_GONE", 0.2)
-    run.ask("session_heartbeat", session_id=run.session)
-    time.sleep(0.25)
-    monkeypatch.undo()
-    other = Http(url)
-    status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")
-    assert status == 200 and json.loads(answer)["is_lora"] is False
-    status, answer = other.send("GET", "/api/v1/training_runs/never")
-    assert status == 404
-    other.start()
-    status, answer = run.post("get_info", model_id=run.model)
-    assert status == 404 and "its session has ended" in answer["detail"]
-    run.session = other.session  # finished by the fixture
 
 
 def test_failed_call_fails_the_step(run):
@@ -551,11 +546,11 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
 
     for number in range(3):
         send(number)
-    kept.retrieve({"request_id": "1"})
+    kept.retrieve("1")
     send(3)  # 1,200 bytes: the result that was fetched goes first
-    assert kept.retrieve({"request_id": "0"}).protobuf[0] == 0
+    assert kept.retrieve("0").protobuf[0] == 0
     with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
-        kept.retrieve({"request_id": "1"})
+        kept.retrieve("1")
     assert raised.value.status == 410
     kept._next_drop_at = 0.0
     send(1)

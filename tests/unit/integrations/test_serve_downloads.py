@@ -11,17 +11,13 @@ import torch
 
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.integrations.tinker_server import LORA, Http, server_config, serving
-from torchtitan.config import ConfigManager
-from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.tinker import saved
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols import train_spec
-from torchtitan.tools.logging import logger
 
 PROMPT = [3, 1, 4, 1, 5]
 DATA = [(PROMPT, {"target_tokens": [1, 4, 1, 5, 9], "weights": [1.0] * 5})]
 KEY = "tml-secret"
-FP32 = ["--training.mixed_precision_param=float32", "--activation_checkpoint.mode=none"]
 
 
 class ClientWithKey(Http):
@@ -52,13 +48,10 @@ def url(base, tmp_path_factory):
         "--checkpoint.enable",
         f"--rl.serve.api_key_file={folder / 'key'}",
     )
-    flavors = spec.model_args
-    flavors["downloads"] = from_hf_config(str(base)).model_args
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(spec.model_args, "downloads", from_hf_config(str(base)).model_args)
         with serving(server_config(folder, *flags)) as url:
             yield url
-    finally:
-        del flavors["downloads"]
 
 
 @pytest.fixture
@@ -70,18 +63,6 @@ def run(url):
         client.optim_step()
     yield client
     client.finish()
-
-
-def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
-    (tmp_path / "key").write_text(KEY)
-    for mode in (0o600, 0o644):
-        (tmp_path / "key").chmod(mode)
-        with serving(server_config(tmp_path, f"--rl.serve.api_key_file={tmp_path / 'key'}")):
-            pass
-    (sentence,) = [text for text in told if "others" in text]
-    assert sentence == f"others may read or change the key in {tmp_path}/key (mode 644): chmod 600"
 
 
 def get(client, path):
@@ -115,13 +96,6 @@ def test_downloaded_adapters_give_peft_the_logprobs_of_the_server(run, base, tmp
     expected = logprobs[range(5), DATA[0][1]["target_tokens"]].tolist()
     found = run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"][0]["logprobs"]["data"]
     assert found == pytest.approx(expected, rel=1e-6)
-    flags = ("--model.converters=lora", "--lora.rank=4", "--lora.alpha=8")  # of the server's scale
-    config = ConfigManager().parse_args([*flags, f"--lora.adapter_path={tmp_path}", *FP32])
-    with TrainingEngine.from_hf(str(base), config) as engine:
-        (ours,) = engine.forward_step({"input": torch.tensor([PROMPT])})
-    with torch.no_grad():
-        theirs = model(torch.tensor([PROMPT])).logits
-    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
 def test_signed_urls_open_no_other_file_and_expire(run, monkeypatch):

@@ -215,7 +215,7 @@ def test_commands_of_a_lane_run_in_order_and_those_without_a_key_alone():
 
 def test_samples_and_logprobs_of_a_sampler_are_joined_across_each_other():
     burst = [
-        command("s", joins=joins, size=0, comes_in_bursts=True)
+        command(joins, joins=joins, size=0, comes_in_bursts=True)
         for _ in range(10)
         for joins in ("logprobs", "sample")
     ]

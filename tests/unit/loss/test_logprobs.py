@@ -10,12 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.cross_entropy import SummedCrossEntropy
-from torchtitan.loss.logprobs import (
-    TokenLogProbs,
-    TokenOutputs,
-    TopTokens,
-    token_logprobs,
-)
+from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens, token_logprobs
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.testing.gloo import run_ranks
 

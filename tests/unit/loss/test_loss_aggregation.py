@@ -3,15 +3,8 @@
 import pytest
 import torch
 
-from tests.unit.loss.loss_splits import (
-    LOSSES,
-    largest_differences,
-)
-from torchtitan.loss.aggregation import (
-    LOSS_AGGREGATIONS,
-    aggregation_weights,
-    weighted_sum,
-)
+from tests.unit.loss.loss_splits import LOSSES, largest_differences
+from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights, weighted_sum
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
 

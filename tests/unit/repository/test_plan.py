@@ -99,24 +99,21 @@ def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
     assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
 
 
-def test_a_cpu_computes_and_sends_by_turns():
+def test_bound_of_a_step_is_its_longer_part_and_the_bubble():
     traffic = SimpleNamespace(sent=3e9, network=0.0, calls=10)
     counts = SimpleNamespace(
-        flops=Counter({"matrix products": 2e12}),
+        flops=Counter({"matrix products": 2e12, "attention": 1e12}),
         traffic={("fsdp", "all-gather"): traffic},
         moved=4e9,
     )
     estimate = SimpleNamespace(counts=counts, bubble=0.5, model_flops=1e12, world_size=1)
     gpu = Machine(flops=1e12, nvlink=1e9, network=1e9, gpus_per_node=8)
-    assert bound_of(estimate, gpu).step == 3
-    cpu = dataclasses.replace(gpu, overlaps=False, of_kind={"all-gather": (0.1, 2e9)})
-    assert bound_of(estimate, cpu).step == 3 + 1.5 + 10 * 0.1
-    # What is read and written, and attention at its own rate.
-    counts.flops["attention"] = 1e12
-    slow = dataclasses.replace(gpu, memory=1e9, attention=5e11)
+    assert bound_of(estimate, gpu).step == 4.5
+    assert bound_of(estimate, dataclasses.replace(gpu, nvlink=5e8)).step == 6  # sends take longer
+    slow = dataclasses.replace(gpu, memory=1e9)
     bound = bound_of(estimate, slow)
-    assert (bound.compute, bound.memory, bound.step) == (4, 4, 12)
-    assert bound_of(estimate, without_memory(slow)).step == 6
+    assert (bound.compute, bound.memory, bound.step) == (3, 4, 10.5)
+    assert bound_of(estimate, without_memory(slow)).step == 4.5
 
 
 def test_operators_but_views_move_what_they_read_and_write():

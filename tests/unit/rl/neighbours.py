@@ -112,7 +112,6 @@ def commands(saved: str, damaged: str) -> dict[str, Callable[[Policy], object]]:
         "sample of it": lambda p: _sample(p, "saved"),
         "sample of the earlier one": lambda p: _sample(p, "mine"),
         "failed sampler of a saved state": lambda p: p.open("damaged", damaged),
-        "forget": lambda p: p.forget(["mine", "saved"]),
     }
 
 

@@ -5,13 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.rl.samples import (
-    LONGEST,
-    TinyPolicy,
-    loss_of_batch,
-    random_samples,
-    tokens_of,
-)
+from tests.unit.rl.samples import LONGEST, TinyPolicy, loss_of_batch, random_samples, tokens_of
 from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.loss.aggregation import LOSS_AGGREGATIONS
 from torchtitan.loss.cross_entropy import IGNORE_INDEX

@@ -130,7 +130,7 @@ def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
 def test_damaged_update_ends_the_step_that_would_draw_with_it(tmp_path):
     controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
     controller.setup()
-    controller.generator._staged._digest = "0" * 64
+    controller.generator._staged.digest = "0" * 64
     with pytest.raises(WeightMismatchError, match="something overwrote them on the way"):
         controller.train_step()
     controller.close()

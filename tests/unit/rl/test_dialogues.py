@@ -1,22 +1,18 @@
 """Episodes of several turns: sampling, replies, training and scores."""
 
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.experiments.rl_toy.tasks import GuessTask
-from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.rollout import Draws, Rollouts
-from torchtitan.rl.tasks import Grade, Prompt, Turn
+from torchtitan.rl.tasks import Prompt
 from torchtitan.rl.types import Completion, Episode, TrainingSample
 
 STOPS = ["--rl.sampling.stop_token_ids", *map(str, range(1, 9))]  # so that random turns end
@@ -94,6 +90,10 @@ def test_policy_that_bisects_finds_every_number_and_only_its_tokens_count(tmp_pa
         assert sample.loss_mask.tolist() == mask
         assert sample.labels.tolist() == written
     assert all(Episode.from_dict(e.to_dict()) == e for e in episodes)
+    for text, reason in (("0!", "length"), ("<", "stop"), ("", "stop")):
+        episodes = draw(task, Scripted(task.tokenizer, lambda _, text=text: text), tmp_path)
+        assert {(e.scores["turns"], e.finish_reason) for e in episodes} == {(1, reason)}
+        assert all(e.loss_mask is None for e in episodes)
 
 
 def test_each_turn_has_draws_of_its_own_which_follow_from_the_step_and_the_row(tmp_path):
@@ -133,24 +133,11 @@ def test_each_sample_of_each_prompt_gets_replies_of_its_own_and_knows_its_oldest
     assert {e.policy_version for e in episodes} == {6}
     longest = max(episodes, key=lambda episode: len(episode.token_ids))
     assert longest.token_versions == (6, 6, -1, 7, 7, -1, 8, 8)
-
-
-def test_steps_that_were_drawn_ahead_are_not_drawn_again(tmp_path):
-    task = GuessTask(value_max=6)
-    draws = Draws(task, Scripted(task.tokenizer, bisect), torch.device("cpu"), ahead=False)
-    rollouts = Rollouts(task, toy_config(tmp_path, *GUESS).rl, draws)
+    # Steps that were drawn ahead are not drawn again.
     for skip_to, start_until, n_steps_drawn in ((1, 3, 3), (2, 3, 3), (5, 5, 4)):
         rollouts.skip_to(skip_to)
         rollouts.start_until(start_until)
         assert task.state_dict() == {"num_drawn": 4 * n_steps_drawn}
-
-
-def test_turn_that_is_cut_off_or_ends_with_no_number_ends_the_episode(tmp_path):
-    task = GuessTask(value_max=6)
-    for text, reason in (("0!", "length"), ("<", "stop"), ("", "stop")):
-        episodes = draw(task, Scripted(task.tokenizer, lambda _, text=text: text), tmp_path)
-        assert {(e.scores["turns"], e.finish_reason) for e in episodes} == {(1, reason)}
-        assert all(e.loss_mask is None for e in episodes)
 
 
 def test_episode_whose_next_turn_would_not_fit_ends_and_is_counted(tmp_path):
@@ -218,18 +205,6 @@ def test_reply_without_a_token_and_a_failing_one_are_told(tmp_path):
         draw(task, Scripted(task.tokenizer, lambda _: "1"), tmp_path)
 
 
-def test_episode_may_be_graded_by_all_its_turns(tmp_path):
-    class PerTurn(GuessTask):
-        """A tenth less for each turn."""
-
-        def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]):
-            return [Grade(1 - 0.1 * len(turns)) for _, turns in episodes]
-
-    task = PerTurn(value_max=6)
-    episodes = draw(task, Scripted(task.tokenizer, bisect), tmp_path)
-    assert {round(e.reward, 9) for e in episodes} == {0.9, 0.8, 0.7}
-
-
 def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
 
@@ -238,44 +213,13 @@ def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
             return ">" if turns[-1].text == "3" else None
 
     def reward(text, answer, turns):
-        assert turns == [("3", ">"), (text, None)]
+        assert turns == [("3", ">"), (text, None)]  # all its turns
         return 0.5 * (text == answer)
 
     task = Hints(str(tmp_path / "p.jsonl"), reward, GuessTask().tokenizer)
     policy = {"?": "3", "?3>": "4"}
     (episode,) = draw(task, Scripted(task.tokenizer, policy.__getitem__), tmp_path)
     assert (episode.reward, episode.scores["exact"]) == (0.5, 1)
-
-
-def test_vllm_is_asked_for_each_turn_with_the_whole_episode_so_far(tmp_path, monkeypatch):
-    fake = FakeVLLM()  # it always says "67", which task tokens 7 and 8 spell, and token 9
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    generator = VLLMGenerator("assets")
-    generator.policy_version = 0
-    task, asked = GuessTask(value_max=99), []
-    generate = fake.generate
-    generator._llm.generate = lambda prompts, params, **options: (
-        asked.append(
-            [
-                (p["prompt_token_ids"], one.n, one.seed)
-                for p, one in zip(prompts, params, strict=True)
-            ]
-        )
-        or generate(prompts, params, **options)
-    )
-    flags = ["--rl.sampling.stop_token_ids=9", "--rl.eval_samples=4"]
-    episodes = draw(task, generator, tmp_path, *flags)
-    first, second, third = asked
-    assert {len(prompt) for prompt, _, _ in third} == {1 + 2 * (3 + 1)}
-    assert len(first) == len(second) == len(third) == 4
-    assert {n for _, n, _ in first + second + third} == {1}
-    assert len({seed for _, _, seed in first + second + third}) == 12
-    assert [len(e.token_ids) for e in episodes] == [11] * 4
-
-
-def test_task_that_never_replies_is_refused_with_several_turns(tmp_path):
-    with pytest.raises(ConfigError, match="max_turns = 2 is for tasks that reply .* got CopyTask"):
-        Controller(toy_config(tmp_path, "--rl.task.max_turns=2"))
 
 
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])

@@ -5,27 +5,20 @@ import dataclasses
 import io
 import json
 import pickle
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.distributed.layout_matrix import build_engine, random_experts
+from tests.unit.generation.test_generation import initialized
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
-from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import gradients, toy_config
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
-from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
-from torchtitan.protocols.train_spec import (
-    _extra_train_specs,
-    get_train_spec,
-    register_train_spec,
-)
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
@@ -40,10 +33,7 @@ from torchtitan.tools.errors import ConfigError, RunError
 SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
 SIZES |= {"moe_inter_dim": 16}
 MODELS = {
-    "qwen3": (
-        Qwen3Model,
-        Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True),
-    ),
+    "qwen3": (Qwen3Model, Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True)),
     # Its first layer is dense.
     "deepseek_v3": (
         DeepSeekV3Model,
@@ -63,10 +53,8 @@ MODELS = {
 def build_model(family: str):
     model_cls, args = MODELS[family]
     moe_args = dataclasses.replace(args.moe_args, num_experts=8, top_k=3)
-    torch.manual_seed(0)
-    model = model_cls(dataclasses.replace(args, moe_args=moe_args))
+    model = initialized(model_cls, dataclasses.replace(args, moe_args=moe_args))
     with torch.no_grad():
-        model.init_weights()
         for layer in model.layers.values():
             if layer.moe_enabled:  # scores far apart, so that rounding changes no choice
                 layer.moe.router.gate.weight.normal_()
@@ -185,10 +173,6 @@ def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
     with pytest.raises(ValueError, match=words) as error:
         trainer.forward_backward(batch)
     assert str(error.value).count(". ") == 0
-    (rank,) = batch.microbatches[0]
-    inputs = {"input": rank.inputs["input"], "positions": rank.inputs["positions"]}
-    with pytest.raises(ValueError, match=words):
-        trainer.engine.forward_step(inputs | {"routed_experts": rank.inputs["routed_experts"]})
 
 
 def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
@@ -233,30 +217,6 @@ def test_experts_of_another_engine_are_cut_to_the_tokens_that_it_read():
     for wrong in (None, experts[:4], experts[:, 0]):
         with pytest.raises(RunError, match="needs the experts of 5 tokens .* vLLM"):
             complete(wrong)
-
-
-def test_vllm_is_asked_for_experts_and_each_completion_gets_its_own(monkeypatch):
-    fake = FakeVLLM()
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    generator = VLLMGenerator("assets", records_experts=True)
-    assert fake.options["enable_return_routed_experts"] is True
-    generator.policy_version, generate = 0, fake.generate
-
-    def with_experts(prompts, params, **options):
-        requests = generate(prompts, params, **options)
-        for number, request in enumerate(requests):
-            n_tokens = len(prompts[number]["prompt_token_ids"]) + 3
-            experts = np.full((n_tokens, 2, 4), number, np.int16)
-            (output,) = request.outputs  # the fake's requests share it
-            request.outputs = [SimpleNamespace(**vars(output), routed_experts=experts)]
-        return requests
-
-    generator._llm.generate = with_experts
-    found = generator.generate([[1, 2], [3]], SamplingConfig(max_tokens=3))
-    assert [c.routed_experts.shape for c in found] == [(4, 2, 4), (3, 2, 4)]
-    assert [int(c.routed_experts[0, 0, 0]) for c in found] == [0, 1]
-    VLLMGenerator("assets")
-    assert "enable_return_routed_experts" not in fake.options
 
 
 def test_experts_in_an_answer_are_read_without_pickles(tmp_path):

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rl.reward_functions import fancy
-from tests.unit.rl.samples import make_episodes
-from tests.unit.rl.test_job_config import config_with
-from torchtitan.config.checks import ConfigError
 from torchtitan.experiments.rl_toy.tasks import CharTokenizer
-from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.function_pool import FunctionPool, Result
 from torchtitan.rl.jsonl_task import JsonlTask
-from torchtitan.rl.types import Completion
 
 NAME = "tests.unit.rl.reward_functions:fancy"
 TOKENIZER = CharTokenizer("abcdehngiorstx=.")
@@ -39,30 +34,18 @@ def lines(tmp_path):
     return str(path)
 
 
-def test_reward_function_sees_prompt_and_row(lines):
-    task = JsonlTask(lines, fancy, TOKENIZER)
-    prompts = task.held_out(2)
-    assert [task.grade(prompt, "b").reward for prompt in prompts] == [0, 5]
-
-
 def test_hanging_and_dying_verifiers_cost_their_limit_and_not_the_run(pool, lines, caplog):
     task = JsonlTask(lines, fancy, TOKENIZER, reward_pool=pool)
     first, second = task.held_out(2)
+    here = JsonlTask(lines, fancy, TOKENIZER)
+    assert [here.grade(prompt, "b").reward for prompt in (first, second)] == [0, 5]
     pool.call_all([(("a", "a"), {"prompt": "a=", "row": first.row})])  # processes start
     started = time.monotonic()
-    grades = task.grade_all(
-        [
-            (first, "a"),
-            (first, "hang"),
-            (second, "b"),
-            (second, "die"),
-            (first, "exit"),
-            (first, "x"),
-        ]
-    )
+    texts = {"a": (2, 0), "hang": (0, 1), "die": (0, 1), "exit": (0, 1), "x": (0, 0)}
+    grades = task.grade_all([(first, text) for text in texts])
     assert time.monotonic() - started < 60  # two processes start again, which may be slow
-    assert [grade.reward for grade in grades] == [2, 0, 5, 0, 0, 0]
-    assert [grade.scores["verifier_failed"] for grade in grades] == [0, 1, 0, 1, 1, 0]
+    found = [(grade.reward, grade.scores["verifier_failed"]) for grade in grades]
+    assert found == list(texts.values())
     assert "took longer than 1 s (rl.task.reward_timeout_seconds): reward 0" in caplog.text
     assert "process ended (exit code 3): reward 0" in caplog.text
     with pytest.raises(ValueError, match="KeyError: 'no such key'; .*correct the reward function"):
@@ -162,27 +145,3 @@ if __name__ == "__main__":
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0 and "value=1.0" in done.stdout, done.stderr
-
-
-def test_graded_text_ends_before_the_stop_string(lines):
-    task = JsonlTask(lines, fancy, TOKENIZER)
-    drawn = tuple(TOKENIZER.encode("a.x"))
-    completion = Completion(drawn, (-1.0,) * 3, "stop", 0)
-    (episode,) = make_episodes(task, task.held_out(1), [completion], stop_strings=[".x"])
-    assert (episode.text, episode.reward, episode.token_ids) == ("a", 2, drawn)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rl__task__reward_processes": -1}, "rl.task.reward_processes must be at least 0, got -1"),
-        ({"rl__task__reward_timeout_seconds": 0.0}, "rl.task.reward_timeout_seconds must be above"),
-        (
-            {"rl__sampling__stop_strings": [""]},
-            "rl.sampling.stop_strings must not be empty strings",
-        ),
-    ],
-)
-def test_settings_are_checked(values, message):
-    with pytest.raises(ConfigError, match=message):
-        check_rl_config(config_with(**values))

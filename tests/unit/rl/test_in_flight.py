@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 
-from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
@@ -16,9 +15,7 @@ from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.rl.checks import check_rl_config, check_server_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
-from torchtitan.rl.metrics import staleness
-from torchtitan.rl.tasks import build_task
-from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 from torchtitan.tools.errors import RunError
 
@@ -125,22 +122,6 @@ def test_model_is_freed_with_its_generator(fails):
         assert model() is None
     finally:
         gc.enable()
-
-
-def test_episodes_are_as_old_as_their_oldest_token(tmp_path):
-    task = build_task(toy_config(tmp_path).rl, None)
-    completions = [
-        Completion((1, 2, 3), (-1.0, -2.0, -3.0), "stop", 3, token_versions=(3, 3, 5)),
-        Completion((1, 2), (-1.0, -2.0), "stop", 4),
-    ]
-    mixed, plain = make_episodes(task, [task.prompt(0)], completions)
-    assert (mixed.policy_version, mixed.token_versions, mixed.num_versions) == (3, (3, 3, 5), 2)
-    assert (plain.policy_version, plain.token_versions, plain.num_versions) == (4, None, 1)
-    assert type(mixed).from_dict(json.loads(json.dumps(mixed.to_dict()))) == mixed
-    numbers = staleness([mixed, plain], version=5)
-    assert numbers["rl/lag"] == 2 and numbers["rl/versions_per_episode"] == 1.5
-    sample = TrainingSample.from_sequence([1], mixed.token_ids, mixed.token_log_probs, 1.0)
-    assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0]  # each under the weights that drew it
 
 
 def test_generator_that_cannot_take_weights_while_it_draws_is_refused(tmp_path):

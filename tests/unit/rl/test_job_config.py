@@ -31,22 +31,14 @@ def test_defaults_are_on_policy_and_pass():
 
 BAD_VALUES = [
     ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
-    ({"rl__async_steps": -1}, "rl.async_steps must be at least 0"),
     ({"rl__minibatches": 17}, "at most rl.num_prompts_per_step = 16, got 17"),
-    ({"rl__epochs": 0}, "rl.epochs must be at least 1"),
-    ({"rl__redraws": -1}, "rl.redraws must be at least 0"),
     (
         {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
         "rl.redraws = 1 compares completions of one prompt",
     ),
     ({"rl__overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
-    ({"rl__overlong_penalty": -0.5}, "rl.overlong_penalty must be at least 0"),
-    ({"rl__log_samples": -2}, "rl.log_samples must be at least -1"),
     ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
-    (
-        {"rl__advantage__name": "none", "rl__advantage__std": True},
-        "rl.advantage.std divides",
-    ),
+    ({"rl__advantage__name": "none", "rl__advantage__std": True}, "rl.advantage.std divides"),
     ({"rl__loss__name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
     ({"rl__loss__agg_mode": "mean"}, "rl.loss.agg_mode must be one of"),
     (
@@ -55,9 +47,7 @@ BAD_VALUES = [
     ),
     ({"rl__loss__norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
     ({"rl__loss__count_empty": True}, "rl.loss.count_empty is read by .* got 'token-mean'"),
-    ({"rl__loss__kl_coef": -0.1}, "rl.loss.kl_coef must be at least 0"),
     ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be at least 0"),
-    ({"rl__loss__max_log_ratio": 0}, "rl.loss.max_log_ratio must be above 0"),
     ({"rl__loss__correction": "tokens"}, "rl.loss.correction must be one of"),
     ({"rl__loss__dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
     ({"rl__loss__max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
@@ -119,14 +109,6 @@ BAD_VALUES = [
         "memory_share = 0.5 has no effect with rl.generator.backend = 'local'",
     ),
     (
-        {"rl__generator__backend": "vllm", "rl__generator__memory_share": 1.5},
-        "memory_share must be at most 1, got 1.5",
-    ),
-    (
-        {"rl__generator__backend": "vllm", "rl__generator__tensor_parallel_degree": 0},
-        "tensor_parallel_degree must be at least 1, got 0",
-    ),
-    (
         {
             "rl__generator__backend": "vllm",
             "rl__generator__tensor_parallel_degree": 2,
@@ -150,7 +132,6 @@ BAD_VALUES = [
     ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
     ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
     ({"rl__task__num_min": 3}, "rl.task.num_min must be at most rl.task.num_max = 2, got 3"),
-    ({"rl__task__name": "copy", "rl__task__length": 0}, "rl.task.length must be at least 1"),
     ({"rl__task__name": "sort", "rl__task__num_letters": 27}, "at most 26"),
     ({"rl__task__name": "jsonl"}, "rl.task.path must be a file"),
     ({"training__gradient_reduction": "mean"}, "got training.gradient_reduction = 'mean' and"),
@@ -167,10 +148,10 @@ def test_bad_value_is_one_error_that_names_key_value_and_remedy(values, message)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("json.loads", "as module:function, got 'json.loads'"),
+        ("json.loads", "got 'json.loads': .*; write it like my_rewards:exact_match"),
         ("no_such_module:f", "no_such_module"),
         ("json:no_such_function", "no_such_function"),
-        ("json:__name__", "which is a str"),
+        ("json:__name__", "it is a str"),
     ],
 )
 def test_reward_function_that_cannot_be_found_is_refused(tmp_path, name, message):

@@ -20,14 +20,7 @@ from torchtitan.rl.losses import (
     register_loss,
 )
 
-ALL_LOSSES = [
-    GRPOLoss(),
-    DAPOLoss(),
-    GSPOLoss(),
-    CISPOLoss(),
-    ImportanceSamplingLoss(),
-    DROLoss(),
-]
+ALL_LOSSES = [GRPOLoss(), DAPOLoss(), GSPOLoss(), CISPOLoss(), ImportanceSamplingLoss(), DROLoss()]
 
 
 def make_batch(generator_logprobs, advantages, **others):

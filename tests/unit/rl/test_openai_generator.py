@@ -1,12 +1,11 @@
 """A generator behind HTTP: the server here answers with our own `CopyGenerator`."""
 
 import contextlib
-import glob
 import http.server
 import json
-import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,14 +44,12 @@ class StandIn(http.server.ThreadingHTTPServer):
     def __init__(self, folder, *flags):
         super().__init__(("127.0.0.1", 0), Handler)
         self.engine = engine = TrainingEngine(toy_config(folder, *flags))
-        self.generator, self.adapter = (
-            CopyGenerator.from_policy(PolicyModel.from_engine(engine)),
-            engine.checkpointer.require_adapter(),
-        )
+        self.generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
+        self.adapter = engine.checkpointer.require_adapter()
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
         self.n_good = 0
         self.change, self.can_forget = lambda choice: choice, True
-        self.adapters, self.received, self.before_joining = [], {}, lambda info: None
+        self.adapters, self.received = [], {}
         self.num_bytes = []  # of each update
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -87,9 +84,8 @@ class StandIn(http.server.ThreadingHTTPServer):
 
     def start_transfer(self, message):
         """Join the sender as vLLM's worker does, see `vllm_receiver`."""
-        self.changes, info = WeightChanges(), SimpleNamespace(**message["init_info"])
-        self.before_joining(info)
-        self.sender = join(info, 0, timeout_seconds=30)
+        self.changes = WeightChanges()
+        self.sender = join(SimpleNamespace(**message["init_info"]), 0, timeout_seconds=30)
 
     def begin_transfer(self):
         self.received.clear()
@@ -105,18 +101,18 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.received.update(self.changes.unpacked(tensors.items()))
 
     def finish_transfer(self, message):
-        pairs = self.adapter.from_hf(self.received).items()
-        weights = Weights(pairs=pairs, version=int(message["weight_version"]), digest=None)
-        self.generator.update_weights(weights, check_digest=False)
-        self.reloads.append({"version": weights.version})
+        self.take(self.received, {"version": int(message["weight_version"])})
 
     def reload(self, message):
-        self.reloads.append(message)
-        index = json.load(open(os.path.join(message["path"], "model.safetensors.index.json")))
+        index = json.loads((Path(message["path"]) / "model.safetensors.index.json").read_text())
         found = {}
-        for path in glob.glob(os.path.join(message["path"], "*.safetensors")):
+        for path in Path(message["path"]).glob("*.safetensors"):
             found |= load_file(path)
         assert set(index["weight_map"]) == set(found)
+        self.take(found, message)
+
+    def take(self, found, message):
+        self.reloads.append(message)
         pairs = self.adapter.from_hf(found).items()
         weights = Weights(pairs=pairs, version=message["version"], digest=None)
         self.generator.update_weights(weights, check_digest=False)
@@ -296,21 +292,20 @@ def test_tokens_may_be_spelled_as_ids(server):
     assert answers_of(server, spelled) == answers_of(server)
 
 
-@pytest.mark.parametrize("missing", ["token_ids", "logprobs"])
-def test_answer_without_ids_or_logprobs_is_one_sentence(missing, server):
-    message = f'id and the log-prob of every new token, got .*"{missing}": null.*; use a server'
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": None}, 'log-prob of every new token, got .*"token_ids": null.*; use a serv'),
+        ({"logprobs": None}, 'log-prob of every new token, got .*"logprobs": null.*; use a server'),
+        ({"token_ids": [1, 2, 3, 32]}, r"of the model's 32 tokens, got \[32\]; check that rl.gen"),
+        ({"token_ids": [1, 2, "5", -1]}, r"of the model's 32 tokens, got \['5', -1\]; check"),
+    ],
+)
+def test_answer_without_ids_and_logprobs_of_the_models_tokens_is_one_sentence(
+    change, message, server
+):
     with pytest.raises(RunError, match=message):
-        answers_of(server, lambda choice: choice | {missing: None})
-
-
-@pytest.mark.parametrize("wrong", [32, -1, "5", 5.0, None])
-def test_answer_with_ids_outside_the_vocabulary_is_one_sentence(wrong, server):
-    def changed(choice):
-        return choice | {"token_ids": [*choice["token_ids"][:-1], wrong]}
-
-    message = rf"ids of the model's 32 tokens, got \[{wrong!r}\]; check that rl.generator.model"
-    with pytest.raises(RunError, match=message):
-        answers_of(server, changed)
+        answers_of(server, lambda choice: choice | change)
 
 
 def test_greedy_tokens_have_a_probability_of_one(server):
@@ -355,18 +350,6 @@ def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
     may_end.set()
 
 
-def test_server_that_does_not_take_the_weights_ends_the_update(server, tmp_path):
-    generator = generator_of(server, tmp_path / "weights")
-    server.fails = [(400, {"error": "cannot load"})]
-    weights = Weights(pairs=[], version=2, digest=None)
-    with pytest.raises(WeightMismatchError, match="did not load version 2 .*cannot load"):
-        generator.update_weights(weights)
-    assert generator.policy_version == -1
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WeightMismatchError, match="did not load version 2 .*Not a directory"):
-        generator_of(server, tmp_path / "file").update_weights(weights)
-
-
 def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tmp_path):
     generator = generator_of(server, tmp_path / "weights", reload_path="")
     engine = TrainingEngine(toy_config(tmp_path))
@@ -379,6 +362,10 @@ def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tm
     with pytest.raises(WeightMismatchError, match="404.*with VLLM_SERVER_DEV_MODE=1 in its env"):
         generator.update_weights(engine.iter_hf_weights())
     assert generator.policy_version == -1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightMismatchError, match="did not load version 2 .*Not a directory"):
+        weights = Weights(pairs=[], version=2, digest=None)
+        generator_of(server, tmp_path / "file").update_weights(weights)
 
 
 def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
@@ -403,74 +390,35 @@ def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
     assert read == ["a", "b", "c"]
 
 
-GOOD = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
+OPENAI = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
+ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("good", "values", "message"),
     [
-        ({"url": ""}, "rl.generator.url must be an address like"),
-        ({"reload_url": "a:80"}, "rl.generator.reload_url must be an address like .* got 'a:80'"),
-        ({"model": ""}, "rl.generator.model must be the model's name"),
-        (
-            {"weight_transfer": "gloo"},
-            "weight_transfer sends .* got rl.generator.reload_url",
-        ),
-        (
-            {"weight_transfer": "rdma"},
-            "rl.generator.weight_transfer must be one of .*nccl, gloo",
-        ),
-        ({"timeout_seconds": 0.0}, "rl.generator.timeout_seconds must be above 0"),
-        ({"max_requests": 0}, "rl.generator.max_requests must be at least 1"),
-        ({"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
-        (
-            {"backend": "local"},
-            "rl.generator.url = 'http://a' has no effect .*; set that to 'openai'",
-        ),
-        ({"rescore": True}, "rescore would hide how far"),
+        (OPENAI, {"url": ""}, "rl.generator.url must be an address like"),
+        (OPENAI, {"reload_url": "a:80"}, "reload_url must be an address like .* got 'a:80'"),
+        (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
+        (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
+        (OPENAI, {"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
+        (OPENAI, {"rl__async_steps": 1}, "has one server"),
+        (OPENAI, {"backend": "local"}, "url = 'http://a' has no effect .*; set that to 'openai'"),
+        (OPENAI, {"rescore": True}, "rescore would hide how far"),
+        (ADAPTERS, {"model__converters": []}, "sends the adapters of the converter 'lora', got"),
+        (ADAPTERS, {"reload_url": "http://a/r"}, "got rl.generator.reload_url = 'http://a/r';"),
+        (ADAPTERS, {"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* lora.rank_patt"),
+        (ADAPTERS, {"lora__also_train": ["norms"]}, "got lora.also_train = .*; change one of the"),
+        ({"adapters": True}, {"backend": "local"}, "files of adapters, .*backend = 'local'"),
+        ({"adapters": True}, {"backend": "vllm"}, "vLLM read the base from .*; train from that"),
     ],
 )
-def test_settings_are_checked(values, message):
-    good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
-    check_rl_config(config_with(**good))
-    check_rl_config(
-        config_with(**good | {"rl__generator__reload_url": ""})
-    )  # allowed: the server may be vLLM
-    with pytest.raises(ConfigError, match=message):
-        check_rl_config(
-            config_with(**good | {f"rl__generator__{key}": v for key, v in values.items()})
-        )
-    with pytest.raises(ConfigError, match="has one server"):
-        check_rl_config(config_with(**good, rl__async_steps=1))
+def test_settings_are_checked(good, values, message):
+    def checked(values):
+        named = {k if "__" in k else f"rl__generator__{k}": value for k, value in values.items()}
+        check_rl_config(config_with(**{"model__converters": ["lora"]} | named))
 
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"model__converters": []},
-            "sends the adapters of the converter 'lora', got .* = \\[\\]; add",
-        ),
-        (
-            {"rl__generator__reload_url": "http://a/r"},
-            "got rl.generator.reload_url = 'http://a/r';",
-        ),
-        ({"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* got lora.rank_pattern = "),
-        ({"lora__also_train": ["norms"]}, "got lora.also_train = .*; change one of the two"),
-        (
-            {"rl__generator__backend": "local"},
-            "files of adapters, .* got rl.generator.backend = 'local'",
-        ),
-        ({"rl__generator__backend": "vllm"}, "vLLM read the base from .*; train from that folder"),
-    ],
-)
-def test_settings_of_adapters_are_checked(values, message):
-    good = {f"rl__generator__{key}": value for key, value in GOOD.items()}
-    good |= {"rl__generator__adapters": True, "model__converters": ["lora"]}
-    good |= {"rl__generator__reload_url": ""}
-    check_rl_config(config_with(**good))
-    if values.get("rl__generator__backend"):
-        good = {key: value for key, value in good.items() if "url" not in key}
-        del good["rl__generator__model"]
+    if "url" in good:
+        checked(good)
     with pytest.raises(ConfigError, match=message):
-        check_rl_config(config_with(**good | values))
+        checked(good | values)

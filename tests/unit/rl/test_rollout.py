@@ -10,7 +10,7 @@ from tests.unit.rl.samples import make_episodes
 from tests.unit.rl.toy import toy_config
 from torchtitan.experiments.rl_toy.tasks import SumDigitsTask
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.metrics import append_episodes, mean_scores, staleness
+from torchtitan.rl.metrics import append_episodes, staleness
 from torchtitan.rl.rollout import Rollouts, with_advantages
 from torchtitan.rl.tasks import Grade, Prompt
 from torchtitan.rl.types import Completion, Episode, TrainingSample
@@ -75,9 +75,6 @@ def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.pop("step") for line in lines] == [1, 1, 2, 2]
     assert [Episode.from_dict(line) for line in lines] == episodes[:2] * 2
-
-
-def test_log_without_a_limit_holds_all_and_with_zero_makes_no_file(tmp_path):
     for limit, expected in ((-1, 4), (0, None)):
         path = tmp_path / f"{limit}.jsonl"
         append_episodes(str(path), 1, graded_episodes(), limit)
@@ -103,11 +100,6 @@ def test_grading_that_gives_no_grades_is_told(grades, got):
         pytest.raises(ValueError, match=f"a Grade for each of 2 completions, {got}; correct Sum"),
     ):
         make_episodes(TASK, PROMPTS, [completion("7"), completion("18")])
-
-
-def test_reward_is_not_hidden_by_a_score_of_its_name():
-    episodes = [replace(episode, scores={"reward": 9.0}) for episode in graded_episodes()]
-    assert mean_scores(episodes)["reward"] == 0.75
 
 
 def test_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):

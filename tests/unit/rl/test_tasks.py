@@ -64,15 +64,6 @@ def test_task_continues_from_its_state_and_evaluates_on_the_same_prompts(task_cl
     assert task_cls(seed=8).sample(10) != task_cls(seed=7).sample(10)
 
 
-@pytest.mark.parametrize("task_cls", CHARACTER_TASKS)
-def test_prompts_and_answers_are_spelled_in_the_tasks_own_tokens(task_cls):
-    task = task_cls()
-    for prompt in task.sample(10):
-        assert task.tokenizer.decode(prompt.token_ids) == prompt.text
-        assert task.tokenizer.decode(task.tokenizer.encode(prompt.answer)) == prompt.answer
-        assert max(prompt.token_ids) < task.tokenizer.get_vocab_size()
-
-
 def test_char_tokenizer_has_no_text_for_its_eos_and_a_mark_for_foreign_ids():
     tokenizer = CharTokenizer("ab")
     assert tokenizer.encode("ba", add_eos=True) == [2, 1, tokenizer.eos_id]
@@ -92,29 +83,19 @@ def test_each_pass_over_a_file_has_every_prompt_once_in_an_order_of_its_own(tmp_
     passes = [[prompt.text for prompt in task.sample(8)] for _ in range(3)]
     assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
     assert passes[0] != passes[1] != passes[2]
-
-
-def test_file_task_continues_from_its_state_in_the_middle_of_a_pass(tmp_path):
-    task = make_file_task(tmp_path, n=5)
-    task.sample(7)
-    state = task.state_dict()
-    following = task.sample(6)
-    other = make_file_task(tmp_path, n=5)
+    state, following, other = task.state_dict(), task.sample(6), make_file_task(tmp_path, n=8)
     other.load_state_dict(state)
     assert other.sample(6) == following
 
 
-def test_file_task_is_judged_by_the_users_function(tmp_path):
-    task = make_file_task(tmp_path, reward_fn=lambda text, answer: 0.5 * (text > answer))
+def test_file_task_is_judged_by_the_users_function_whose_reward_must_be_a_number(tmp_path):
+    returned = [0.5, None, float("nan"), "a lot"]
+    task = make_file_task(tmp_path, reward_fn=lambda text, answer: returned.pop(0))
     grade = task.grade(task.prompt(0), "9")
     assert (grade.reward, grade.scores) == (0.5, {"exact": 0.0})
-
-
-@pytest.mark.parametrize("returned", [None, float("nan"), "a lot"])
-def test_reward_that_is_no_number_is_refused(tmp_path, returned):
-    task = make_file_task(tmp_path, reward_fn=lambda text, answer: returned)
-    with pytest.raises(ValueError, match="must return a finite number"):
-        task.grade(task.prompt(0), "9")
+    while returned:
+        with pytest.raises(ValueError, match="must return a finite number"):
+            task.grade(task.prompt(0), "9")
 
 
 def test_file_to_evaluate_on_is_read_or_the_first_lines_serve(tmp_path):
@@ -133,14 +114,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     assert {prompt.text for prompt in task.sample(4)} == {"1+1="}
     with pytest.raises(ValueError, match="got none of 2"):
         JsonlTask(path, max_prompt_tokens=3, **options)
-
-
-@pytest.mark.parametrize("line", ["[1]", '{"question": "x"}', '{"prompt": ""}', "{prompt}"])
-def test_bad_line_is_named(tmp_path, line):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "1"}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match="p.jsonl, line 3"):
-        JsonlTask(str(path), len, CharTokenizer("1"))
 
 
 # ---- by name ----
@@ -174,16 +147,6 @@ def test_own_task_can_be_registered_once():
         register_task("copy", build)
 
 
-def test_prompts_do_not_end_whatever_the_tokenizer_does_by_itself(tmp_path):
-    class EndsEverything(CharTokenizer):
-        def encode(self, text, *, add_eos=True, **others):
-            return super().encode(text, add_eos=add_eos, **others)
-
-    path = write_lines(tmp_path / "p.jsonl", {"prompt": "1+1="})
-    task = JsonlTask(path, reward_fn=len, tokenizer=EndsEverything("0123456789+="))
-    assert task.tokenizer.eos_id not in task.prompt(0).token_ids
-
-
 def test_answers_are_texts_or_numbers(tmp_path):
     path = tmp_path / "answers.jsonl"
 
@@ -197,3 +160,7 @@ def test_answers_are_texts_or_numbers(tmp_path):
     for value in ({"a": 1}, [1], None):
         with pytest.raises(ValueError, match="line 2: rl.task.answer_key = 'answer' must name"):
             answers("2", value)
+    for line in ("[1]", '{"question": "x"}', '{"prompt": ""}', "{prompt}"):
+        path.write_text('{"prompt": "1"}\n\n' + line + "\n")
+        with pytest.raises(ValueError, match="answers.jsonl, line 3"):
+            JsonlTask(str(path), len, CharTokenizer("1"))

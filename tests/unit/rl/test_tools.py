@@ -136,39 +136,21 @@ def test_schema_is_that_of_the_signature():
     assert parameters["properties"]["words"] == {"type": "array", "items": {"type": "string"}}
     search.schema = {"type": "function", "function": {"name": "other"}}
     assert schema_of(search, "m:search") is search.schema
+    for search.schema in (None, {}, {"name": "search"}, {"function": {"name": 3}}, {"f": str}):
+        with pytest.raises(
+            ValueError, match="attribute `schema` of m:search must be a JSON object"
+        ):
+            schema_of(search, "m:search")
     with pytest.raises(ValueError, match="the parameter 'x' of m:untyped must not be"):
         schema_of(tool_functions.untyped, "m:untyped")
     with pytest.raises(ValueError, match=r"must have different names, got \['divide', 'divide'\]"):
         Toolbox({"a:divide": tool_functions.divide, "b:divide": tool_functions.divide}, 1, 1.0)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        None,
-        [],
-        {},
-        {"name": "search"},
-        {"function": {"name": 3}},
-        {"function": {"name": "f", "parameters": []}},
-        {"function": {"name": "f", "parameters": {"x": str}}},
-    ],
-)
-def test_schema_that_is_none_names_its_function(schema):
-    def search(): ...
-
-    search.schema = schema
-    with pytest.raises(
-        ValueError, match="the attribute `schema` of m:search must be a JSON object"
-    ):
-        Toolbox({"m:search": search}, 1, 1.0)
-
-
 def test_result_cannot_write_the_tokens_that_divide_a_chat(folder):
     tokenizer = HuggingFaceTokenizer(str(folder))
-    task = build_task(
-        task_config(folder, [question("a")], f"--rl.task.tools={HERE}:greet"), tokenizer
-    )
+    config = task_config(folder, [question("a")], f"--rl.task.tools={HERE}:greet")
+    task = build_task(config, tokenizer)
     said = iter([call("greet", who="you"), "done"])
     more = [f"--rl.task.tools={TOOLS[0]}"]
     (episode,) = draw(task, Scripted(tokenizer, lambda _: next(said)), folder.parent, *more)
@@ -182,79 +164,59 @@ def test_result_cannot_write_the_tokens_that_divide_a_chat(folder):
     assert (replied.count(start), replied.count(end)) == (2, 1)
 
 
-def test_calls_are_found_in_a_text():
-    assert tool_calls("no call") == []
+def test_calculator_works_out_what_python_does_and_knows_nothing_else():
     text = f"<think>x</think>{call('f', a='</b>')}\n{call('g')} <tool_call>"
     first, second, third = tool_calls(text)
     assert (first, second) == (ToolCall("f", {"a": "</b>"}), ToolCall("g", {}))
-    assert third.problem.startswith("a call must be a JSON object")
+    assert third.problem.startswith("a call must be a JSON object") and tool_calls("no call") == []
+    for expression, result in [
+        ("-(1 + 2) * 3 % 4", "3"),
+        ("7 // 2 / 2", "1.5"),
+        ("+1e3", "1000.0"),
+    ]:
+        assert calculator(expression) == result
+    for expression in ("2**9", "a", "f(1)", "True", "'a'*3", "[1][0]", "1 if 1 else 2"):
+        with pytest.raises(ValueError, match="an expression has numbers"):
+            calculator(expression)
 
 
-@pytest.mark.parametrize(
-    ("expression", "result"), [("-(1 + 2) * 3 % 4", "3"), ("7 // 2 / 2", "1.5"), ("+1e3", "1000.0")]
-)
-def test_calculator_works_out_what_python_does(expression, result):
-    assert calculator(expression) == result == str(eval(expression))
-
-
-@pytest.mark.parametrize(
-    "expression", ["2**9", "a", "f(1)", "True", "'a'*3", "[1][0]", "1 if 1 else 2"]
-)
-def test_calculator_knows_nothing_else(expression):
-    with pytest.raises(ValueError, match="an expression has numbers"):
-        calculator(expression)
-
-
-def test_prompts_that_cannot_be_chats_are_told(folder, tmp_path):
+def test_chats_that_cannot_be_rendered_are_told(folder, tmp_path, caplog):
     tokenizer = HuggingFaceTokenizer(str(folder))
     plain = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "plain")))
-    forgetful = tmp_path / "f.jinja"
-    forgetful.write_text(FORGETFUL)
-    random = tmp_path / "r.jinja"
-    random.write_text("{{ ['Hi', 'Hello'] | random }} {{ messages[0].content }}")
+    texts = {
+        "forgetful": FORGETFUL,
+        "random": "{{ ['Hi', 'Hello'] | random }} {{ messages[0].content }}",
+        "no_tools": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+
+    def template(name):
+        return [f"--rl.task.chat_template={tmp_path / name}"]
+
+    one = [question("a")]
+    text_of_two = [question("a"), {"prompt": "b"}]
+    king = [{"prompt": [{"role": "king", "content": ""}]}]
+    must = "line 2: rl.task.prompt_key = .* must name a list of messages, because of rl.task.tools"
     for rows, with_tokenizer, flags, message in [
-        ([question("a")], plain, [], "has no chat template; set rl.task.chat_template"),
-        (
-            [question("a"), {"prompt": "b"}],
-            tokenizer,
-            [],
-            "line 2: rl.task.prompt_key = .* must name a list of messages, because of rl.task.tools",
-        ),
+        (one, plain, [], "has no chat template; set rl.task.chat_template"),
+        (text_of_two, tokenizer, [], must),
         ([{"prompt": ["b"]}], tokenizer, [], "line 1: a message must be an object with a role"),
-        ([{"prompt": [{"role": "king", "content": ""}]}], tokenizer, [], "no such role: king"),
-        (
-            [question("a")],
-            tokenizer,
-            [f"--rl.task.chat_template={forgetful}"],
-            "f.jinja writes the",
-        ),
-        (
-            [question("a")],
-            tokenizer,
-            [f"--rl.task.chat_template={random}"],
-            "line 1: .*r.jinja cannot render .*: random texts would differ between processes",
-        ),
+        (king, tokenizer, [], "no such role: king"),
+        (one, tokenizer, template("forgetful"), "forgetful writes the"),
+        (one, tokenizer, template("random"), "line 1: .*random cannot render .*: random texts"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_task(task_config(folder, rows, *flags), with_tokenizer)
-
-
-def test_template_that_writes_no_tools_is_told(folder, tmp_path, caplog):
-    template = tmp_path / "no_tools.jinja"
-    template.write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    )
-    rows, flag = [question("a")], f"--rl.task.chat_template={template}"
-    build_task(task_config(folder, rows, flag), HuggingFaceTokenizer(str(folder))).close()
-    assert "no_tools.jinja writes no tools, so the policy is not told of rl.task" in caplog.text
+    build_task(task_config(folder, one, *template("no_tools")), tokenizer).close()
+    assert "no_tools writes no tools, so the policy is not told of rl.task" in caplog.text
 
 
 def test_chat_prompts_need_no_tools_and_take_variables(folder):
-    path = folder.parent / "chat.jsonl"
-    path.write_text(json.dumps(question("2+2?", "4")) + "\n" + json.dumps({"prompt": "plain"}))
-    flags = [f"--rl.task.path={path}", "--rl.task.reward_fn=operator:eq", "--rl.task.name=jsonl"]
     variables = '--rl.task.chat_variables={"enable_thinking": false}'
-    config = toy_config(folder.parent, *flags, variables).rl
+    rows = [question("2+2?", "4"), {"prompt": "plain"}]
+    config = task_config(folder, rows, variables)
+    config.task.tools = []
     task = build_task(config, HuggingFaceTokenizer(str(folder)))
     chat, plain = task.held_out(2)
     assert chat.text == (
@@ -268,11 +230,8 @@ def test_chat_prompts_need_no_tools_and_take_variables(folder):
     [
         ({"tools": ["nowhere:f"], "max_turns": 2}, "rl.task.tools names a function to import"),
         ({"tools": TOOLS}, "another turn to read them, got rl.task.max_turns = 1; raise it"),
-        ({"tool_processes": 0}, "rl.task.tool_processes must be at least 1, got 0"),
-        ({"tool_timeout_seconds": 0.0}, "rl.task.tool_timeout_seconds must be above 0"),
         ({"chat_template": "none.jinja"}, "must be a file with a Jinja template, got 'none.jinja'"),
         ({"chat_variables": "[1]"}, r"rl.task.chat_variables must be a JSON object, got '\[1\]'"),
-        ({"max_turns": 0}, "rl.task.max_turns must be at least 1, got 0"),
     ],
 )
 def test_settings_are_checked(values, message, tmp_path):

@@ -1,8 +1,6 @@
 """Weights of a generator's own copy: complete, of the right version, bit for bit."""
 
 import copy
-import cProfile
-import pstats
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +13,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.rl.generator import CopyGenerator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
-    LiveWeights,
     NoWeightsError,
     OurNames,
     StaleWeightsError,
@@ -108,6 +105,10 @@ def rename(name, tensor):
     yield name + "_", tensor
 
 
+def cast(name, tensor):
+    yield name, tensor.bfloat16()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -115,6 +116,7 @@ def rename(name, tensor):
         (leave_out_a_norm, "version 5 came without norm.weight"),
         (cut, r"tok_embeddings.weight was sent as torch.float32 of \[1, 64\]"),
         (rename, "the generator's model has nothing of this name"),
+        (cast, "was sent as torch.bfloat16 .*; .* send weights in the generator's dtype"),
     ],
 )
 def test_other_weights_than_those_sent_are_refused_and_not_sampled_from(change, message):
@@ -123,12 +125,6 @@ def test_other_weights_than_those_sent_are_refused_and_not_sampled_from(change, 
         generator.update_weights(Altered(tiny("llama3", 1), change))
     with pytest.raises(NoWeightsError, match="only a part of an update"):
         generator.generate([[1, 2, 3]], SAMPLING)
-
-
-def test_weights_of_another_dtype_are_refused():
-    generator = CopyGenerator(tiny("llama3", 2))
-    with pytest.raises(WeightMismatchError, match="send weights in the generator's dtype"):
-        generator.update_weights(weights_of(tiny("llama3", 1), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("version", [2, 4])
@@ -140,21 +136,3 @@ def test_generator_that_has_other_weights_after_an_update_is_told(version):
         StaleWeightsError, match=f"has version {version} after an update to version 3"
     ):
         WeightSync(SimpleNamespace(weights_version=3), generator).update()
-
-
-def test_live_weights_cost_little_more_than_the_models_own_state_dict():
-    spec = get_train_spec("qwen3")
-    with torch.device("meta"):
-        model = spec.model_cls(spec.model_args["0.6B"])
-    engine = SimpleNamespace(
-        model_parts=[model], device=torch.device("meta"), weights_version=0, pp_schedule=None
-    )
-
-    def num_calls(function) -> int:
-        profile = cProfile.Profile()
-        profile.runcall(function)
-        return pstats.Stats(profile).total_calls
-
-    own, live = num_calls(model.state_dict), num_calls(LiveWeights(engine).state_dict)
-    # Function calls stand for time, because they are the same in every run.
-    assert live < 1.3 * own

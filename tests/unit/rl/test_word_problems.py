@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from examples.rl.word_problems.make_data import MAX_EVENTS, problem, problems
-from examples.rl.word_problems.render import render
 from torchtitan.config import ConfigManager
 from torchtitan.job import resolve_job
 from torchtitan.rl.checks import check_rl_config
@@ -44,17 +43,6 @@ def test_problems_depend_on_the_seed_only_and_do_not_repeat():
     first, again, other = (list(islice(problems(seed), 500)) for seed in (0, 0, 1))
     assert first == again != other
     assert len({row["question"] for row in first}) == 500
-
-
-def test_rendered_row_keeps_its_keys_and_braces():
-    row = {"question": "How many {things}?", "answer": "#### 1", "id": 7}
-    assert render(row, "plain") == row | {
-        "prompt": "How many {things}?\n",
-        "text": "How many {things}?\n#### 1",
-    }
-    chat = render(row, "qwen3")["prompt"]
-    assert chat.startswith("<|im_start|>user\nHow many {things}?\n")
-    assert chat.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_row_without_a_question_is_named(tmp_path):
@@ -118,15 +106,6 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
     for path in (config.rl.task.path, config.rl.task.eval_path):
         (row,) = (json.loads(line) for line in (tmp_path / path).read_text().splitlines())
         assert row["prompt"].startswith("<|im_start|>user\n1+1?")
-
-
-def test_rl_starts_from_where_fine_tuning_ends():
-    sft, rl = parsed("sft_cpu.toml"), parsed("rl_cpu.toml")
-    assert rl.checkpoint.initial_load_path == (
-        f"{sft.job.dump_folder}/checkpoint/step-{sft.training.steps}"
-    )
-    assert (sft.model.name, sft.model.flavor) == (rl.model.name, rl.model.flavor)
-    assert sft.training.dataset_path == rl.rl.task.path
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.tools.errors import ConfigError, RunError, allow_open_files, as_run_error
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import _quiet_libraries, _report_failure
@@ -101,13 +101,6 @@ def test_limit_of_open_files_is_raised_as_far_as_it_may_be(monkeypatch):
     limits.append((100, 100))
     with pytest.raises(RunError, match="100 are allowed to this process .*at least 128 are needed"):
         allow_open_files()
-
-
-def test_utf8_on_the_command_line_is_read_where_python_reads_ascii(monkeypatch):
-    # As under LANG=C without Python's UTF-8 mode.
-    as_ascii = "größe".encode().decode("ascii", "surrogateescape")
-    monkeypatch.setattr(sys, "argv", ["train", f"--job.description={as_ascii}"])
-    assert ConfigManager().parse_args().job.description == "größe"
 
 
 def test_log_is_readable_on_a_terminal_that_takes_ascii_only(monkeypatch):

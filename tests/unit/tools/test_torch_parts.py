@@ -84,6 +84,7 @@ def private_names_outside_the_table(trees: dict[str, ast.Module]) -> dict[str, s
     return found
 
 
+@pytest.mark.long
 def test_private_names_of_torch_are_reached_through_torch_parts():
     trees = {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())

@@ -13,11 +13,7 @@ from torchtitan.rl.tasks import build_task
 
 
 class SolvedExamples(BaseDataLoader):
-    """Yields batches of one example per row; the loss covers the answer and the end-of-text token.
-
-    A step with the same total of rows has the same examples on any number of ranks. Raises
-    ConfigError if the job's config has no `[rl]` sections.
-    """
+    """Batches of one example per row, alike for any number of ranks; the loss covers answer and end."""
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):
@@ -44,7 +40,7 @@ class SolvedExamples(BaseDataLoader):
                 n = len(example) - 1
                 if n > self.seq_len:
                     raise ValueError(
-                        f"training.seq_len must hold an example of {n} tokens, got "
+                        f"training.seq_len must be at least {n}, the tokens of an example, got "
                         f"{self.seq_len}; raise it"
                     )
                 tokens[row, :n] = example[:-1]

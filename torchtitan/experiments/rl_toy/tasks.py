@@ -41,11 +41,7 @@ class CharTokenizer(BaseTokenizer):
 
 
 class CharTask(Task):
-    """Random problems that are spelled in a few characters; the reward is 1 for the answer, else 0.
-
-    Held-out prompts are drawn independently of training prompts, but may equal some of them if there
-    are few problems.
-    """
+    """Random problems that are spelled in a few characters; the reward is 1 for the answer, else 0."""
 
     def __init__(self, characters: str, seed: int) -> None:
         super().__init__(CharTokenizer(characters))
@@ -83,10 +79,7 @@ class SumDigitsTask(CharTask):
 
 
 class CopyTask(CharTask):
-    """Repeat `length` of the alphabet's first `num_letters`: "cab=" expects "cab".
-
-    The reward is the share of correct positions.
-    """
+    """Repeat letters: "cab=" expects "cab". The reward is the share of correct positions."""
 
     def __init__(self, length: int = 3, num_letters: int = 8, seed: int = 0):
         self.length, self.letters = length, string.ascii_lowercase[:num_letters]
@@ -113,10 +106,7 @@ class SortTask(CopyTask):
 
 
 class GuessTask(CharTask):
-    """Find a number up to `value_max` in several turns; all prompts are "?".
-
-    The reply to a wrong guess is "<" or ">", if the number is less or greater.
-    """
+    """Find a number in several turns; the reply to a wrong guess is "<" or ">", as the number is."""
 
     def __init__(self, value_max: int = 9, seed: int = 0):
         super().__init__("0123456789<>?", seed)

@@ -121,10 +121,7 @@ class LocalTrainingClient(AsyncNames):
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> ClientFuture[ForwardBackwardOutput]:
-        """Return log-probs of the targets, without gradients.
-
-        loss_fn: a name as for forward_backward; it does not change the result.
-        """
+        """Return log-probs of the targets, without gradients; loss_fn does not change them."""
         loss_of(loss_fn, {})
         data = list(data)
         return self._thread.submit(lambda: output_of(self._logprobs(data), {}))
@@ -162,9 +159,8 @@ class LocalTrainingClient(AsyncNames):
             failure, self._failure = self._failure, None
             self._trainer.zero_grad()
             raise RuntimeError(
-                f"a forward_backward of this step failed ({failure}), so the gradients are "
-                "incomplete; they were zeroed and the weights not changed: correct the call and "
-                "repeat all calls of the step"
+                f"a forward_backward of this step failed ({failure}): the gradients were zeroed and the "
+                "weights not changed; correct the call and repeat all calls of the step"
             ) from failure
         params = OptimParams(
             lr=adam_params.learning_rate,
@@ -296,10 +292,7 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def exchange_state(self, state: TrainingState) -> None:
-        """Swap the policy's state with another one, so that policies take turns on one model.
-
-        Adapters take turns beside one base. Nothing is copied but what trains.
-        """
+        """Swap what trains of the policy, and its step, with another state: models take turns."""
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
             swap_memory(self._trained, state.weights)
@@ -387,8 +380,7 @@ class LocalTrainingClient(AsyncNames):
     ) -> ForwardBackwardOutput:
         if not data:
             raise ValueError(
-                "forward_backward_custom needs at least one Datum for its loss, got no Datum; "
-                "leave the call out"
+                "forward_backward_custom needs at least one Datum, got none; leave it out"
             )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
@@ -396,18 +388,15 @@ class LocalTrainingClient(AsyncNames):
         # sum(gradient * log-prob) has the gradients of this loss, on any layout and split.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
-            raise ValueError(
-                f"loss_fn must have a finite loss and finite gradients, got loss {loss.item()}; "
-                "correct the function"
-            )
+            got = f"got loss {loss.item()}; correct the function"
+            raise ValueError(f"loss_fn must have a finite loss and finite gradients, {got}")
         pairs = zip(data, gradients, strict=True)
         surrogate = self.samples([only_targets(datum, weights=-grad) for datum, grad in pairs])
         self._trainer.forward_backward(self._batcher.batch(surrogate), CrossEntropyLoss())
         return output_of([x.detach() for x in logprobs], {"loss:sum": loss.item(), **metrics})
 
     def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
-        """The log-probs [n] of each datum's targets, including masked ones; or with k, the k most
-        probable tokens [n, 2 k] at each place, see `TopTokens`."""
+        """The log-probs [n] of each datum's targets, or with k the `TopTokens` [n, 2 k] there."""
         batch = self._batcher.batch(self.samples([only_targets(datum) for datum in data]))
         found = self._trainer.top_tokens(batch, k) if k else self._trainer.forward(batch)
         return check_finite(found)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan.adapters.names import fits
+from torchtitan.adapters.lora import fits
 from torchtitan.config.job_config import LoRA
 from torchtitan.integrations.tinker.types import Datum, ForwardBackwardOutput, TensorData
 from torchtitan.rl.losses import GSPOLoss, PolicyLoss, build_loss
@@ -104,10 +104,8 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
         given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
     if unknown := sorted(set(given) - set(_INPUTS)):
-        raise ValueError(
-            f"loss_fn_inputs of a Datum may be {', '.join(_INPUTS)}, got {unknown[0]!r}; "
-            "remove it, or correct its name"
-        )
+        known = ", ".join(_INPUTS)
+        raise ValueError(f"loss_fn_inputs of a Datum may be {known}, got {unknown[0]!r}; remove it")
     needed = {"target_tokens"}
     if has_ratio := loss is not None and loss.has_generator:
         needed |= {"logprobs", "advantages"}
@@ -143,19 +141,16 @@ def _numbers(name: str, values: Any, n: int) -> Tensor:
         tensor = torch.as_tensor(values.to_torch() if hasattr(values, "to_torch") else values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} of a Datum must be a list or a tensor of numbers ({error}); correct it"
+            f"{name} of a Datum must be a list or a tensor of numbers: {error}"
         ) from error
     if list(tensor.shape) != [n]:
         raise ValueError(
             f"{name} of a Datum must have one number per input token, [{n}], got {list(tensor.shape)}; "
             "for a sequence of n + 1 tokens give its first n as input and its last n as targets"
         )
-    if not (finite := tensor.isfinite()).all():
-        place = int(finite.logical_not().nonzero()[0])
-        raise ValueError(
-            f"{name} of a Datum must be finite, got {tensor[place].item()} at token {place}; remove or "
-            "correct the Datum"
-        )
+    for place in tensor.isfinite().logical_not().nonzero()[:1].flatten().tolist():
+        got = f"{tensor[place].item()} at token {place}"
+        raise ValueError(f"{name} of a Datum must be finite, got {got}; remove the Datum")
     return tensor
 
 

@@ -119,10 +119,9 @@ class LocalSamplingClient(AsyncNames):
         Calls in a row with the same settings and without a seed are drawn together: make all
         calls before you wait for the first result.
         """
-        if not 0 <= topk_prompt_logprobs <= self._client.vocab_size:
+        if not 0 <= topk_prompt_logprobs <= (most := self._client.vocab_size):
             raise ValueError(
-                f"topk_prompt_logprobs must be 0 to {self._client.vocab_size}, the vocabulary's size, got "
-                f"{topk_prompt_logprobs}"
+                f"topk_prompt_logprobs must be 0 to {most}, got {topk_prompt_logprobs}"
             )
         # The last token is drawn and not read.
         room = self._client._batcher.seq_len + 1 - prompt.length
@@ -137,10 +136,7 @@ class LocalSamplingClient(AsyncNames):
     def sample_all(
         self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
     ) -> ClientFuture[list[SampleResponse]]:
-        """Return the response to each prompt, as from `sample`, all drawn together.
-
-        prompts: with the `prompt_logprobs_last_n` of each. settings: the arguments of `sample` in between.
-        """
+        """Return what `sample` returns for each (prompt, prompt_logprobs_last_n), all drawn together."""
         return self._thread.submit(self._sample, prompts, *settings)
 
     def _sample(

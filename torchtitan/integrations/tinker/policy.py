@@ -71,16 +71,13 @@ class Policy:
 
     def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
-            raise ValueError(
-                f"model {model} was dropped, because its session had ended; make another"
-            )
+            raise ValueError(f"model {model} was dropped, as its session had ended; make another")
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
-        """Fill a new model inside, which takes the name `model` if the block succeeds.
+        """Fill a new model inside; only if that succeeds does it replace the one of its name.
 
-        If the block fails, the earlier model of this name, if any, is as it was. A policy without
-        adapters is its only model, and is filled in place. rank: of the new model's adapters.
+        rank: of its adapters. A policy without adapters is its only model, and is filled in place.
         """
         if rank is None:
             yield
@@ -103,10 +100,7 @@ class Policy:
             self._ranks.pop(model, None)
 
     def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
-        """Go back to the weights that the server started with, and reset the optimizer.
-
-        adapters: arguments of `start_adapters`, which then draws new adapters.
-        """
+        """Go back to the first weights; adapters: arguments of `start_adapters`, to draw new ones."""
         with self._replacing(model, None if adapters is None else adapters["rank"]):
             self._client.load_sampler_weights(self._samplers[BASE]).result()
             if adapters is not None:
@@ -172,10 +166,6 @@ class Policy:
     def open(self, sampler: str, path: str) -> None:
         """Make a sampler of a saved state."""
         self._samplers[sampler] = self._client.create_sampling_client(path).result()
-
-    def forget(self, samplers: Sequence[str]) -> None:
-        for sampler in samplers:
-            self._samplers.pop(sampler, None)
 
     def sample(
         self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple

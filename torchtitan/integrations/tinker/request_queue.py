@@ -1,12 +1,12 @@
 """Commands that wait for the policy, and whose turn it is.
 
-Commands of a lane, such as those of a model or of a sampler, run in their order. Lanes don't depend on
-each other, and take turns.
+Commands of a lane, such as those of a model, or the draws of a sampler with the same settings, run in their
+order. Lanes take turns; among lanes, the first command of the one that waits longest comes first.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,17 @@ class Command:
     joins: waiting commands with the same key run as one; None runs the command by itself.
     items: the argument `items` has those of all commands that run as one. The result has a value, or
         an exception, per item, and `answer` gets its command's.
-    lane: commands of the same lane run in their order; "" for a command that depends on no other.
+    lane: "" for a command that depends on no other.
     size: of this command, for the limit of commands that run as one; 0 is not limited.
-    comes_in_bursts: more commands with this key may follow soon in the same lane, whose order with
-        other such commands does not matter.
+    comes_in_bursts: more commands of this lane may follow soon.
     """
 
     method: str
     arguments: dict[str, Any]
     answer: Callable[[Any], None] = lambda _: None
-    joins: Any = None
+    joins: Hashable = None
     items: Sequence[Any] = ()
-    lane: str = ""
+    lane: Hashable = ""
     size: int = 0
     comes_in_bursts: bool = False
 
@@ -43,18 +42,17 @@ class RequestQueue:
     def __init__(self, max_size: int):
         self._max_size = max_size
         # The lane that has waited longest for a turn is the first one.
-        self._lanes: dict[str, deque[Command]] = {}
-        self._last_seen: dict[str, float] = {}
+        self._lanes: dict[Hashable, deque[Command]] = {}
+        self._last_seen: dict[Hashable, float] = {}
 
     @property
     def has_commands(self) -> bool:
         return bool(self._lanes)
 
     def add(self, command: Command) -> None:
-        lane = command.lane or f"alone {id(command)}"
-        self._lanes.setdefault(lane, deque()).append(command)
-        if command.lane:
-            self._last_seen[lane] = time.monotonic()
+        self._lanes.setdefault(command.lane or id(command), deque()).append(command)
+        if command.lane and not command.comes_in_bursts:
+            self._last_seen[command.lane] = time.monotonic()
 
     def may_gather(self) -> bool:
         """True if every lane's first command can be joined by commands that may come soon."""
@@ -69,32 +67,19 @@ class RequestQueue:
     def next_batch(self) -> list[Command]:
         """Remove and return commands to run as one: the first lane's, and those that may join it.
 
-        Each lane gives one command, or a burst, before a lane gives its second one. The lanes that
-        gave some go behind the others.
+        Each lane gives one command before a lane gives its second one. The lanes that gave some go
+        behind the others.
         """
         first, *others = self._lanes.values()
-        key = first[0].joins
-        batch = [first.popleft()] if key is None else _burst(first, key)
-        n_before = 0 if key is not None else len(batch)
-        while n_before < len(batch):
+        batch = [first.popleft()]
+        key, size, n_before = batch[0].joins, batch[0].size, 0
+        while key is not None and n_before < len(batch):
             n_before = len(batch)
             for lane in (*others, first):
-                size = sum(command.size for command in batch)
-                if lane and lane[0].size + size <= self._max_size:
-                    batch += _burst(lane, key)
+                if lane and lane[0].joins == key and lane[0].size + size <= self._max_size:
+                    batch.append(lane.popleft())
+                    size += batch[-1].size
         served = {command.lane for command in batch}
         left = [(name, lane) for name, lane in self._lanes.items() if lane]
         self._lanes = dict(sorted(left, key=lambda entry: entry[0] in served))
         return batch
-
-
-def _burst(lane: deque[Command], key: Any) -> list[Command]:
-    """Remove and return the commands with this key that may run now: the first, or those of a burst."""
-    if not lane[0].comes_in_bursts:
-        return [lane.popleft()] if lane[0].joins == key else []
-    burst, others = [], []
-    while lane and lane[0].comes_in_bursts:
-        command = lane.popleft()
-        (burst if command.joins == key else others).append(command)
-    lane.extendleft(reversed(others))
-    return burst

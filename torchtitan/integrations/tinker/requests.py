@@ -75,10 +75,8 @@ def folder_of(path: str) -> str:
     """Return the folder that a tinker:// path means, relative to the server's states."""
     match = _PATH.fullmatch(path)
     if match is None:
-        raise Refused(
-            f"a saved state is tinker://<model id>/weights/<name>, or .../sampler_weights/<name>, "
-            f"got {_short(path)}; give the path that a save returned"
-        )
+        name = "tinker://<model id>/weights/<name>, or the path that another save returned"
+        raise Refused(f"a saved state is {name}, got {_short(path)}")
     return "/".join(match.groups())
 
 
@@ -87,10 +85,7 @@ def model_input(values: dict[str, Any], key: str) -> ModelInput:
     for chunk in take(take(values, key, dict), "chunks", list):
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
         if kind != "encoded_text":
-            raise Refused(
-                f"{key} must be chunks of encoded_text, got {_short(kind)}; images and "
-                "audio are not supported"
-            )
+            raise Refused(f"{key} must be chunks of encoded_text, got {_short(kind)}; leave it out")
         tokens += take(chunk, "tokens", list)
     if not tokens or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise Refused(f"{key} must be at least one token id, got {_short(tokens)}")
@@ -99,10 +94,7 @@ def model_input(values: dict[str, Any], key: str) -> ModelInput:
 
 def adam_params(values: dict[str, Any]) -> AdamParams:
     if (other := values.get("optimizer_params")) is not None:
-        kind = other.get("type") if isinstance(other, dict) else other
-        raise Refused(
-            f"the optimizer is AdamW, got optimizer_params of {_short(kind)}; send adam_params"
-        )
+        raise Refused(f"the optimizer is AdamW, got {_short(other)}; send adam_params")
     params = take(values, "adam_params", dict)
     names = AdamParams.__dataclass_fields__
     return AdamParams(**{name: _take_number(params, name, names[name].default) for name in names})

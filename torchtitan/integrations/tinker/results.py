@@ -161,9 +161,8 @@ class Results:
         for channel, done in list(self._done.items()):
             self._done[channel] = {c: r for c, r in done.items() if r.result is not _DROPPED}
 
-    def retrieve(self, values: dict[str, Any]) -> Answer:
+    def retrieve(self, request_id: str) -> Answer:
         """Return a request's result, or status 408 if it is not there in time."""
-        request_id = take(values, "request_id", str)
         with self._changed:
             request = self._all.get(request_id)
             self._changed.wait_for(

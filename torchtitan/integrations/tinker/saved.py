@@ -94,9 +94,8 @@ class SavedFiles:
         path = f"tinker://{model}/{kind}/{name}"
         folder = os.path.join(self._folder, folder_of(path), "" if kind == EXTERNAL else _PEFT)
         if not os.path.isdir(folder):
-            raise Refused(
-                f"{path} is not a saved state with adapters; save_weights_external saves one", 404
-            )
+            remedy = "save_weights_external saves one"
+            raise Refused(f"{path} is not a saved state with adapters; {remedy}", 404)
         with os.scandir(folder) as entries:
             return {x.name: x.path for x in entries if x.is_file() and not x.name.endswith(".tmp")}
 

@@ -1,13 +1,10 @@
 """The policy of a config, behind an HTTP server, on all ranks of a job."""
 
-import contextlib
 import ipaddress
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -20,6 +17,7 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.step.runner import on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
+from torchtitan.tools.signals import SignalThread
 
 
 class Server:
@@ -40,10 +38,21 @@ class Server:
 
         Raises ConfigError if the server cannot listen at the config's address.
         """
-        if dist.is_initialized() and dist.get_rank() > 0:
-            with _on_signals(lambda: None):  # rank 0 ends the loop
-                self._commands.run()
-            return
+        signals = SignalThread(self._hear)
+        signals.start()
+        try:
+            if dist.is_initialized() and dist.get_rank() > 0:
+                self._commands.run()  # rank 0 ends the loop
+            else:
+                self._serve(on_start)
+        finally:
+            signals.close()
+
+    def _hear(self, number: int) -> None:
+        logger.info("%s: the server ends", signal.Signals(number).name)
+        self.stop()
+
+    def _serve(self, on_start: Callable[[str], None]) -> None:
         config = self._config.rl.serve
         try:
             service = Service(self._config, self._client, self._commands.put)
@@ -73,16 +82,15 @@ class Server:
             logger.warning(
                 "others may read or change the key in %s (mode %o): chmod 600", path, mode
             )
-        with _on_signals(self.stop):
-            http.start()
-            logger.info("serving %s at %s", config.base_model, http.url)
-            on_start(http.url)
-            try:
-                self._commands.run()
-            finally:
-                service.close()
-                http.close()
-                logger.info("the server has ended")
+        http.start()
+        logger.info("serving %s at %s", config.base_model, http.url)
+        on_start(http.url)
+        try:
+            self._commands.run()
+        finally:
+            service.close()
+            http.close()
+            logger.info("the server has ended")
 
     def stop(self) -> None:
         """End `train` after the running call. Call on rank 0, from any thread."""
@@ -91,25 +99,3 @@ class Server:
     def close(self) -> None:
         """Free the policy. Safe to call twice."""
         self._client.close()
-
-
-@contextlib.contextmanager
-def _on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Make the first SIGTERM or SIGINT run `call`, and a second one end the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = signal.SIGTERM, signal.SIGINT
-
-    def handle(number: int, _: Any) -> None:
-        logger.info("%s: the server ends", signal.Signals(number).name)
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
-        call()
-
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

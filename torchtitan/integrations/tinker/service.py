@@ -9,20 +9,85 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.integrations.tinker import sessions, wire
+from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
+from torchtitan.integrations.tinker.policy import BASE
 from torchtitan.integrations.tinker.request_queue import Command
-from torchtitan.integrations.tinker.requests import Refused, adam_params, folder_of, read_json, take
+from torchtitan.integrations.tinker.requests import (
+    Refused,
+    adam_params,
+    folder_of,
+    model_input,
+    read_json,
+    sampling_params,
+    take,
+)
 from torchtitan.integrations.tinker.results import Answer, Results
-from torchtitan.integrations.tinker.sampling import Sampling
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
-from torchtitan.integrations.tinker.sessions import Sessions
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
+
+SECONDS_UNTIL_GONE = (
+    20  # until a session without a request ends; clients send a heartbeat every 10 s
+)
+_MAX_SESSIONS = 4096
+_MAX_SAMPLES = 4096  # of one request
+_MAX_TOP_K = 1024
+# Options of a sample request that are refused -> the value that leaves them off.
+_NOT_SUPPORTED = {
+    "topk_sample_logprobs": 0,
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": False,
+}
+
+
+class Sessions:
+    """The sessions that are not finished. A model, a sampler and a result have their session's id."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive_until: dict[str, float] = {}  # if no request comes
+
+    def create(self) -> str:
+        session_id, now = str(uuid.uuid4()), time.monotonic()
+        with self._lock:
+            self._alive_until = {k: until for k, until in self._alive_until.items() if now < until}
+            if len(self._alive_until) >= _MAX_SESSIONS:
+                raise Refused(f"{_MAX_SESSIONS} sessions are alive; finish some of them", 429)
+            self._alive_until[session_id] = now + SECONDS_UNTIL_GONE
+        return session_id
+
+    def note(self, id_in_session: str) -> bool:
+        """Note a request, which keeps its session alive; return False for an unknown session."""
+        session_id = id_in_session.partition(":")[0]
+        with self._lock:
+            if is_known := session_id in self._alive_until:
+                self._alive_until[session_id] = time.monotonic() + SECONDS_UNTIL_GONE
+        return is_known
+
+    def check(self, session_id: str) -> None:
+        """Note a request of a session; raise Refused for an unknown session."""
+        if not self.note(session_id):
+            raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
+
+    def seconds_left(self, id_in_session: str) -> float:
+        """Return after how long the session will have ended if no request comes; 0 if it has ended."""
+        until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
+        return max(0.0, until - time.monotonic())
+
+    def is_alive(self, id_in_session: str) -> bool:
+        return self.seconds_left(id_in_session) > 0
+
+    def finish(self, session_id: str) -> None:
+        self.check(session_id)
+        with self._lock:
+            self._alive_until.pop(session_id, None)
 
 
 class Service:
@@ -41,9 +106,7 @@ class Service:
         self._lock = threading.Lock()
         self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
         self.files = SavedFiles(client.states_folder)
-        self._sampling = Sampling(
-            self._results, put, self._sessions, self.files.loadable, client, self._max_len
-        )
+        self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
         limit = job_config.rl.serve.max_request_mib * 2**20
         client_config = {
             "pjwt_auth_enabled": False,
@@ -74,9 +137,9 @@ class Service:
                 ("POST save_weights_for_sampler", self._save_for_sampler),
                 ("POST create_sampling_session", self._create_sampling_session),
                 ("GET samplers/([^/]+)", self._get_sampler),
-                ("POST asample", self._sampling.sample),
+                ("POST asample", self._sample),
                 ("POST retrieve_future", self._retrieve),
-                ("POST retrieve_futures", self._sampling.retrieve_many),
+                ("POST retrieve_futures", self._retrieve_many),
                 *self.files.routes,
             )
         ]
@@ -93,11 +156,13 @@ class Service:
 
     def close(self) -> None:
         """Answer all waiting requests with an error."""
+        self._models.clear()
         self._results.close(Refused("the server was shut down before this was done", 503))
 
     def _retrieve(self, values: dict[str, Any]) -> Answer:
-        self._sessions.note(take(values, "request_id", str))
-        return self._results.retrieve(values)
+        request_id = take(values, "request_id", str)
+        self._sessions.note(request_id)
+        return self._results.retrieve(request_id)
 
     # ---- sessions and models ----
 
@@ -132,10 +197,7 @@ class Service:
         result: dict[str, Any],
         rank: int = 0,
     ) -> Answer:
-        """Submit the command that begins a session's new model, after giving it the policy.
-
-        rank: of its adapters, if the server trains adapters, and so several models.
-        """
+        """Submit the command that begins a session's new model. rank: of its adapters, if any."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
         if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
@@ -145,10 +207,7 @@ class Service:
         base_model = take(values, "base_model", str, self._name)
         metadata = take(values, "user_metadata", dict, None)
         if self._config.rl.serve.only_base_model and base_model != self._name:
-            raise Refused(
-                f"base_model must be {self._name!r}, the model that this server trains, got "
-                f"{base_model!r}"
-            )
+            raise Refused(f"base_model must be {self._name!r}, got {base_model!r}; correct it")
         self._wait_for_owner(session_id)
         with self._lock:
             self._sessions.check(session_id)
@@ -156,7 +215,7 @@ class Service:
             self._make_room(model_id)
             self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[: -sessions.MAX_SESSIONS]:
+            for old in list(self._runs)[:-_MAX_SESSIONS]:
                 del self._runs[old]
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
@@ -180,22 +239,16 @@ class Service:
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
     def _wait_for_owner(self, session_id: str) -> None:
-        """If another session owns the only policy, wait until it ends, or its program shows that it lives.
-
-        A program that was killed and is started again would otherwise be refused.
-        """
+        """Wait until the session that owns the only policy ends, or shows that its program lives."""
         owner = next(iter(self._models), session_id)
         if self._lora is None and owner.partition(":")[0] != session_id:
             before, left = math.inf, self._sessions.seconds_left(owner)
-            while 0 < left <= before:
+            while owner in self._models and 0 < left <= before:
                 time.sleep(0.05)
                 before, left = left, self._sessions.seconds_left(owner)
 
     def _make_room(self, model_id: str) -> None:
-        """Drop models whose session has ended; without adapters also an older one of this session.
-
-        Raises Refused if there is no place for another model. Holds the lock.
-        """
+        """Drop models whose session has ended; raise Refused if there is no place for another one."""
         gone = [old for old in self._models if not self._sessions.is_alive(old)]
         if self._lora is None:
             for old in set(self._models) - set(gone):
@@ -215,10 +268,8 @@ class Service:
             raise Refused(self._client.limits.full, 429)
 
     def _command(self, method: str, model_id: str, /, items: Any = (), **options: Any) -> Command:
-        """Return a command for a model, in the model's lane. method: of `Policy`.
-
-        items: of a command that joins those of other models, with the `Command`'s `joins` and `size`
-        among the options; the options of another command are the method's arguments.
+        """Return a command in a model's lane. options: fields of a command with items, which may join
+        those of other models; arguments of the method of one without items.
         """
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
@@ -318,9 +369,7 @@ class Service:
 
     def _save_external(self, values: dict[str, Any]) -> Answer:
         if values.get("age_encryption_recipients"):
-            raise Refused(
-                "age_encryption_recipients are not supported by this server; leave them out"
-            )
+            raise Refused("age_encryption_recipients are not supported; leave them out")
         return self._save(values, EXTERNAL, "save_weights_external")
 
     def _load_weights(self, values: dict[str, Any]) -> Answer:
@@ -348,23 +397,25 @@ class Service:
     def _save_for_sampler(self, values: dict[str, Any]) -> Answer:
         if values.get("path") is not None:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
-        seq_id, number = self._seq_id(values), take(values, "sampling_session_seq_id", int)
-        sampler = f"{seq_id.partition(':')[0]}:sample:{number}"
-        self._sampling.add(sampler, sampler)
+        model_id, number = self._model(values), take(values, "sampling_session_seq_id", int)
+        sampler = f"{model_id.partition(':')[0]}:sample:{number}"
+        self._samplers[sampler] = sampler
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        command = self._command("snapshot", self._model(values), sampler=sampler)
-        return self._results.submit(seq_id, values, command, lambda _: Answer(result))
+        command = self._command("snapshot", model_id, sampler=sampler)
+        return self._results.submit(self._seq_id(values), values, command, lambda _: Answer(result))
 
     def _create_sampling_session(self, values: dict[str, Any]) -> Answer:
         session_id = take(values, "session_id", str)
         self._sessions.check(session_id)
-        number = take(values, "sampling_session_seq_id", int)
-        sampler, path = f"{session_id}:sample:{number}", take(values, "model_path", str, None)
-        if path is None:
+        sampler = f"{session_id}:sample:{take(values, 'sampling_session_seq_id', int)}"
+        path = take(values, "model_path", str, None)
+        if path is not None and sampler not in self._samplers:
+            arguments = {"sampler": sampler, "path": self.files.loadable(path)}
+            self._samplers[sampler] = sampler
+            self._put(Command("open", arguments, lane=sampler))
+        elif path is None:
             # A training client may give any name; then its session may sample under that name, too.
-            name = take(values, "base_model", str, self._name)
-            with self._lock:
-                models = list(self._models.items())
+            name, models = take(values, "base_model", str, self._name), list(self._models.items())
             trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
             if name not in {self._name, *trained}:
                 raise Refused(
@@ -372,9 +423,67 @@ class Service:
                     f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
                     "is this one"
                 )
-        self._sampling.create(sampler, path)
+            self._samplers[sampler] = BASE
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
+    def _sampler(self, session: str) -> str:
+        source = self._samplers.get(session)
+        if source is None:
+            raise Refused(f"sampling session {session} is unknown; make a new sampling client", 404)
+        self._sessions.note(session)
+        return source
+
     def _get_sampler(self, _: Any, sampler: str) -> Answer:
-        self._sampling.source(sampler)
+        self._sampler(sampler)
         return Answer({"sampler_id": sampler, "base_model": self._trained_name})
+
+    def _sample(self, values: dict[str, Any]) -> Answer:
+        for name, off in _NOT_SUPPORTED.items():
+            if values.get(name) not in (None, off):
+                raise Refused(f"{name} is not supported by this server, got {values[name]!r}")
+        session, vocab_size = take(values, "sampling_session_id", str), self._client.vocab_size
+        sampler, prompt = self._sampler(session), model_input(values, "prompt")
+        number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
+        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
+        params = sampling_params(values, room)
+        is_scored = take(values, "prompt_logprobs", bool, False)
+        k = take(values, "topk_prompt_logprobs", int, 0)
+        last_n = take(values, "prompt_logprobs_last_n", int, prompt.length)
+        for name, value, least, most in (
+            ("the prompt's number of tokens", prompt.length, 1, self._max_len),
+            ("token ids of the prompt", max(prompt.tokens), 0, vocab_size - 1),
+            ("num_samples", n_samples, 1, _MAX_SAMPLES),
+            ("max_tokens", params.max_tokens, 1, room),
+            ("top_k", params.top_k, -1, vocab_size),
+            ("topk_prompt_logprobs", k, 0, min(_MAX_TOP_K, vocab_size)),
+            ("prompt_logprobs_last_n", last_n, 1, prompt.length),
+        ):
+            if not least <= value <= most:
+                raise Refused(f"{name} must be {least} to {most}, got {value}")
+        params.to_config(self._client.tokenizer)  # raises for what does not depend on the model
+        request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
+        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
+        key = ("sample", sampler, settings) if params.seed is None else object()
+        command = Command(
+            "sample",
+            {"sampler": sampler, "settings": settings},
+            joins=key,
+            items=[(prompt, last_n)],
+            lane=key,
+            comes_in_bursts=True,
+        )
+        return self._results.submit(
+            request_id,
+            values,
+            command,
+            lambda responses: Answer(protobuf=wire.write_samples(responses[0], k)),
+            channel=(session, number // 1_000_000_000),
+            sample_sequence_ids=[f"{request_id}:{i}" for i in range(n_samples)],
+        )
+
+    def _retrieve_many(self, values: dict[str, Any]) -> Answer:
+        target = take(values, "target", dict)
+        session = take(target, "sampling_session_id", str)
+        self._sampler(session)
+        clone = take(target, "cloned_sampler_id", int, 0)
+        return self._results.retrieve_many(values, (session, clone))

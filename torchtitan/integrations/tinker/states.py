@@ -149,10 +149,7 @@ class WaitingStates:
         return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
 
     def _move_oldest(self, keeps: int = 1) -> None:
-        """Move states off the device, and off the host, until the limits are kept.
-
-        keeps: so many of the last ones stay where they are, whatever the limits.
-        """
+        """Move states off the device, and off the host, to keep the limits; the last `keeps` stay."""
         n_device = max(self._limits.n_device, keeps)
         newest_first = list(reversed(self._all.items()))
         for number, (model, waiting) in enumerate(newest_first[n_device:], start=n_device):
@@ -164,16 +161,17 @@ class WaitingStates:
         if waiting.where == _DEVICE:
             waiting.state.own_memory()
         tensors = list(waiting.state.tensors())
-        held, is_saved = waiting.host if waiting.where == _HOST else tensors, False
-        if where == _FILE:
-            try:
+        held = waiting.host or tensors
+        waiting.where, waiting.host = where, []
+        try:
+            if where == _FILE:
                 os.makedirs(self._folder, exist_ok=True)
                 save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
-                is_saved = True
-            except OSError as error:  # the other ranks may have saved theirs, and go on
-                logger.warning("the state of model %s stays in memory: %s", model, error)
-        waiting.host = [] if is_saved else [x.to("cpu", copy=True) for x in held]
-        waiting.where = where
+        except OSError as error:  # the other ranks may have saved theirs, and go on
+            logger.warning("the state of model %s stays in memory: %s", model, error)
+            where = _HOST
+        if where == _HOST:
+            waiting.host = [x.to("cpu", copy=True) for x in held]
         for tensor in tensors:
             # Frees the memory, while all that refer to the tensor keep it.
             tensor.untyped_storage().resize_(0)

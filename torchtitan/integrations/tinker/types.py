@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -188,14 +188,12 @@ class SamplingParams:
             stops = (*stops, tokenizer.eos_id)
         strings = tuple(stop for stop in stops if isinstance(stop, str))
         token_ids = tuple(stop for stop in stops if isinstance(stop, int))
-        if len(strings) + len(token_ids) < len(stops):
-            raise ValueError(f"SamplingParams.stop must be token ids or strings, got {self.stop!r}")
-        if strings and tokenizer is None:
+        if len(strings) + len(token_ids) < len(stops) or (strings and tokenizer is None):
             raise ValueError(
-                f"SamplingParams.stop must be token ids where the model has no tokenizer, got "
+                f"SamplingParams.stop must be token ids, or strings if the model has a tokenizer, got "
                 f"{self.stop!r}; encode it"
             )
-        assert self.max_tokens is not None, "`of` sets it"
+        assert self.max_tokens is not None, "`from_attributes` sets it"
         return SamplingConfig(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -208,35 +206,30 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True)
-class ForwardBackwardOutput:
+class ForwardBackwardOutput(NamedTuple):
     """loss_fn_outputs: `{"logprobs": [n]}` of each datum's targets. metrics: `loss:sum`, ..."""
 
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class OptimStepResponse:
+class OptimStepResponse(NamedTuple):
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class SaveWeightsResponse:
+class SaveWeightsResponse(NamedTuple):
     """path: the argument for `load_state`."""
 
     path: str
 
 
-@dataclass(frozen=True)
-class SampledSequence:
+class SampledSequence(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     stop_reason: str
 
 
-@dataclass(frozen=True)
-class SampleResponse:
+class SampleResponse(NamedTuple):
     """prompt_logprobs, topk_prompt_logprobs: an entry for each token of the prompt, None for tokens that
     were not scored, such as the first; None if they were not requested. An entry of the latter has
     (token id, log-prob) pairs, the most probable token first.
@@ -247,15 +240,13 @@ class SampleResponse:
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
 
 
-@dataclass(frozen=True)
-class ModelData:
+class ModelData(NamedTuple):
     arch: str
     model_name: str
     tokenizer_id: str | None
 
 
-@dataclass(frozen=True)
-class GetInfoResponse:
+class GetInfoResponse(NamedTuple):
     """lora_rank: the largest of the adapters'; None if all weights train."""
 
     model_data: ModelData

@@ -103,10 +103,8 @@ def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> For
     if n_entries <= MOST_ENTRIES:
         n_entries += sum(len(x.model_input) + len(x.loss_fn_inputs) for x in message.data)
     if n_entries > MOST_ENTRIES:
-        raise ValueError(
-            f"a request may have {MOST_ENTRIES} Datums, chunks and loss inputs together; send less at "
-            "once"
-        )
+        what = "Datums, chunks and loss inputs together"
+        raise ValueError(f"a request may have {MOST_ENTRIES} {what}; send less at once")
     data: list[Datum] = []
     config, problem = {}, None
     try:
@@ -142,9 +140,8 @@ def _datum(message: Any) -> Datum:
         tensor, shape = entry.value, list(entry.value.shape[:4])
         if tensor.HasField("sparse_csr") or len(shape) > 1 or tensor.dtype not in _DTYPES:
             raise ValueError(
-                f"loss_fn_inputs hold one number per token, of float32 or int64, got {entry.key} of "
-                f"shape {shape}{', sparse' if tensor.HasField('sparse_csr') else ''}; several targets "
-                "per token are not supported"
+                "loss_fn_inputs hold one number per token, float32 or int64 and not sparse, got "
+                f"{entry.key} of shape {shape}; several targets per token are not supported"
             )
         inputs[entry.key] = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).copy()
     return Datum(ModelInput.from_ints(tokens), inputs)
