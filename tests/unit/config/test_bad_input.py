@@ -67,7 +67,7 @@ def test_runs_as_one_process_without_torchruns_environment(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert result.returncode == 0, result.stderr
     assert "step:  4" in result.stdout
