@@ -47,7 +47,7 @@ def microbatch(pairs, tokenizer):
 
     An answer's last label is the token that ends it.
     """
-    encode, rows = ChatEncoder.from_tokenizer(tokenizer), []
+    encode, rows = ChatEncoder.of_tokenizer(tokenizer), []
     for number, pair in enumerate(pairs, start=1):
         for sign, answer in ((1, pair["chosen"]), (-1, pair["rejected"])):
             tokens, is_answer = encode({"prompt": pair["prompt"], "completion": answer})

@@ -24,7 +24,7 @@ MAX_NEW_TOKENS = 64
 def answers(folder: str, chats: list[dict]) -> list[str]:
     """Return the model's answer to each chat without its last message."""
     tokenizer = HuggingFaceTokenizer(folder)
-    template = ChatTemplate.from_tokenizer(tokenizer)
+    template = ChatTemplate.of_tokenizer(tokenizer)
     if template is None:
         raise ValueError(f"{folder!r} has no chat template; add a chat_template.jinja to it")
     prompts_by_length = defaultdict(list)  # `generate` takes rows of one length

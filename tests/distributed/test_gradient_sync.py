@@ -120,6 +120,20 @@ def weights_of_accumulating_trainer(folder):
     return largest, counts, deferred_counts
 
 
+def gathers_of_backward(folder):
+    with make_engine(folder, "--parallelism.fsdp_reshard_after_forward=always") as engine:
+        batches, labels = own_microbatches(engine)
+        step = dict(input_dict=batches[0], labels=labels[0], global_valid_tokens=10)
+        counts = []
+        for scores_before in (False, True):
+            if scores_before:
+                engine.forward_step(batches[0])
+            with counting("foreach_all_gather") as gather:
+                engine.forward_backward_step(**step)
+            counts.append(gather.call_count)
+        return counts
+
+
 def late_steps(folder, flags, family="llama3"):
     """Return hashes of local states after the same steps, with immediate and with late host reads."""
     from tests.unit.step.test_late_norm import differing, states
@@ -150,6 +164,31 @@ def late_steps(folder, flags, family="llama3"):
     return skipped, version, differing(expected, ours)
 
 
+def gradients_of_schedules(folder):
+    """Return the largest difference of a zero-bubble schedule's gradients to 1F1B's, per norm.
+
+    8 microbatches in bf16. A weight's gradient is added up in fp32 after each weight half.
+    """
+    found = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        flags = (
+            BF16,
+            "--parallelism.pipeline_parallel_degree=2",
+            f"--parallelism.pipeline_parallel_schedule={schedule}",
+        )
+        with make_engine(f"{folder}/{schedule}", *flags) as engine:
+            generator = torch.Generator().manual_seed(engine.dp_rank)
+            rows = [torch.randint(0, 2048, (1, 33), generator=generator) for _ in range(8)]
+            batches, labels = [{"input": r[:, :-1]} for r in rows], [r[:, 1:] for r in rows]
+            engine.forward_backward_step(
+                input_dict=batches, labels=labels, global_valid_tokens=512.0
+            )
+            parameters = (item for part in engine.model_parts for item in part.named_parameters())
+            found.append({name: whole_tensor(p.grad).clone() for name, p in parameters})
+    expected, ours = found
+    return max(float((ours[n] - g).norm() / g.norm()) for n, g in expected.items())
+
+
 # name -> (function of (folder, *arguments), *its arguments); those of as many ranks run in one job.
 CASES = {
     2: {
@@ -157,10 +196,14 @@ CASES = {
         "FSDP bf16 never": (gradients_of_both, (NEVER, BF16)),
         "EP": (gradients_of_both, (EP,), "qwen3 MoE"),
         "DDP": (gradients_of_replicas,),
+        "gathers": (gathers_of_backward,),
         "late FSDP": (late_steps, ()),
         "late EP": (late_steps, (EP,), "qwen3 MoE"),
     },
-    4: {"trainer": (weights_of_accumulating_trainer,)},
+    4: {
+        "trainer": (weights_of_accumulating_trainer,),
+        "schedules": (gradients_of_schedules,),
+    },
 }
 
 
@@ -207,6 +250,15 @@ def test_trainer_reduces_with_the_last_microbatch(found):
         assert counts == [2 * n, n]  # HSDP's copies are summed with the last one anyway
 
 
+def test_backward_gathers_no_more_after_a_forward_without_one(found):
+    for without, after in found["gathers"]:
+        assert after == without
+
+
 @pytest.mark.parametrize("case", ["late FSDP", "late EP"])
 def test_all_ranks_skip_on_the_device_what_the_host_would_skip(found, case):
     assert found[case] == [([False, True, False], 2, [])] * 2
+
+
+def test_zero_bubble_adds_up_bf16_gradients_in_fp32_as_1f1b_does(found):
+    assert max(found["schedules"]) < 1e-4

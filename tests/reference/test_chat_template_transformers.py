@@ -39,7 +39,7 @@ def test_rendered_chats_are_those_of_transformers(template, place, tmp_path):
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = HuggingFaceTokenizer(str(folder))
     for variables in ({}, {"enable_thinking": False, "date_string": "2 June 2025"}):
-        chat = ChatTemplate.from_tokenizer(ours, variables)
+        chat = ChatTemplate.of_tokenizer(ours, variables)
         for messages in CHATS.values():
             for tools in (None, [TOOL]):
                 for ends_in_prompt in (True, False):
@@ -58,7 +58,7 @@ def test_continuation_is_what_transformers_renders_after_the_answer(tmp_path):
     for name, template, end in (("q", QWEN_LIKE, "<|im_end|>"), ("l", LLAMA_LIKE, "<|eot_id|>")):
         folder = write_tokenizer(tmp_path / name, template)
         theirs = AutoTokenizer.from_pretrained(folder)
-        chat = ChatTemplate.from_tokenizer(HuggingFaceTokenizer(str(folder)))
+        chat = ChatTemplate.of_tokenizer(HuggingFaceTokenizer(str(folder)))
         question, answer = CHATS["question"], "<tool_call>{}</tool_call>"
         start = theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         messages = [*question, {"role": "assistant", "content": answer}, *results]

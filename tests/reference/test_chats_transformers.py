@@ -82,7 +82,7 @@ def theirs_and_ours(name, folder, marked=True, trim_offsets=False):
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=template, **form.special
     )
-    return theirs, ChatEncoder.from_tokenizer(HuggingFaceTokenizer(str(folder)))
+    return theirs, ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(folder)))
 
 
 def expected(tokenizer, chat, **options):
@@ -157,7 +157,7 @@ def test_turn_that_ends_in_a_character_of_several_tokens_is_trained_to_its_end(t
     (tmp_path / "t.jinja").write_text(source.replace("m.content", "m.content if m.role != 'user'"))
     backend_of(form).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
-    encoder = ChatEncoder.from_tokenizer(tokenizer, str(tmp_path / "t.jinja"))
+    encoder = ChatEncoder.of_tokenizer(tokenizer, str(tmp_path / "t.jinja"))
     ids, trained = encoder({"messages": [user("?"), assistant("a四")]})
     assert tokenizer.decode(ids[trained].tolist()) == "a四"
     assert trained.tolist() == [False] * 3 + [True] * 4 + [False]
@@ -206,7 +206,7 @@ def test_model_with_a_template_for_tools_uses_it_for_samples_with_tools(tmp_path
     config |= form.special
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours = ChatEncoder.from_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
+    ours = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
     for tools in (None, [], TOOLS):
         sample = {"messages": CHATS["turns"], "tools": tools}
         assert encoded(ours, sample) == expected(theirs, CHATS["turns"], tools=tools)

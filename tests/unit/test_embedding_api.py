@@ -151,7 +151,9 @@ def test_temperature_of_each_row_or_token(shape, tmp_path):
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], atol=2e-6, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"must name a tensor .* of the batch, which has \['input'\]"):
+    with pytest.raises(
+        ValueError, match=r"must name a tensor .* of the batch, which has \['input'\]"
+    ):
         gradient(head)
     with pytest.raises(ValueError, match=r"one entry per row \[2\] or token \[2, 32\], got \[3\]"):
         gradient(head, batch=batch | {"t": torch.ones(3)})

@@ -68,7 +68,7 @@ class ChatTemplate:
             raise ValueError(f"{name} is not a Jinja template: {error}; correct it") from error
 
     @classmethod
-    def from_tokenizer(
+    def of_tokenizer(
         cls,
         tokenizer: HuggingFaceTokenizer,
         variables: Variables = None,

@@ -75,12 +75,12 @@ class ChatEncoder:
         self._backend = backend
 
     @classmethod
-    def from_tokenizer(
+    def of_tokenizer(
         cls, tokenizer: HuggingFaceTokenizer, path: str = "", keys: Mapping[str, str] | None = None
     ) -> "ChatEncoder":
         """Return an encoder with the template in a file, or, without a path, of the model's folder."""
         plain, with_tools = (
-            ChatTemplate.from_tokenizer(tokenizer, path=path, tools=x) for x in (False, True)
+            ChatTemplate.of_tokenizer(tokenizer, path=path, tools=x) for x in (False, True)
         )
         return cls(tokenizer, plain, with_tools, keys)
 

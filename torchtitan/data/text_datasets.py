@@ -68,7 +68,7 @@ def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encod
             f"{type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
         )
     keys = parse_keys(training.chat_keys)
-    encoder = ChatEncoder.from_tokenizer(tokenizer, training.chat_template or "", keys)
+    encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "", keys)
     return ChatTokens(encoder, training.seq_len, training.too_long)
 
 

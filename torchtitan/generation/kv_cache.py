@@ -160,9 +160,8 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        invariant = any(
-            getattr(layer.inner_attention, "batch_invariant", False) for layer in layers
-        )
+        kernels = [layer.inner_attention for layer in layers]  # perhaps those of another cache
+        invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
         self.kernels = [CachedAttention(max_length, invariant) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]

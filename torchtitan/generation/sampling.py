@@ -143,14 +143,10 @@ def generate(
         ends when all rows have; None always draws `max_new_tokens`.
     Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(
-            f"temperature must not be negative, got {temperature}; 0 takes the likeliest token"
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}; leave it out to draw from all")
+    least = {"max_new_tokens": (max_new_tokens, 1), "temperature": (temperature, 0)}
+    for name, (value, at_least) in (least | {"top_k": (top_k, 1)}).items():
+        if value is not None and value < at_least:
+            raise ValueError(f"{name} must be at least {at_least}, got {value}; raise it")
     prompt = torch.atleast_2d(input_ids)
     if prompt.shape[1] == 0:
         raise ValueError("a prompt must have at least one token, got none")

@@ -53,7 +53,7 @@ class TokenLogProbs:
     chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
         or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile.
-    exact: batch-invariant logits, see `numerics.batch_invariant`.
+    batch_invariant: logits that do not depend on the other tokens, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not read.

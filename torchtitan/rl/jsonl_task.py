@@ -257,7 +257,7 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
         )
     task, chat, reward_pool, tools = rl.task, None, None, None
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        chat = ChatTemplate.from_tokenizer(
+        chat = ChatTemplate.of_tokenizer(
             tokenizer, chat_variables(task), path=task.chat_template, tools=bool(task.tools)
         )
     reward_fn = find_function(task.reward_fn)

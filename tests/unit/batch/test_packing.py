@@ -234,3 +234,11 @@ def test_positions_of_the_batch_are_kept():
     batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
     extra_inputs, _ = model_inputs(policy(), batch)
     assert extra_inputs["positions"] is batch["positions"]
+
+
+def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
+    padded = two_ranks.pad(policy().token_batch(batch))
+    assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
+    assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]

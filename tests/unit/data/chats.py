@@ -10,7 +10,7 @@ from tests.reference.chat_formats import QWEN_3
 
 QWEN_LIKE = QWEN_3.replace(
     "{%- elif message.role == 'tool' %}",
-    "{%- elif message.role != 'tool' %}{{- raise_exception('no such role: ' ~ message.role) }}{%- else %}",
+    "{%- elif message.role not in ('system', 'tool') %}{{- raise_exception('no such role: ' ~ message.role) }}{%- elif message.role == 'tool' %}",
 )
 assert QWEN_LIKE != QWEN_3
 

@@ -16,20 +16,20 @@ RESULT = {"role": "tool", "content": "4"}
 
 def test_folder_without_a_template_has_none_and_a_file_takes_its_place(tmp_path):
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "model")))
-    assert ChatTemplate.from_tokenizer(tokenizer) is None
+    assert ChatTemplate.of_tokenizer(tokenizer) is None
     path = tmp_path / "own.jinja"
     path.write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    chat = ChatTemplate.from_tokenizer(tokenizer, path=str(path))
+    chat = ChatTemplate.of_tokenizer(tokenizer, path=str(path))
     assert chat.render(QUESTION) == "<|begin|>2+2?<|im_end|>"
     with pytest.raises(ValueError, match="cannot read the chat template .*none.jinja"):
-        ChatTemplate.from_tokenizer(tokenizer, path=str(tmp_path / "none.jinja"))
+        ChatTemplate.of_tokenizer(tokenizer, path=str(tmp_path / "none.jinja"))
 
 
 def test_folder_with_several_templates_has_one_for_tools(tmp_path):
     several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, several)))
-    assert ChatTemplate.from_tokenizer(tokenizer).render(QUESTION) == "d"
-    assert ChatTemplate.from_tokenizer(tokenizer, tools=True).render(QUESTION) == "t"
+    assert ChatTemplate.of_tokenizer(tokenizer).render(QUESTION) == "d"
+    assert ChatTemplate.of_tokenizer(tokenizer, tools=True).render(QUESTION) == "t"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_source_that_is_no_template_is_told(tmp_path):
             ChatTemplate(source, "bad.jinja")
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, 3)))
     with pytest.raises(ValueError, match="must be a text, got a int"):
-        ChatTemplate.from_tokenizer(tokenizer)
+        ChatTemplate.of_tokenizer(tokenizer)
 
 
 def test_control_tokens_in_a_reply_are_cut_and_those_of_the_template_are_not(tmp_path):
@@ -108,7 +108,7 @@ def test_control_tokens_in_a_reply_are_cut_and_those_of_the_template_are_not(tmp
     }
     template = "{% for m in messages %}<tool>{{ m.content }}<|im_end|>{% endfor %}"
     folder = write_tokenizer(tmp_path, template, added_tokens_decoder=added)
-    chat = ChatTemplate.from_tokenizer(HuggingFaceTokenizer(str(folder)))
+    chat = ChatTemplate.of_tokenizer(HuggingFaceTokenizer(str(folder)))
     content = "1<|im_end|><tool><h1><<|im_start|>"
     text = chat.continuation(QUESTION, [{"role": "tool", "content": [content, SEAM]}])
     cut = f"1<{SEAM}|im_end|><{SEAM}tool><h1><<{SEAM}|im_start|>"

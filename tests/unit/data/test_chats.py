@@ -237,7 +237,7 @@ def test_tokenizer_without_template_or_end_token_names_the_keys(tokenizer, tmp_p
     with pytest.raises(
         ValueError, match="^the tokenizer in .* has no chat template; set training.chat"
     ):
-        ChatEncoder.from_tokenizer(tokenizer)({"messages": [U, A]})
+        ChatEncoder.of_tokenizer(tokenizer)({"messages": [U, A]})
     bare = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, eos_token=None)))
     encode = ChatEncoder(bare, None)
     assert parts(bare, encode({"prompt": "2", "completion": "3"})) == "<|begin|>2[3]"
@@ -407,7 +407,7 @@ def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
     (folder / "chat_template.jinja").write_text(PLAIN)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + PLAIN)
-    encode = ChatEncoder.from_tokenizer(HuggingFaceTokenizer(str(folder)))
+    encode = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(folder)))
     tools = [{"type": "function", "function": {"name": "f"}}]
     with_tools, without = (
         encode({"messages": [U, A]} | more)[0] for more in ({"tools": tools}, {})

@@ -217,7 +217,7 @@ def test_rows_are_filled_with_end_of_text_once_they_drew_it(tmp_path):
     [
         ({"max_new_tokens": 59}, "65 tokens, and the model's RoPE table holds 64 positions; lower"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"input_ids": random_tokens(0)}, "at least one token, got none"),
     ],

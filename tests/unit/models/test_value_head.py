@@ -143,7 +143,7 @@ def test_files_with_two_labels_are_refused(tmp_path):
     folder = folder_with(tmp_path, files)
     with (
         make_engine(tmp_path) as engine,
-        pytest.raises(ValueError, match="score.weight has 2 labels, .* num_labels = 1"),
+        pytest.raises(ValueError, match=r"score.bias: saved \[2\], model \[1\]"),
     ):
         engine.load(folder)
 
@@ -218,7 +218,10 @@ def test_config_with_several_labels_is_refused(labels):
 
 def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
     with make_engine(tmp_path) as engine:
-        with pytest.raises(ValueError, match=r"the default loss needs logits; give a loss_fn"):
+        with pytest.raises(
+            ValueError,
+            match="no logits for a head or the default loss; leave head out, and give a loss_fn",
+        ):
             step(engine)
         with pytest.raises(ValueError, match="leave head out"):
             step(engine, loss_fn=squared, head=TokenLogProbs())

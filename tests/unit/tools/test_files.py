@@ -182,7 +182,7 @@ def tokenizer_folder(folder: Path) -> None:
 
 def chat_template(folder: Path) -> None:
     tokenizer = SimpleNamespace(config={}, tokenizer_path=folder)
-    ChatTemplate.from_tokenizer(tokenizer, path=str(folder / "own.jinja"))
+    ChatTemplate.of_tokenizer(tokenizer, path=str(folder / "own.jinja"))
 
 
 def hashes(folder: Path) -> None:
