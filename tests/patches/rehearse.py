@@ -57,6 +57,16 @@ def free_port() -> int:
 
 
 def run(job: dict) -> None:
+    """Run a job, again if another program took one of its ports in the meantime."""
+    for _ in range(3):
+        run_once(job)
+        result = Path(job["result"])
+        if not (result.exists() and "EADDRINUSE" in result.read_text()):
+            return
+        result.unlink()
+
+
+def run_once(job: dict) -> None:
     port = free_port()
     folder, checks, ranks, result = (job[key] for key in ("folder", "checks", "ranks", "result"))
     context = mp.get_context("fork")

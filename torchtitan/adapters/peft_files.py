@@ -217,8 +217,7 @@ def _config(
         and not _EXPERT.fullmatch(name)
     }
 
-    def end(name: str) -> str:
-        """Return what names this layer and its like in all blocks."""
+    def end(name: str) -> str:  # what names this layer and its like in all blocks
         if (expert := _EXPERT.fullmatch(name)) and as_parameters:
             return f"experts.{expert[2]}.{expert[3]}"
         return name.rpartition(".")[2]

@@ -147,6 +147,12 @@ def apply_fsdp(
     disable_fsdp_gradient_division(model)
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)
+    _choose_collectives(model, dp_mesh, edp_mesh, register_buffers)
+
+
+def _choose_collectives(
+    model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh | None, register_buffers: bool
+) -> None:
     if dp_mesh.device_type == "cpu":
         for unit in _units_of(model):
             unit.set_custom_all_gather(CpuAllGather())
