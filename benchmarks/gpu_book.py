@@ -8,6 +8,7 @@ every section, so that a run cut short has told what it found.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -224,10 +225,8 @@ def run_section(
         except subprocess.TimeoutExpired:
             entry.outcome = "out of time"
             process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                pass
         _kill_group(process)
         reader.join(SECONDS_TO_END)
     entry.seconds = round(time.monotonic() - started, 1)
@@ -259,10 +258,8 @@ def _read(process: subprocess.Popen, log, entry: Entry, last_line: list[str]) ->
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

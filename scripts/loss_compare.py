@@ -139,7 +139,7 @@ def compare(baseline: Losses, test: Losses) -> tuple[str, bool]:
         for step in common
     ]
     # `not ==` because nan differs from everything, even from nan.
-    differing = [step for step in common if not baseline[step] == test[step]]
+    differing = [step for step in common if not baseline[step] == test[step]]  # noqa: SIM201
     alone = sorted(baseline.keys() ^ test.keys())
     if alone:
         lines.append(f"steps of only one of the two runs: {', '.join(map(str, alone))}")

@@ -126,11 +126,11 @@ def die_after_draws(dump_folder, flags, n_draws):
 
         part._draws.begin_share = begin_or_die
         part.train()
-        return None
+        return
     with pytest.raises(LostGeneratorError):
         part.train()
     part.close()
-    return None
+    return
 
 
 @pytest.mark.parametrize(

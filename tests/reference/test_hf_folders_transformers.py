@@ -1,5 +1,6 @@
 """Folders as transformers 4 and 5 write them: what is read means the same, and so does what is exported."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -121,10 +122,8 @@ def test_field_that_changes_their_logits_changes_our_model_or_is_refused(family)
         if is_same:
             continue
         n_changed += 1
-        try:
+        with contextlib.suppress(ValueError):  # refused
             assert differing(ours, from_hf_config(changed).model_args), name
-        except ValueError:
-            pass  # refused
     assert n_changed >= 3
 
 

@@ -463,7 +463,7 @@ def attend(
         results = _each(results, lambda x: x.unflatten(0, rows))
     else:
         # In compiled code the comparison is a SymBool; the branch turns it into a bool.
-        enable_gqa = True if q.shape[1] != k.shape[1] else False
+        enable_gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
         results = inner_attention(q, k, v, scale=scale, enable_gqa=enable_gqa, **options)
         results = _each(results, lambda x: x.transpose(1, 2))
     if part is None:

@@ -26,7 +26,7 @@ def test_pairs_may_be_rows_or_documents_of_a_row(length_normalized):
     (loss, metrics), logprobs, batch = losses_of(PAIR_IDS, **settings)
     ratios, expected, margins = logprobs - batch["ref_logprobs"], 0.0, []
     for pair in (1, 2):
-        chosen, rejected = ratios[PAIR_IDS == pair].tolist(), ratios[PAIR_IDS == -pair].tolist()
+        chosen, rejected = ratios[pair == PAIR_IDS].tolist(), ratios[-pair == PAIR_IDS].tolist()
         sums = [sum(side) / (len(side) if length_normalized else 1) for side in (chosen, rejected)]
         margins.append(2.0 * (sums[0] - sums[1]))
         expected += 0.9 * math.log1p(math.exp(-margins[-1]))

@@ -340,7 +340,7 @@ def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
         if request["prompt"] == [1]:
             raise RunError("it is gone")
         may_end.wait(60)
-        return None
+        return
 
     monkeypatch.setattr(openai, "_post", post)
     started = time.monotonic()
