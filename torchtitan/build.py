@@ -258,11 +258,11 @@ def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy)
 
 
 def average_gradients(engine: EngineParts) -> float:
-    """Let backward average gradients over ranks where that is wanted; returns the loss's factor.
+    """Make backward average gradients over ranks if needed; return a factor for the engine's losses.
 
-    A trainer without a dataloader is driven by a client of torchtitan 0.2.x. Its own backward counts on
-    that version's DDP, which averages, and multiplies its loss by the number of ranks; the factor of
-    the engine's own losses makes up for that.
+    It is needed for gradient_reduction = "mean", and for a client of torchtitan 0.2.x (a trainer without
+    a dataloader): its backward expects DDP to average, and it multiplies its loss by the number of ranks.
+    For such a client, the factor does the same to the engine's own losses.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
     is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1

@@ -303,7 +303,7 @@ def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labe
 def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
     engine = make_engine(tmp_path)
     step = dict(input_dict=random_batch(1, 8)[0], global_valid_tokens=1)
-    with pytest.raises(ValueError, match="the default loss and a head need labels .* got None"):
+    with pytest.raises(ValueError, match="the default loss and head= need labels .* got None"):
         engine.forward_backward_step(**step, labels=None)
     engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
 

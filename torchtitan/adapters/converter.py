@@ -77,8 +77,8 @@ class LoRAConverter(ModelConverter):
         }
         if _OUTPUT in chosen and model.enable_weight_tying:
             raise ConfigError(
-                f"lora.target_modules = {wanted} names the output projection, whose weight is also the "
-                "embedding's in this model, and files of merged weights hold it once; leave it out"
+                f"lora.target_modules = {wanted} names the output projection, whose weight is tied to "
+                "the embedding's in this model, and files of merged weights hold it once; leave it out"
             )
         quantizing = [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
         for name, (module, _) in chosen.items():

@@ -113,9 +113,9 @@ class TokenBatch:
         shape = None if self.labels is None else tuple(self.labels.shape)
         if shape is None or shape[:2] != self.tokens.shape[:2]:
             raise ValueError(
-                "the default loss and a head need labels of the shape of 'input' [B, T], got "
-                f"{shape} for {tuple(self.tokens.shape)}; give each token its target, {IGNORE_INDEX} "
-                "where it has none, as labels= or as the batch's 'labels', or a loss_fn that needs none"
+                "the default loss and head= need labels of the shape of 'input' [B, T], got "
+                f"{shape} for {tuple(self.tokens.shape)}; pass labels= or the batch's 'labels', with "
+                f"{IGNORE_INDEX} for tokens without a target, or a loss_fn that needs no labels"
             )
 
     def with_token_labels(self, vocab_size: int | None) -> Self:

@@ -214,7 +214,7 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
-    """The first damage in the files of `folder`; None if they are whole or have no recorded hashes.
+    """Return what is wrong with the files of `folder`; None if they are whole or have no recorded hashes.
 
     Collective: each rank hashes its share. hashes: the recorded ones; None reads them.
     """

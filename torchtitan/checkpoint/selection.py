@@ -50,7 +50,7 @@ class Facts(NamedTuple):
         return self.is_hf if self.shapes is None else not keys_outside_model(self.shapes, states)
 
     def find_damage(self) -> str | None:
-        """Return the first damage. Collective: the ranks share the hashing."""
+        """Return what is wrong with the files, or None. Collective: the ranks share the hashing."""
         return (self.hashes and find_damage(self.path, self.hashes)) or self.damage
 
     def require_whole(self) -> "Facts":

@@ -281,7 +281,7 @@ class Parallelism(Section):
     # CSV file with a schedule of your own, for the PipelineScheduleMulti class
     pipeline_parallel_schedule_csv: str | None = ""
     pipeline_parallel_microbatch_size: Positive = 1  # Sequences per pipeline microbatch
-    # Accepted because configs of the reference have it; no effect in this version
+    # Accepted because configs of torchtitan 0.2.x have it; no effect in this version
     pipeline_parallel_expert_parallel_overlap: bool = True
     context_parallel_degree: Positive = 1  # Ranks that split each sequence; 1 is off
     # How to give ranks equal work: headtail or ptrr; None gives each rank one consecutive slice
@@ -320,7 +320,7 @@ class Checkpoint(Section):
     initial_load_in_hf_quantized: bool = False
     # What exports do with parts of the Hugging Face model that are not trained, such as a vision tower
     untrained_weights: Literal["copy", "drop", "refuse"] = "drop"
-    # The last checkpoint holds only the weights, so that no job can resume from it
+    # The last checkpoint holds only the weights; no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
     # Type of the weights in a last checkpoint that holds only the weights

@@ -185,7 +185,7 @@ class ChatTokens:
         return self._fitted(*self._encoder(sample))
 
     def count(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return the numbers of tokens, of trained tokens, and of tokens before a cut."""
+        """Return the numbers of tokens, of trained tokens, and of tokens before truncation."""
         ids, trained = self._encoder(sample)
         fitted = self._fitted(ids, trained)
         return len(fitted.ids), int(fitted.trained.sum()), len(ids)

@@ -29,7 +29,7 @@ class _Generation(ext.Extension):
             nodes.Output([nodes.Name(name, "load")], lineno=line)
             for name in ("_begin_generation", "_end_generation")
         )
-        # A scope, because a variable that is set inside is unknown behind it, as in transformers.
+        # A scope, because a variable that is set inside is undefined after it, as in transformers.
         return nodes.Scope([begin, *content, end], lineno=line)
 
 
@@ -44,7 +44,7 @@ def _refuse_chance(*_: Any) -> NoReturn:
 def _same_everywhere(value: Any) -> Any:
     if type(value) is not str and (callable(value) or hasattr(value, "__next__")):
         if " at 0x" in str(value):
-            raise TemplateError(f"it writes {value}, which is another text in each process")
+            raise TemplateError(f"it writes {value}, whose text differs between processes")
     return value
 
 
@@ -67,7 +67,7 @@ def _compiled(source: str) -> Template:
 
 
 def marks_generation(source: str) -> bool:
-    """Return whether a template has {% generation %}; raises Jinja's error if it is no template."""
+    """Return whether a template has {% generation %}; raises Jinja's error if it is not one."""
     return hasattr(_compiled(source).environment, "marks_generation")
 
 
@@ -82,7 +82,7 @@ def render(
             text = template.render(variables)
             if len(text) > _MOST_CHARACTERS:
                 raise ValueError(
-                    f"it writes {len(text):,} characters, and {_MOST_CHARACTERS:,} is most"
+                    f"its output has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}"
                 )
             results.append((text, None))
         except MemoryError:

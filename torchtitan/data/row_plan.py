@@ -68,7 +68,7 @@ class Plan:
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
         """Return the documents of a row and their tokens, as `Packing.row` takes them."""
         if row >= self.num_rows:
-            return [], []  # padding behind the last row
+            return [], []  # padding after the last row
         ends = np.cumsum(self._passes)
         number = int(np.searchsorted(ends, row, side="right"))
         row -= int(ends[number] - self._passes[number])
@@ -189,7 +189,7 @@ class PlannedStream:
         self._share = DocumentShare(number, num_lanes)
 
     def next_row(self) -> Row | None:
-        """Return the next row, which is padding behind the plan's last; None behind the last step."""
+        """Return the next row: padding after the plan's last row, None after the last step."""
         if self.num_steps_left() == 0:
             return None
         row = self._share.peek()
@@ -216,7 +216,7 @@ _TEXTS_AT_ONCE = 64  # 1,024 take a fifth more CPU time
 
 
 def count_tokens(source: Source) -> NDArray[np.int64]:
-    """Return (tokens, trained tokens, tokens before a cut) of every document, [N, 3]. Collective."""
+    """Return each document's token counts [N, 3]: kept, trained, before truncation. Collective."""
     if source.counts is None:
         source.counts = _all_counts(source)
     return source.counts
@@ -270,7 +270,7 @@ def _count(source: Source) -> NDArray[np.int64]:
 
 
 def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> NDArray[Any]:
-    """Return `make()`, from a file if an earlier run kept it. again: make it in any case."""
+    """Return `make()`, from the cache file if there is one. again: call `make` in any case."""
     if not again and (numbers := _read(key)) is not None:
         return numbers
     numbers, path = make(), _file_of(key)

@@ -33,7 +33,7 @@ from torchtitan.distributed.collectives import (
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.lazy_names import load_on_access
 
-# The reference has these two functions here. Ours need masks, which are in a higher layer.
+# torchtitan 0.2.x has these two functions here. Ours need masks, which are in a higher layer.
 __getattr__ = load_on_access(
     __name__,
     {
@@ -289,10 +289,10 @@ def apply_cp_to_attention_module(
 
 
 class _GatheredRows(torch.autograd.Function):
-    """Wait for the all-gather of x, [n, ...] of each rank -> [cp * n, ...], started as `gathered`.
+    """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
-    The gradient of x is the sum over ranks of its rows' gradients. Backward only starts that sum;
-    `_WaitForGradient`, which x must come from, waits for it.
+    Backward starts the reduce-scatter of the gradient, but does not wait for it: x must come from
+    `_WaitForGradient`, which does.
     """
 
     @staticmethod

@@ -171,8 +171,9 @@ class PipelineSchedule:
         is_split = not (arg_mbs is None and kwarg_mbs is None and target_mbs is None)
         if is_split and (args or kwargs or target is not None):
             raise ValueError(
-                f"give a pipeline either lists of microbatches or a whole batch, got lists together "
-                f"with {len(args)} positional argument(s), keywords {sorted(kwargs)} or target"
+                "give a pipeline either lists of microbatches or a whole batch, got lists together with "
+                f"{len(args)} positional argument(s), keywords {sorted(kwargs)} and "
+                f"{'no' if target is None else 'a'} target"
             )
         if not is_split:
             n = self.n_microbatches

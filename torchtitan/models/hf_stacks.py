@@ -68,7 +68,7 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
     """The inverse of `unstack`; returns a view if the entries are views from `unstack`.
 
-    Raises ValueError with the numbers of missing entries of `name`.
+    Raises ValueError with the indices of missing entries of `name`.
     """
     numbers = sorted(entries)
     is_sharded = layout is not None and numbers == list(layout.rows)
@@ -119,7 +119,7 @@ def transposed_shard(shard: LocalShard) -> LocalShard:
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
-    """Return the shard's part of each entry along dim 0, by the entry's number."""
+    """Return the shard's part of each entry along dim 0, by the entry's index."""
     views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 

@@ -15,11 +15,11 @@ from torchtitan.numerics.products import mm
 
 
 class LowRank(NamedTuple):
-    """scale * x A^T B^T, with each model's A and B for its tokens: what adapters add to a layer's output.
+    """What adapters add to a layer's output: scale * x A^T B^T, with each model's A and B for its tokens.
 
-    x [..., K]; a [m, r, K]; b [m, N, r]. sizes: the tokens of each model, one model after another.
+    x [..., K]; a [m, r, K]; b [m, N, r]. sizes: the number of tokens of each model.
     order: indices that sort the rows of x by model; None if they are sorted.
-    product: of the layer, `linear` or `batch_invariant_linear`.
+    product: the layer's matmul function, `linear` or `batch_invariant_linear`.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
     def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's product of x [..., K] plus the low-rank product.
 
-        weight [N, K]; bias [N]. x is also the low-rank product's, unless that has dropout.
+        weight [N, K]; bias [N]. x is also the input of the low-rank product, unless that has dropout.
         """
         if (
             self.product is not linear
@@ -112,7 +112,7 @@ _library.impl("linear_with_low_rank", _linear_with_low_rank, "CompositeExplicitA
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A layer's product plus the low-rank product, each added in place: also to the gradient of x."""
+    """A layer's product plus the low-rank product, added in place in forward and in the gradient of x."""
 
     @staticmethod
     def forward(

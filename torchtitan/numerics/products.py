@@ -49,8 +49,8 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn` until the engine is closed, because its choice by size makes a row's bits depend
-    on the number of rows: those of many models would go to oneDNN, and those of one model to MKL."""
+    """Undo `use_onednn` until the engine is closed. It chooses by size, so a row's bits depend on the number
+    of rows: a model's rows would go to MKL alone, and to oneDNN together with other models' rows."""
     host.change(False, _use, lambda: _is_used)
 
 

@@ -115,7 +115,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
 
     def init_cache_state_dict(self) -> None:
-        """Do nothing. Part of the reference's interface, for optimizers that cache their state."""
+        """Do nothing. Part of torchtitan 0.2.x's interface, for optimizers that cache their state."""
 
     def _validate_length(self, expected_length: int) -> None:
         assert len(self.optimizers) == expected_length, (

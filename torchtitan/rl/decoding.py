@@ -198,7 +198,7 @@ class _Rows:
     next_version: Callable[[], int]
     on_rows: Callable[[list[int]], None]
     sampling: SamplingConfig
-    # Rows that had a place so far, and rows whose prompt was read: the rows between them enter next.
+    # Rows [0, n_begun) have had a place, rows [0, n_read) have their prompts read; those between enter next.
     n_begun: int = 0
     n_read: int = 0
 
@@ -208,7 +208,7 @@ class _Rows:
         self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # of tokens, to find stops
 
     def draw_all(self, uniform: Tensor, n_wanted: int, n_places: int) -> None:
-        """Draw all rows to their ends. n_wanted: rows from here on only take part in the forwards.
+        """Draw all rows to their ends. n_wanted: rows from this index on only take part in the forwards.
 
         Each turn of the loop is one forward, either of prompts or of one token per row in the cache. So
         ranks of a group make as many forwards although they read prompts at different times.
@@ -321,7 +321,7 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows once half have ended, but one: other ranks may need its forwards."""
+        """Drop ended rows once half have ended, but keep one row: other ranks may need its forwards."""
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return
         kept = self._places(is_open=True) or [0]

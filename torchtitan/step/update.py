@@ -80,7 +80,7 @@ class StepLosses:
         self._calls.clear()
 
     def take(self, step: int) -> Callable[[], None]:
-        """Begin a new step. The returned function logs the old step's first bad loss on this rank."""
+        """Clear the losses; return a function that logs the first non-finite one, as of step `step`."""
         calls, self._calls = self._calls, deque(maxlen=self._calls.maxlen)
         read = host_copy.read_later(torch.cat([losses for losses, _ in calls])) if calls else list
         sample_ids = [ids for _, of_call in calls for ids in of_call]

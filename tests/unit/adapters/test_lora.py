@@ -355,7 +355,7 @@ BAD_NAMES = {
     "the output of tied weights": (
         "qwen3, tied",
         ["--lora.target_modules=lm_head"],
-        "names the output projection, whose weight is also the embedding's in this model",
+        "names the output projection, whose weight is tied to the embedding's in this model",
     ),
     "pattern of no target": (
         "llama3",

@@ -79,7 +79,9 @@ def test_template_that_never_ends_is_refused_by_its_name(case, monkeypatch):
 def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
     chat = ChatTemplate("{{ 'ab' * messages[0].content }}", "bad.jinja")
     assert chat.render([{"content": 2**23}]) == "ab" * 2**23
-    with pytest.raises(ValueError, match="bad.jinja .*: it writes 16,777,218 characters, and"):
+    with pytest.raises(
+        ValueError, match="bad.jinja .*: its output has 16,777,218 characters; the limit"
+    ):
         chat.render([{"content": 2**23 + 1}])
     content: list = []
     for _ in range(100_000):

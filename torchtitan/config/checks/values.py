@@ -84,7 +84,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
 
 
 def unavailable(job_config: JobConfig) -> Iterator[str]:
-    """Features of the reference that this version lacks."""
+    """Features of torchtitan 0.2.x that this version lacks."""
     if job_config.fault_tolerance.enable:
         yield (
             "fault_tolerance.enable = True is not available; leave it out, and let torchrun "

@@ -116,7 +116,7 @@ class LocalTrainingClient(AsyncNames):
             if self.shares_passes:
                 avoid_onednn()
             for reason in reasons[:1]:
-                logger.info("models take turns, and share no pass over the base: %s", reason)
+                logger.info("models take turns and share no base-model forward: %s", reason)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
@@ -380,7 +380,7 @@ class LocalTrainingClient(AsyncNames):
     ) -> ForwardBackwardOutput:
         if not data:
             raise ValueError(
-                "forward_backward_custom needs at least one Datum, got none; leave it out"
+                "forward_backward_custom needs at least one Datum, got none; skip the call"
             )
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)

@@ -3,7 +3,7 @@
 B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head's parts without and
 with RoPE, V the size of a value head.
 """
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -4,7 +4,7 @@ Letters as in `models.decoder` and, for experts, in `models.moe.moe`. Initialisa
 decoder's table: all weights of a block, and the biases and sinks of attention and experts, have the std
 that depends on depth; the router's bias starts at 0.
 """
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class GptOssGroupedExperts(StackedExperts):
             local_parameter(self.mlp1_weight),
             local_parameter(self.mlp2_weight),
             local_parameter(self.mlp1_bias),
-            # If hidden units are split over ranks, their results are summed, so one rank adds it.
+            # If ranks split the hidden units, their outputs are summed, so only one rank adds the bias.
             local_parameter(self.mlp2_bias, added_once=True),
         )
 

@@ -1,5 +1,5 @@
 """Llama 2, 3, 3.1 and 3.2: grouped-query attention, RoPE on neighbouring pairs, SwiGLU."""
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from dataclasses import dataclass, field
 from typing import Any

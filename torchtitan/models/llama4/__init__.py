@@ -2,7 +2,7 @@
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 import copy
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 """Mixture of experts."""
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from torchtitan.models.moe.args import MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import (

@@ -1,5 +1,5 @@
 """Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: RoPE on halves, SwiGLU or experts."""
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from dataclasses import dataclass
 from typing import Any
