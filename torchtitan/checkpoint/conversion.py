@@ -1,4 +1,4 @@
-"""Weights on the CPU without an engine, for the scripts that convert and generate."""
+"""Weights on the CPU, without a training engine, for the scripts that convert and generate."""
 
 import os
 from collections.abc import Generator, Iterable
@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
+    """Return a model's state dict of zeros on the CPU, without initialising the model.
 
     Raises ValueError if the sizes are impossible.
     """
@@ -28,9 +28,9 @@ def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
             weights = model_cls(model_args).state_dict(keep_vars=True)
         distinct = {id(weight): weight.detach() for weight in weights.values()}
         zeros = {key: torch.zeros_like(w, device="cpu") for key, w in distinct.items()}
-    except RuntimeError as error:  # sizes that do not fit together, or into memory
+    except RuntimeError as error:  # inconsistent sizes, or not enough memory
         raise ValueError(f"A model of these sizes cannot be built: {error}") from error
-    return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
+    return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied weights stay tied
 
 
 def prepare_conversion(
@@ -40,10 +40,10 @@ def prepare_conversion(
     hf_config: str | None = None,
     spec: TrainSpec | None = None,
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
-    """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
+    """Return (zero weights to load into, the adapter that converts them, a description of the model).
 
-    hf_config: path of a config.json or its folder, in place of name and flavor; an export copies
-        config.json and the tokenizer from there. spec: in place of the registered one.
+    hf_config: path of a config.json or its folder, which replaces model_name and model_flavor; an
+        export copies config.json and the tokenizer from there. spec: replaces the registered spec.
     Raises ValueError if the model or flavor is unknown, or if the model has no adapter.
     """
     model_args = None
@@ -65,9 +65,9 @@ def prepare_conversion(
 
 
 def load_weights(weights: dict[str, Any], path: str, model_description: str) -> None:
-    """Read the model's entries of a DCP checkpoint into `weights`, in place. Collective.
+    """Load the model's entries of a DCP checkpoint into `weights`, in place. Collective.
 
-    Raises ValueError if `path` is not a whole checkpoint of this model.
+    Raises ValueError if `path` is not a complete checkpoint of this model.
     """
     if (saved := at_path(path, "the checkpoint", verify=True).shapes) is None:
         raise ValueError(f"{path} is not the folder of a finished checkpoint")
@@ -79,10 +79,10 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
 @contextmanager
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
-    """Yield `folder`, to write a checkpoint to. If the block fails, what it has written is removed.
+    """Yield `folder`, to write a checkpoint to. If the block fails, the files it wrote are removed.
 
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files stay.
-    sources: folders that are read; `folder` can neither lie in one of them nor contain one.
+    sources: folders that the block reads; `folder` must be neither inside nor around any of them.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
