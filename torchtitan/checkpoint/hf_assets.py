@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: those with weights, and those that `transformers` needs beside.
+"""The files of a Hugging Face folder: weight files, and the other files that `transformers` needs.
 
 `checkpoint.untrained_weights` says what becomes of parts of a model that no family here trains, such
 as towers for images.
@@ -33,7 +33,7 @@ NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the 
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# Fields of a model's config.json that are not true of what a run exports: its weights are not
+# Fields of a model's config.json that do not apply to an export: exported weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
 
@@ -60,7 +60,7 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
                 "remove one of them"
             )
     if others := sorted(set(names) - listed):
-        logger.info(f"Not files of the model in {folder}, so not read: {shorten(others)}")
+        logger.info(f"Files in {folder} that are not used, so not read: {shorten(others)}")
     names = [name for name in names if name in listed]
     file_of: dict[str, str] = {}
     for name in names:
@@ -176,9 +176,9 @@ def write_model_files(
 def differences_from_config(
     adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, tuple[Any, Any]] | None:
-    """Return field -> (the model's value, that of the folder's config.json), if they differ.
+    """Return field -> (the model's value, config.json's value) for the fields that differ.
 
-    None: the folder has no config.json, or the model is of no family with one.
+    None: the folder has no config.json, or the model's family has none.
     Raises ValueError for a config.json that no model here matches.
     """
     path, args = Path(folder, "config.json"), getattr(adapter, "model_args", None)
@@ -188,12 +188,12 @@ def differences_from_config(
         return differing(args, from_hf_config(path).model_args)
     except ValueError as error:
         raise ValueError(
-            f"{error}. Weights without a config.json beside them are read without this comparison"
+            f"{error}. To skip this check, remove the config.json beside the weights"
         ) from error
 
 
 def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> dict[str, Any]:
-    """Return a config.json of these args, with the further fields of the first that fits."""
+    """Return config.json for `model_args`, plus other fields of the first in `folders` that matches."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue
@@ -215,7 +215,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
             left_out += sorted(config.keys() - {"text_config"})
             config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
         if left_out:
-            logger.info(f"Not true of the exported weights, so left out of {path}: {left_out}")
+            logger.info(f"Fields of {path} that do not apply to the export, left out: {left_out}")
         # Fields that only one of transformers 4 and 5 writes, for readers of the other.
         config = to_hf_config(model_args) | config if "text_config" not in config else config
         if config.get("rope_parameters") and config.get("rope_scaling"):
