@@ -546,11 +546,11 @@ class TrainingEngine(EngineState):
             return self._step_parts().prepare(batch, labels, head)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss that the caller computed, until `optim_step`.
+        """Accumulate the gradients of a loss that the caller computed, for `optim_step`.
 
         loss: this rank's share, divided by the denominator of the whole step; summed over `loss_group`
-            it is the loss of the global batch. Every rank alternates forwards and backwards, and makes
-            the same number of them.
+            it is the loss of the global batch. Each forward is followed by its backward, equally
+            often on all ranks.
         Raises ValueError under a pipeline, and for a loss that is not a scalar with a gradient.
         """
         self._check_ready("backward", "model", "grad")

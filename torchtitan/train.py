@@ -47,7 +47,7 @@ from torchtitan.tools.logging import init_logger, logger
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-# Beginnings of torch's warnings in a plain and in a compiled run, as patterns.
+# Torch's harmless warnings, which are hidden: regexes for their beginnings.
 _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE
     "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
@@ -100,7 +100,7 @@ def _quiet_libraries() -> None:
     """Silence warnings and progress bars of libraries that a user can do nothing about."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message, UserWarning)
-    # It has one text at a time, and would warn that data workers are forked beside its threads.
+    # The tokenizer gets one text at a time; with threads it would warn of forked data workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

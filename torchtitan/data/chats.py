@@ -208,7 +208,7 @@ class _Chat:
     def __init__(self, template: ChatTemplate, sample: Mapping[str, Any]) -> None:
         self.template = template
         tools = sample.get("tools")
-        if isinstance(tools, str):  # for files whose columns cannot hold any JSON
+        if isinstance(tools, str):  # for files whose columns cannot hold arbitrary JSON
             with contextlib.suppress(ValueError, RecursionError):
                 tools = json.loads(tools)
         if tools is not None and not _is_list_of(dict, tools):
@@ -334,7 +334,7 @@ class _Chat:
         return len(before), self.template.end_of_turn(text)
 
     def _join_parts(self) -> None:
-        """Make contents that are lists of one text that text, if the template writes texts only."""
+        """Replace contents that are lists of one text by that text, if the template takes texts only."""
         lists = [m["content"] for m in self.messages if _is_list_of(dict, m.get("content"))]
         lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
         if not lists:
@@ -355,7 +355,7 @@ class _Chat:
         ]
 
     def _render_beginnings(self, turns: list[int]) -> None:
-        """Render the chat, its beginnings that show where these turns are, and one more turn of the user."""
+        """Render the chat, its beginnings around these turns, and the chat with one more user turn."""
         n = len(self.messages)
         of_turns = [key for i in turns for key in ((i, True), (i + 1, False))]
         keys = [(n, False), *of_turns, (n + 1, False)]
@@ -366,7 +366,7 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first messages, and of the next turn's header if `header`."""
+        """Return the text of the first `number` messages, with the next turn's header if `header`."""
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])
@@ -381,10 +381,10 @@ class _Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span of an assistant's turn, from behind its header to its closing token.
 
-        It is sound if the text begins with the messages before the turn and its header, and with the
-        messages through the turn. Templates write less thinking once the chat goes on: then what follows
-        the turn's content, which a rendering with other content shows, must begin with what follows it at
-        the end of a chat.
+        The text must begin with the rendering of the messages before the turn and its header, and with
+        the rendering through the turn. Templates may drop thinking once the chat goes on. Then a
+        rendering with other content finds what follows the content; it must begin as in a chat that
+        ends with the turn.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)
@@ -417,7 +417,7 @@ _MARK_IT = (
 
 
 def _difference(text: str, prefix: str) -> str:
-    """Return where a text does not begin with a prefix, for messages; "" if it does."""
+    """Quote the first difference of text and prefix, for messages; "" if text starts with it."""
     if text.startswith(prefix):
         return ""
     same = len(os.path.commonprefix([text, prefix]))

@@ -27,8 +27,8 @@ class PackedDataset(IterableDataset):
     data worker, rows that another worker of this rank reads are None.
 
     rows: of this rank in a step, each with a row stream of its own. A stream of `datasets` has as many
-        row streams as its number of files and the rows of the global batch have in common; each then
-        fills several rows. None: the rank has one row stream, whatever the size of its batches.
+        row streams as the greatest common divisor of its number of files and the rows of the global
+        batch; each then fills several rows. None: the rank has one row stream, whatever its batch size.
     infinite: begin again at the end of the data. Otherwise another iteration begins from the start.
     planned: plan the rows so that every document is read as often as its source's limit says; the rest
         of the last step is padding. Collective, because the documents are counted.
@@ -247,7 +247,7 @@ class PackedDataset(IterableDataset):
                 "the data position is within a step: resume with the same training.global_batch_size, "
                 f"or {_BEGIN_AGAIN}"
             )
-        # Another global batch goes on behind the last step's rows, more passes behind the last row.
+        # Another global batch size resumes after the last step's rows, more epochs after the last row.
         base, n, _ = next(iter(places))
         row = min(base + n * num_saved, end)  # the rest of a last step is padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
@@ -256,15 +256,15 @@ class PackedDataset(IterableDataset):
         n = self._num_streams
         if len(saved) != num_saved:
             raise ValueError(
-                f"the data position has {len(saved)} of {num_saved} rows of the global batch: the "
+                f"the data position has {len(saved)} of {num_saved} row streams: the "
                 f"checkpoint is damaged; {_BEGIN_AGAIN}"
             )
         if not all(source.is_indexed for source in self.sources):
             raise ValueError(
-                f"the data position of a stream in {num_saved} parts does not divide among {n}: resume on "
+                f"the data position of a stream cannot go from {num_saved} row streams to {n}: resume on "
                 f"as many ranks with the same training.global_batch_size, or {_BEGIN_AGAIN}"
             )
-        logger.info(f"Dealt the data position of {num_saved} rows out to {n}")
+        logger.info(f"Redistributed the data position of {num_saved} row streams over {n}")
         all_places, all_feeds, all_tokens, *_ = zip(
             *(saved[number] for number in range(num_saved)), strict=False
         )
