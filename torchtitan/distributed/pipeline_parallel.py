@@ -1,7 +1,7 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
-A train spec names `pipeline_llm` as its `pipelining_fn`. Slow modules are loaded by `distributed` at
-first use: every train spec imports this module.
+A train spec names `pipeline_llm` as its `pipelining_fn`. Every train spec imports this module, so
+`distributed` loads the slow modules only at first use.
 """
 
 import copy

@@ -4,7 +4,7 @@ An element's value depends only on the seed, the parameter's name, the number of
 the parameter, and the element's global index. Each rank generates only its own shard.
 
 The random numbers are SplitMix64's output function (Steele, Lea, Flood 2014, with the constants of
-Stafford's variant 13) of `key + index * golden`, where `key` is a hash of the other three.
+Stafford's variant 13) of `key + index * golden`, where `key` is a hash of seed, name and draws.
 """
 
 import hashlib

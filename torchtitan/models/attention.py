@@ -4,8 +4,8 @@ B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value he
 Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask`, lowered
 once per batch to what the kernel takes: a bool tensor or nothing (sdpa), a `BlockMask` (flex) or a
 `VarlenMetadata` (varlen). torch trains flex and varlen on accelerators only, so on the CPU their
-wrappers run `attention_cpu`. Importing torch's modules of both loads the compiler, so `tools.compiler`
-delays that.
+wrappers run `attention_cpu`. Importing torch's modules for flex and varlen loads the compiler, so
+`tools.compiler` delays the import.
 """
 
 import inspect
@@ -167,7 +167,7 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 def _tiles(
     forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
 ) -> dict[str, int]:
-    """Options of flex attention's kernels from (queries, keys of a tile, stages, warps)."""
+    """Return flex attention's options. forward, backward: (queries, keys of a tile, stages, warps)."""
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
     queries, keys, stages, warps = backward
@@ -192,7 +192,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # with the sums of `numerics.batch_invariant`, as the other wrappers
+    batch_invariant = False  # True: sum as `numerics.batch_invariant` does; in all wrappers
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -301,7 +301,7 @@ class FlexAttentionWrapper(nn.Module):
 
 
 def choose_kernel_options(model: nn.Module) -> None:
-    """Have flex attention inside compiled blocks use kernels that fit this process' accelerator."""
+    """Set flex attention's options for this process's accelerator, for use inside compiled blocks."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         for module in model.modules():
             if isinstance(module, FlexAttentionWrapper):
@@ -367,7 +367,7 @@ def _varlen(
         out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
-    # torch's kernel returns the log-sum-exp without its gradient; `config.checks.device` refuses such models.
+    # torch's log-sum-exp has no gradient; `config.checks.device` refuses models that need the gradient.
     assert not return_lse, "attn_type 'varlen' gives no log-sum-exp on an accelerator"
     varlen_attn = load_varlen().varlen_attn
     extra = {}
@@ -435,10 +435,11 @@ def attend(
 
     mask: a `DocumentMask`, or an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
-    window: a query sees itself and the window - 1 tokens before it; for masks without a window.
-        flex ignores it, because a BlockMask contains its own.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
+        flex ignores it, because a BlockMask contains the window.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
-    Raises TypeError if the wrapper takes another kind of mask, and ValueError if it cannot compute this.
+    Raises TypeError if the wrapper takes another kind of mask, and ValueError for a window or log-sum-exp
+    with sdpa.
     """
     mask = DocumentMask.from_mask(mask)
     window = window if mask.window is None else mask.window

@@ -37,7 +37,7 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries in one call of the kernel under a sliding window, which computes this many keys plus the window.
+# Queries in one call of the kernel under a sliding window; it computes this many keys plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
 # split into calls of 128 queries, each with the keys up to its last query: about half of the square,
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
     mask: None, or numbers added to the scores [queries, keys].
     adds: the call before computed the same queries with other keys; the results are combined.
-    keys_again: an earlier call may have used these keys, so their gradients must be added to.
+    keys_again: an earlier call may have used these keys, so this call adds to the keys' gradients.
     """
 
     queries: slice
@@ -111,7 +111,7 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 for bf16 and fp16: it rounds once instead of often, and is almost twice as fast."""
+    """Return fp32 for bf16 and fp16: the kernel then rounds only once, and is almost twice as fast."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -256,7 +256,7 @@ def _backward(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """Attention of any kernel within documents, with the gradient of `_backward`."""
+    """Attention within documents by a given kernel; the gradient is `_backward`'s."""
 
     @staticmethod
     def forward(ctx, kernel, q, k, v, cu_seq_q, cu_seq_k, scale, window):

@@ -74,7 +74,7 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates again, after loading optimizers that another schedule had set.
+    """Set the learning rates again, after loading optimizers with another schedule's learning rates.
 
     lr_schedulers: if a client's train spec made them, in a class of its own, nothing is changed.
     """

@@ -28,7 +28,7 @@ from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import run_beside
 
-# Settings that may differ between ranks: names, and paths, because each may have its own disk.
+# Settings that may differ between ranks: names, and paths, because each machine may have its own disk.
 _SETTINGS_PER_RANK = set(
     """
     job.config_file job.description job.dump_folder job.print_config job.save_config_file
@@ -77,7 +77,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
         self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
-        # epoll and kqueue take a new connection while the watch waits for the others.
+        # epoll and kqueue accept a new connection while the watch waits for existing connections.
         self._selector = selectors.DefaultSelector()
         self._all_came = threading.Event()  # on rank 0
         self._leaving = threading.Event()
@@ -126,7 +126,7 @@ class Peers:
         elif problem and problem != error:
             print(problem, file=sys.stderr, flush=True)
         if self.rank == 0 and num_ranks > 1:
-            # This process may hold the store, so it goes on when all ranks have read the verdict.
+            # This process may hold the store, so wait until all ranks have read the verdict.
             readers = [f"read_{rank}" for rank in range(1, num_ranks)]
             with suppress(dist.DistStoreError):
                 store.wait(readers, timedelta(seconds=SECONDS_TO_REPORT))
@@ -165,7 +165,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread; its failure is this rank's, because nobody watches after it."""
+        """Run `work` on a thread. If `work` fails, this rank fails, because nothing watches any more."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:

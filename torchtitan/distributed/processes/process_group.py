@@ -180,7 +180,7 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the part `name` of the job until it ends. Call `find_peers` first.
+    """Make this process a rank of the job's part `name` for good. Call `find_peers` first.
 
     RANK, WORLD_SIZE and the default process group become those of the part.
     """
@@ -229,8 +229,8 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
     """Make NCCL write its last collectives to a file at a time-out; gloo's record is kept small."""
-    # 3: a failed collective ends the process without waiting until the other ranks notice. A 1 is
-    # torchrun's default, no user's choice.
+    # 3: a failed collective ends the process without waiting until the other ranks notice. The value
+    # 1 is torchrun's default, not a user's choice.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     is_written = "nccl" in backend
     size = comm_config.trace_buf_size if is_written else min(comm_config.trace_buf_size, 100)

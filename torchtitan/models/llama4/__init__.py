@@ -33,7 +33,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 @dataclass
 class RoPEScalingArgs(rope.RoPEScalingArgs):
-    """Llama 4 Scout's: slow frequencies are stretched 16 times, without a blend."""
+    """Llama 4 Scout's scaling: low frequencies are divided by 16, without a blend."""
 
     scaling_factor: float = 16.0
     high_freq_factor: float = 1.0
@@ -185,12 +185,12 @@ _TEXT_MODEL = "language_model."  # in front of names in multimodal files
 
 
 class Llama4StateDictAdapter(KeyMapAdapter):
-    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours here and in HF.
+    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
 
     Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
     which begin with `language_model.`. Writes the multimodal names if the index file under
-    `hf_assets_path` has them, in an export only if it has the weights for images, too. Those are
-    left out on reading.
+    `hf_assets_path` has them; an export does so only if it also has the weights for images. Reading
+    leaves out the weights for images.
     """
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")

@@ -44,9 +44,9 @@ class StackedExperts(nn.Module):
         raise NotImplementedError
 
     def groups(self, selected: Tensor) -> tuple[Tensor, int]:
-        """Return the groups [T, k] that compute the choices of experts [T, k], and how many there are.
+        """Return the group of each (token, expert) pair of `selected` [T, k], and the number of groups.
 
-        An expert has one group, or in a subclass several, one after the other.
+        An expert has one group; in a subclass it may have several consecutive groups.
         """
         return selected, self.num_experts
 
@@ -266,8 +266,8 @@ class TokenChoiceTopKRouter(nn.Module):
         """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
 
         x: [T, D]. expert_bias: [E], added to the scores only for choosing experts.
-        replayed: experts [T, k] to take in place of the best; -1 for tokens without. Their scores,
-            and so the router's gradient, are those of this router.
+        replayed: experts [T, k] to take in place of the best; -1 lets the router choose. The scores,
+            and so the router's gradient, come from this router in any case.
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
@@ -342,8 +342,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: of the second
-        input, if it has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number
+        of groups, if the second input has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
