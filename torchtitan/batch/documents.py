@@ -42,7 +42,7 @@ def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_ids_from_positions(positions: Tensor) -> Tensor:
-    """Number the runs of positions that go up by exactly one; negative positions are padding.
+    """Number the runs in which positions go up by exactly one; negative positions are padding.
 
     positions: [B, T] int; a row may start anywhere. Returns [B, T] int32:
     [4 5 6 0 1 2 3 7 8] -> [0 0 0 1 1 1 1 2 2], and [0 1 -1 -1 0] -> [0 0 -1 -1 1].
@@ -55,7 +55,7 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
-    """Number the documents that begin at cumulative lengths; tokens after the last one are padding.
+    """Number the documents that cumulative lengths give; tokens after the last document are padding.
 
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
         gets no id. Returns [B, seq_len] int32.
@@ -260,7 +260,7 @@ def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tens
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return whether to compare the two sources `pair` in this batch, which has `x`; remember the pair."""
+    """Return whether to compare the two sources `pair` on the device of `x`; remember the pair."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)
@@ -296,7 +296,7 @@ def _warn_of_second_source(
 
 
 def warn_of_restarts(positions: Tensor) -> None:
-    """Warn once per engine of positions [B, T] that restart although each row is one document.
+    """Warn once per engine if positions [B, T] restart although attention treats each row as one document.
 
     Gaps and negative positions, which are padding, are not restarts.
     """

@@ -48,7 +48,7 @@ def apply_ac(
     selective: if selective_ac_option is a number n, every n-th block keeps only its input. If it is
     "op", every block keeps the outputs of `op_sac_save_list`, except every second matrix product.
 
-    reads_device: blocks call `read_once`, and are not compiled as a whole.
+    reads_device: True if blocks call `read_once`; such blocks are not compiled as a whole.
 
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
@@ -181,7 +181,7 @@ def _recompute_mode() -> type:
     """Return torch's recomputation mode, but allow ops that forward did not run (a FLOP counter's views)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
-        # Torch registers flex attention and compiled regions for the exact type of its own mode.
+        # Torch registers flex attention and compiled regions for its own class only, not for a subclass.
         supports_higher_order_operators = True
         maybe_saved_ops: frozenset[Any]
 

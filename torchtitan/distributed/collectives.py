@@ -1,7 +1,7 @@
 """Collectives that take less CPU time than gloo's own, and an all-to-all with a gradient.
 
-For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and its
-reduce-scatter twice that of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
+For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and gloo's
+reduce-scatter twice the time of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
 host). The replacements send no more bytes. docs/measured.md has the figures.
 """
 

@@ -213,7 +213,7 @@ class ContextPart:
 class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
-    A stretch is a run of consecutive queries of one document; the last query of a stretch sees its last key.
+    A stretch is a run of consecutive queries of one document; the last query of a stretch sees the last key.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
         max_q, max_k: the most queries and the most keys of a stretch.

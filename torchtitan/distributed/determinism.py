@@ -43,7 +43,7 @@ def set_determinism(
     elif debug_config.seed is None:
         return base_seed
     torch.manual_seed(seed)
-    # For child processes only: this interpreter fixed its hashes when it started.
+    # For child processes only: this interpreter fixed its string hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
     # DTensor has its own generator, except on the CPU. Seeding replaces DTensor's RNG tracker, so have
     # `host` restore the old tracker.

@@ -251,7 +251,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
         if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
             unit.set_gradient_divide_factor(1.0)
-        # Otherwise the collective applies the factor, which gloo cannot do.
+        # Without this the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -263,7 +263,7 @@ def reshard_model(model: nn.Module) -> None:
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Backward prefetches the recorded forwards: clear those without a backward (torch 2.13).
+    # Backward prefetches by the recorded forwards: clear forwards that had no backward (torch 2.13).
     for group in _param_groups(_units_of(model)):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
@@ -380,8 +380,8 @@ def recover_model(model: nn.Module) -> None:
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)
-    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep those of gathered
-    # parameters, which the next backward would reduce with its own.
+    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep the gradients of
+    # gathered parameters, which the next backward would add to its own.
     for shard, grad in zip(shards, reduced, strict=True):
         shard.grad = grad
     field = torch_parts.attribute("fsdp_gradient")
@@ -400,7 +400,7 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     """
     if enable_compile:
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
-    # Buffers are not broadcast: one counts this rank's tokens per expert, and is summed over ranks later.
+    # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
     # DDP averages gradients. A communication hook also gets gradients reduced before, so it can't undo that.

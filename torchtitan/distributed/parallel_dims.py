@@ -143,7 +143,7 @@ class ParallelDims:
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
-        """Return the mesh of one axis, or of several, outermost first; None if one of them is off.
+        """Return the mesh of one axis, or of several axes, outermost first; None if an axis is off.
 
         Raises ValueError for an unknown axis, and for axes that are not all in one cut of the world.
         """

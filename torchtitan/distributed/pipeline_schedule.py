@@ -325,7 +325,7 @@ class _Call:
     """One call of `step` or `eval` on this rank: its microbatches, and the tensors being sent or received.
 
     target_mbs: None on ranks without the last stage, and in calls that compute no loss.
-    losses, outputs: of the last stage, filled by `run`.
+    losses, outputs: the last stage's losses and outputs, filled by `run`.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class _Call:
         self._loss_fn, self._keeps_outputs = loss_fn, keeps_outputs
         self._schedule = schedule
         self._stages = {stage.stage_index: stage for stage in schedule.stages}
-        # (F or B, stage, microbatch) -> the hidden states, or their gradient, that the stage needs.
+        # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}
         self._sending: list[
@@ -355,8 +355,8 @@ class _Call:
             name = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
             with record_function(name):
                 self._do(*action)
-            # gloo completes a send only when it is waited for. All receives precede what follows, so
-            # waiting for an old send ends.
+            # gloo completes a send only in a wait for it. The other rank starts the receive before any
+            # action that depends on later actions here, so waiting for an old send ends.
             longest = 4 * self._schedule.num_stages
             sending = self._sending
             while sending and (sending[0][0].is_completed() or len(sending) > longest):

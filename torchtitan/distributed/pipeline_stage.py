@@ -129,7 +129,7 @@ class PipelineStage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Accumulate the weights' gradients; return the gradient of the hidden states [B, T, dim].
 
-        gradient: of the stage's output; None on the last stage, where the loss begins.
+        gradient: the gradient of the stage's output; None on the last stage, which has the loss.
         """
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():

@@ -6,7 +6,7 @@ own tokens (Korthikanti et al. 2022, arXiv:2205.05198):
     whole    [B, T, M]
     a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
 
-If tp does not divide T, the last shards end in rows of zeros, which gathering drops.
+If tp does not divide T, the last shards end in rows of zeros, which `gather` and `join` drop.
 
 There are two ways to gather. In a split module each rank's gradient is one summand of the whole
 gradient: use `gather`. Elsewhere (logits, pipeline stages) every rank has the whole gradient: use `join`.

@@ -203,7 +203,7 @@ class LocalLinear(Linear):
 class VocabularyEmbedding(nn.Embedding):
     """An embedding whose rows are split over ranks. [B, T] -> [B, T, M].
 
-    The result is one summand, which is zero for tokens whose rows are on other ranks.
+    The result is this rank's summand: zero for tokens whose embeddings are on other ranks.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:

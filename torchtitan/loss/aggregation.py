@@ -77,7 +77,7 @@ def aggregation_weights(
     """Return a weight for every token; the loss is the sum of weight * loss per token.
 
     With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
-    numbers of sequences and prompts with a token in the loss (`count_empty`: of all of them):
+    numbers of sequences and prompts with a token in the loss (with `count_empty`, all):
 
         token-mean               sum m l / N
         token-sum                sum m l

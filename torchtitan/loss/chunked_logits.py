@@ -363,8 +363,8 @@ def _over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
 
-    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
-    IGNORE_INDEX; the entropy, undefined if the statistics have none.
+    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 for labels
+    IGNORE_INDEX; the entropy, undefined if `_statistics` was called without wants_entropy.
     """
     of_ranks = of_all_ranks(statistics, group)
     highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)

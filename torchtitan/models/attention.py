@@ -63,8 +63,8 @@ def get_document_mask_mod(
 ) -> MaskMod:
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are read from the first of these that is given, [B, T] or one row [T]; a warning names
-    row and token if several disagree:
+    Documents are read from the first of these arguments that is given, [B, T] or one row [T]; if several
+    are given and disagree, a warning names row and token:
     document_ids: -1 is padding, which sees only itself.
     positions: go up by exactly one within a document. Negative: padding.
     batch, eos_id: token ids; the end-of-text token belongs to the document it closes.
@@ -77,7 +77,7 @@ def get_document_mask_mod(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
             f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
-    # Without `batch` only the shape of "input" is used, so any of the tensors serves.
+    # Without `batch` only the shape of "input" is used, so any of the tensors will do.
     tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
@@ -125,7 +125,7 @@ def create_attention_mask(
 ) -> "BlockMask":
     """torch's `create_block_mask` with the same arguments, compiled unless the device is the CPU.
 
-    Evaluates mask_mod for every query and key. device: None is the accelerator, if there is one.
+    Evaluates mask_mod for every query and key. device: None means the accelerator, if there is one.
     """
     if device is None:
         device = get_device_type()
@@ -171,14 +171,14 @@ def _tiles(
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
     queries, keys, stages, warps = backward
-    # M1 and N1 are the tiles of the keys' gradients, M2 and N2 those of the queries'.
+    # M1 and N1 are tile sizes for the gradients of keys, M2 and N2 for the gradients of queries.
     options |= {f"bwd_BLOCK_{name}": queries for name in ("M1", "N2")}
     options |= {f"bwd_BLOCK_{name}": keys for name in ("N1", "M2")}
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (size of query heads, of value heads) -> the fastest options of flex attention in 16 bits among those
-# tried on an H200 (benchmarks/LOG.md); for H100, too.
+# (query head size, value head size) -> flex attention's fastest options in 16 bits among the options
+# tried on an H200 (benchmarks/LOG.md); used on H100, too.
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -490,7 +490,7 @@ def _kernel_options(
         fits = isinstance(lowered, VarlenMetadata)
         expected = "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
-    else:  # flex, and the kernel of `generation.kv_cache`; both masks contain the window
+    else:  # flex, and the kernel of `generation.kv_cache`; their masks contain the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
         fits = is_block_mask or attn_type == "cache"  # the cache takes a bool tensor
         expected = "a BlockMask"

@@ -7,7 +7,7 @@ there are M packed keys, and a document's last query sees its last key.
 `document_attention` costs the sum of squared document lengths, or of length times window if a
 sliding window is shorter than the document: a training step of small models takes a tenth to a half
 less time than with a dense mask. It is an operator, so that torch.compile and activation
-checkpointing see one node for any documents. `block_mask_attention` takes any mask, and is slower.
+checkpointing see one node whatever the documents. `block_mask_attention` takes any mask, and is slower.
 """
 
 import functools
@@ -47,7 +47,7 @@ SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of queries whose document has one key (mostly padding), and of the keys."""
+    """Return the indices of queries whose document has one key (mostly padding), and of these keys."""
     is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
@@ -356,7 +356,7 @@ def block_mask_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Differentiable attention under any BlockMask; stores the mask of all T * T' pairs.
+    """Differentiable attention with any BlockMask; the mask of all T * T' pairs is stored.
 
     q: [B, H, T, D]; k, v: [B, K, T', D]. Returns [B, H, T, Dv] and with `return_lse` the
     log-sum-exp of the scores, fp32 [B, H, T]. A query that sees nothing gets zeros.

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None: no such norm.
+    qk_norm_eps: eps of the RMS norm of each query and key head before RoPE; None: no norm.
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
     """
@@ -289,7 +289,7 @@ class Decoder(ModelProtocol):
         return None
 
     def build_attention(self, layer_id: int) -> nn.Module:
-        """Return a block's attention, which has the forward of `Attention`."""
+        """Return a block's attention module, with the arguments and result of `Attention.forward`."""
         args, by_halves = self.model_args, self.rope_buffer_name == "rope_cache"
         return Attention(
             args.dim,
@@ -339,7 +339,7 @@ class Decoder(ModelProtocol):
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the other parts.
         routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
-        before the last returns them. Under tensor parallelism hidden states are whole, and logits a
+        before the last returns hidden states. Under tensor parallelism hidden states are whole, and logits a
         DTensor split along V if the loss is parallel. Raises ValueError if a value model gets a head.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
@@ -431,7 +431,7 @@ class Decoder(ModelProtocol):
         return routed_experts[:, :, slot]
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
-        """Return the RoPE table, after replacing it by a longer one if positions go beyond it.
+        """Return the RoPE table; replace it by a longer table if positions go beyond its end.
 
         row_len: T of whole rows. Reading positions waits for the device, so on an accelerator they are
         read only if rows are longer than the table.
@@ -526,7 +526,7 @@ class Decoder(ModelProtocol):
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # The shared table is drawn twice, and so are its copies on two pipeline stages.
+            # The tied table is drawn twice below, also where two pipeline stages hold copies.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)

@@ -22,7 +22,7 @@ class RoPEScalingArgs:
     """Llama 3.1's scaling of low frequencies for longer contexts.
 
     Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, those shorter than .../ high_freq_factor stay; between them the two are blended.
+    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and those between are blended.
     """
 
     scaling_factor: float = 8.0

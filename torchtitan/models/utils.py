@@ -16,8 +16,8 @@ def get_dense_model_nparams_and_flops(
     """Return (parameters, FLOPs of forward and backward per token) of a dense transformer.
 
     Counted as in the PaLM paper (Chowdhery et al. 2022, appendix B): 6 per matmul parameter and
-    token, plus attention over the whole row. The embedding lookup costs nothing. A table that is
-    tied to the output is left out of both numbers.
+    token, plus attention over the whole row. The embedding lookup costs nothing. An embedding tied to
+    the output is counted in neither number.
 
     head_dims: query head size + value head size.
     """

@@ -71,7 +71,7 @@ def _by_model(t: Tensor, order: Tensor) -> Tensor:
 def _sum_to_compile(
     output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, product: Callable[..., Tensor]
 ) -> Tensor:
-    """`LowRank.add_to` of one model, for the compiler."""
+    """`LowRank.add_to` for one model, in a form that the compiler fuses."""
     if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
         # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
         return output + product(scale * product(x, a), b)

@@ -5,7 +5,7 @@ needs the whole matrix on one rank:
 
     average the gradients      each rank, its part                                  `_direction`
     gather                     the ranks that share a matrix                        `_update_together`
-    orthogonalize              one of these ranks; each takes another matrix        `orthogonalize`
+    orthogonalize              one of these ranks; a different rank per matrix      `orthogonalize`
     send the result, update    the ranks that share it; each updates its part       `_update_together`
 
 Parameters are [m, n], or [E, m, n] with E matrices. Experts that lie whole on one rank stay there.
@@ -37,7 +37,7 @@ _EPS = 1e-7  # the smallest norm to divide by; torch.optim.Muon's default
 class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
-    options: as torch.optim.Muon's, for all groups. adam: the arguments of `RoundedAdam`.
+    options: those of torch.optim.Muon, for all groups. adam: the arguments of `RoundedAdam`.
     replicas: the mesh of the ranks that have the same plain parameters, as under DDP.
     Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
@@ -169,7 +169,7 @@ def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int) -> Tenso
     """Return x [m, n] or [E, m, n] with the singular values of each matrix near 1.
 
     The Newton-Schulz iteration of torch.optim.Muon, in the dtype of x. After five steps singular values
-    are between 0.7 and 1.2, except those that were tiny.
+    are between 0.7 and 1.2, except singular values that were tiny.
     """
     if x.ndim == 3 and len(x) and x.device.type == "cpu":
         # One by one: on the CPU batched products round differently; they only save launches on a GPU.

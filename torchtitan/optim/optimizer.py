@@ -126,7 +126,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         """Initialise the base class, which holds the step hooks."""
         Optimizer.__init__(self, [{"params": all_params}], optimizer_kwargs)
         # The base class made an empty state, and groups that are never stepped. Without them,
-        # __getattr__ returns the inner optimizers' ones.
+        # __getattr__ returns those of the inner optimizers.
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:

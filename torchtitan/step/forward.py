@@ -276,7 +276,7 @@ def loss_denominator(
 
 
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
-    """Raise ValueError for a head or a loss that the model cannot serve."""
+    """Raise ValueError for a head that is a class or not callable, and for a head or logits of a value model."""
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(
             f"head must be an object that computes outputs, such as TokenLogProbs(), got {head!r}; give "

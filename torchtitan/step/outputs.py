@@ -24,7 +24,7 @@ class StepOutput:
     """
 
     loss: Tensor  # of the global batch, the same on every rank, fp32 on the device
-    metrics: dict[str, Tensor]  # as `loss`; a maximum over no microbatch at all is -inf
+    metrics: dict[str, Tensor]  # like `loss`; a maximum over no microbatch is -inf
     outputs: list[Any] | None
 
 

@@ -160,8 +160,8 @@ class Runner:
         them after a backward, too.
     gradient_factor: multiplies losses before backward, to undo the averaging of gradients over ranks
         that a client's own backward needs; 1 under a pipeline.
-    client_inputs: returns the model's inputs for a batch on the device, or None for those of
-        `model_inputs`: for clients of torchtitan 0.2.x that override `post_dataloading_process`.
+    client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
+        for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
 
     model_parts: list[nn.Module]
@@ -249,7 +249,7 @@ class Runner:
         reduce_with_last: bool = False,
         whole_rows: bool = False,
     ) -> Iterator[Microbatch]:
-        """Prepare one microbatch after the other, then dummies until all ranks are done.
+        """Yield the microbatches, each prepared when it is needed, then dummies until all ranks are done.
 
         n_dummies: from `num_dummies`. reduce_with_last: only the last of all, dummies included, reduces
         gradients, if the job defers reductions.
@@ -430,7 +430,7 @@ class Runner:
             distributed.recover_model(part)
 
     def reshard(self) -> None:
-        """Free the weights that FSDP has gathered, also those of a client's own forward."""
+        """Free the weights that FSDP has gathered, even if a client's own forward gathered them."""
         if self._has_fsdp:
             for part in self.model_parts:
                 distributed.reshard_model(part)

@@ -25,7 +25,7 @@ _addresses: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref
 
 
 def group_is_ours() -> bool:
-    """Return True if `init_distributed` made the default process group, not the host."""
+    """Return True if `init_distributed` made the default process group, not the host program."""
     return _our_default is not None and _our_default() is dist.group.WORLD is not None
 
 

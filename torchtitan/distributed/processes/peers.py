@@ -55,7 +55,7 @@ class Peers:
     """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
     Every rank is connected to rank 0, which forwards failures. If a connection ends without a message,
-    its rank was killed. If it is silent for the store's timeout (at least a minute), its rank was
+    its rank was killed. If one is silent for the store's timeout (at least a minute), its rank was
     stopped: a thread sends regular messages, even while the main thread hangs.
 
     Each rank draws a secret and publishes only its digest in the store. Rank 0 reads the digests
@@ -234,7 +234,7 @@ class Peers:
             return
         self._first_failure = rank, message
         if self.rank in (0, rank):
-            # Before the main thread learns of it, which may end this process.
+            # Before the main thread learns of the failure, because it may end this process then.
             self._send(_FAILED, self._first_failure)
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
@@ -280,7 +280,7 @@ class Peers:
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
-    """Return why these ranks cannot train together, None if they can. reports: one per rank."""
+    """Return why the ranks cannot train together; None if they can. reports: one per rank."""
     ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
         ranks_of.setdefault(own["error"], []).append(rank)

@@ -110,7 +110,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The variables' values -> [(store, rank, world size), number of groups made there]. All groups of
 # this process use one store: with a new store per group, ranks that make the next group while
-# another rank still leaves the last would find old keys, or a server that is closing.
+# another rank still leaves the last group would find old keys, or a server that is closing.
 _meeting_places: dict[tuple[str, ...], list[Any]] = {}
 
 
@@ -228,7 +228,7 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
-    """Make NCCL write its last collectives to a file at a time-out; gloo's record is kept small."""
+    """Make NCCL write its last collectives to a file at a timeout; keep gloo's record small."""
     # 3: a failed collective ends the process without waiting until the other ranks notice. The value
     # 1 is torchrun's default, not a user's choice.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")

@@ -66,7 +66,7 @@ class StopRequest:
     # ---- in each step ----
 
     def ask(self) -> None:
-        """Start to ask all ranks. The communication overlaps with this rank's work."""
+        """Start the all-reduce of the ranks' stop requests, which overlaps with this rank's work."""
         now = time.monotonic()
         if self._asked_at is not None:
             self._longest_step = max(self._longest_step, now - self._asked_at)

@@ -35,7 +35,7 @@ class GptOssModelArgs(MoEDecoderArgs):
     """gpt-oss (arXiv:2508.10925).
 
     max_batch_size, dtype: not read, accepted for compatibility.
-    moe_inter_dim: hidden size of one expert. swiglu_limit: the limit of its activations.
+    moe_inter_dim: hidden size of one expert. swiglu_limit: the bound in `swiglu`.
     sliding_window_size: number of tokens that a token of an even layer sees, itself included.
     original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: as in `YaRNArgs`, where the
         last two are beta_fast and beta_slow.

@@ -51,9 +51,9 @@ class StackedExperts(nn.Module):
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], sorted by group; num_tokens_per_expert: of each group, [E * n] int. Returns [N, D].
+        """x: [N, D], sorted by group; num_tokens_per_expert: rows per group, [E * n] int. Returns [N, D].
 
-        An expert has n groups. Under expert parallelism E is this rank's number of experts, and the
+        Each expert has n groups. Under expert parallelism E is the number of this rank's experts, and
         groups are padded.
         """
         parameters = self.local_parameters()
@@ -128,7 +128,7 @@ def _looped_linear(
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """As `run_for_loop`, by one kernel per matrix, without a wait, in the parameters' dtype.
+    """As `run_for_loop`, with one kernel per weight for all experts and no wait, in the weights' dtype.
 
     Rows past the sum of the counts are undefined.
     """
