@@ -104,7 +104,7 @@ class TokenBatch:
 
     @property
     def num_valid(self) -> int:
-        """The number of labels that count in a loss."""
+        """The number of labels that are not IGNORE_INDEX."""
         assert self.labels is not None
         return int((self.labels != IGNORE_INDEX).sum())
 

@@ -180,7 +180,7 @@ def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
-    """The batch's cu_seqlens are [B, n + 1], or 1-D through all rows laid end to end."""
+    """Read cu_seqlens that are [B, n + 1], or 1-D over all rows laid end to end."""
     n_rows, seq_len = batch["input"].shape
     if batch["cu_seqlens"].dim() != 1:
         return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)

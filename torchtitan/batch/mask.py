@@ -51,7 +51,7 @@ class DocumentMask:
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
-        """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal."""
+        """Return the DocumentMask of a BlockMask, a VarlenMetadata or None (plain causal)."""
         if isinstance(mask, cls):
             return mask
         if isinstance(mask, VarlenMetadata):
@@ -73,7 +73,7 @@ class DocumentMask:
         return cls(starts.expand(n_rows, -1), rows_are_documents=True)
 
     def with_window(self, window: int | None) -> "DocumentMask":
-        """Raises ValueError if window < 1."""
+        """Return the mask with this sliding window; raises ValueError if window < 1."""
         check_window(window)
         return replace(self, window=window, lowered=None)
 

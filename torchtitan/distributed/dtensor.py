@@ -39,7 +39,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(tensor: Tensor) -> LocalShard | None:
-    """Return this rank's part of a DTensor, None if that is empty; all of a plain tensor."""
+    """Return this rank's part of a DTensor, None if the part is empty; a plain tensor as a whole."""
     if not is_dtensor(tensor):
         return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
     local = tensor.to_local()

@@ -102,7 +102,7 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Start to exchange the counts [E] of the next dispatch, while the device has work."""
+            """Start to exchange the next dispatch's counts [E], while the device still has work."""
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
         module.announce_counts = announce_counts

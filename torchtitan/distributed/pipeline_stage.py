@@ -220,7 +220,7 @@ def _backward_input(
 
 
 def _users_of_nodes(root: Node) -> dict[Node, list[Node]]:
-    """Return, for each node of the graph below `root`, the nodes whose backward calls it."""
+    """Return, for each node of the graph below `root`, the nodes that pass gradients to it."""
     users: dict[Node, list[Node]] = {root: []}
     to_visit = [root]
     while to_visit:

@@ -207,7 +207,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
 
 
 def _memory_of(tensor: Any) -> tuple | None:
-    """Return the tensor's memory location, by which `parameter.data` is recognised too."""
+    """Return the tensor's memory location, which also identifies `parameter.data`."""
     local = local_tensor(tensor)
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
         return None

@@ -60,7 +60,7 @@ class SequenceShards:
         return _Move.apply("reduce_scatter", "all_gather", partial_sum, 1, seq_len, *self._ranks)
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows [B, t, M] of [B, T, M], which is the same on every rank."""
+        """Return this rank's rows [B, t, M] of hidden states [B, T, M] that are equal on every rank."""
         return _Move.apply("own_rows", "all_gather", whole, 1, whole.shape[1], *self._ranks)
 
     def join(self, shard: Tensor, seq_len: int) -> Tensor:

@@ -285,7 +285,7 @@ class Decoder(ModelProtocol):
 
     @property
     def rope_scaling(self) -> RoPEScalingArgs | YaRNArgs | None:
-        """How RoPE's frequencies are stretched to longer contexts."""
+        """How RoPE's frequencies are stretched to longer contexts; None: not at all."""
         return None
 
     def build_attention(self, layer_id: int) -> nn.Module:
@@ -473,7 +473,7 @@ class Decoder(ModelProtocol):
 
     @property
     def makes_document_masks(self) -> bool:
-        """True unless a client overrides `get_attention_masks`, which is then called instead."""
+        """True unless a client overrides `get_attention_masks`, which then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
     def document_masks(self, tokens: Tensor, document_ids: Tensor | None) -> Masks:

@@ -31,7 +31,7 @@ class StepOutput:
 class StepMetrics:
     """Collects what a loss_fn returns for each microbatch, and reduces it at the end.
 
-    n_copies: number of ranks with the same metrics. Raises ValueError for a reduction other than "sum" and "max".
+    n_copies: number of ranks with the same metrics. Raises ValueError for reductions but "sum" and "max".
     """
 
     def __init__(

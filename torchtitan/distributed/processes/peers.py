@@ -48,14 +48,14 @@ _SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resourc
 
 
 class PeerError(Exception):
-    """The config can't run, or not on all ranks; rank 0 has printed the reason."""
+    """A rank's config cannot run, or the ranks' configs or data differ; rank 0 has printed the reason."""
 
 
 class Peers:
     """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
     Every rank is connected to rank 0, which forwards failures. If a connection ends without a message,
-    its rank was killed. If one is silent for the store's timeout (at least a minute), its rank was
+    its rank was killed. If a connection is silent for the store's timeout (at least a minute), its rank was
     stopped: a thread sends regular messages, even while the main thread hangs.
 
     Each rank draws a secret and publishes only its digest in the store. Rank 0 reads the digests

@@ -326,7 +326,7 @@ def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
 
 
 class TokenReorderer(nn.Module):
-    """Sorts (token, expert) pairs by expert, or by their groups."""
+    """Sorts (token, expert) pairs by expert, or by the experts' groups."""
 
     def __init__(self, num_experts: int, top_k: int):
         super().__init__()
