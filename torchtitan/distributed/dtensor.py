@@ -69,7 +69,7 @@ def local_tensor(x: Tensor) -> Tensor:
 def forget_scales(weights: Iterable[Tensor]) -> None:
     """Drop the float8 scales that the last optimizer step computed in advance.
 
-    Call it after any other change of weights: FSDP then computes the scales when it gathers.
+    Call this after any other change of weights: FSDP then computes the scales when it gathers them.
     """
     for weight in weights:
         # Not `to_local`, which returns a new object if the weight needs a gradient.

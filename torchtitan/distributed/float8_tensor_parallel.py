@@ -92,8 +92,8 @@ def to_float8(
 class _TensorwiseLinear(torch.autograd.Function):
     """Multiply x [..., K] by this rank's part [N, K] of a weight, transposed.
 
-    split_dim: how ranks split the weight. 0: each computes some of the outputs; 1: each sums over
-        some of the inputs; None: every rank has the whole weight.
+    split_dim: how ranks split the weight. 0: each rank computes some of the outputs; 1: each rank
+        sums over some of the inputs; None: every rank has the whole weight.
     """
 
     @staticmethod

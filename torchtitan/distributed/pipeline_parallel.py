@@ -97,7 +97,7 @@ def pipeline_module_split(
     """Return this rank's stages and their modules: copies of the model, without the other stages.
 
     module_names_per_stage: names of the model's children, or `<child>.<key>` for an entry of a
-        ModuleDict, which keeps its key, or of a ModuleList. Other children become None.
+        ModuleList or ModuleDict. Entries of a ModuleDict keep their keys. Other children become None.
     Raises ValueError if the schedule cannot place the stages on the ranks.
     """
     num_stages = len(module_names_per_stage)

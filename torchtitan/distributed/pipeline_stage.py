@@ -167,10 +167,10 @@ class PipelineStage:
 
 
 class _Forward(NamedTuple):
-    """Where the backward of a forward starts and ends.
+    """The start and the end of a microbatch's backward.
 
-    start: the output, or the loss on the last stage; None if nothing there requires a gradient.
-    hidden: the hidden states that came in; None on the first stage.
+    start: the output, or the loss on the last stage; None if it requires no gradient.
+    hidden: the stage's input hidden states; None on the first stage.
     """
 
     start: Tensor | GradientEdge | None

@@ -218,7 +218,7 @@ class VocabularyOutput(nn.Linear):
     """An output projection whose vocabulary is split over ranks. [B, T, M] -> logits [B, T, V].
 
     keeps_shards: return a DTensor split along the vocabulary, instead of a plain tensor of all logits.
-    With a head, returns head(h, this rank's weight, its bias, group=...) instead.
+    With a head, returns head(h, this rank's weight, this rank's bias, group=...) instead.
     """
 
     keeps_shards: bool = True
@@ -289,8 +289,8 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces them by one operator that
-    sends in pieces through symmetric memory, so the ranks must be on one node.
+    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces a collective and its product
+    by one operator that sends pieces through symmetric memory, so the ranks must be on one node.
     Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:

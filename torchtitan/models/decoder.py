@@ -178,7 +178,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M].
 
-        routed_experts: [B, T, k], for a mixture of experts, whose router then does not choose.
+        routed_experts: [B, T, k], for a mixture of experts, in place of its router's choice.
         """
         sequence, seq_len = self.sequence, rope.shape[1]
         h = sequence.gather(self.attention_norm(x), seq_len)

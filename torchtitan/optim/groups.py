@@ -66,7 +66,7 @@ class ParameterGroups:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise ConfigError if a table has no parameters of the whole model, or if Muon has none."""
+    """Raise ConfigError if a table gets no parameters of the whole model, or if Muon gets no matrices."""
     groups = ParameterGroups([model], config)
     for i, table in enumerate(groups.tables):
         if i + 1 in groups.numbers.values():

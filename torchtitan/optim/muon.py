@@ -95,7 +95,7 @@ class Muon(RoundedAdam):
             local.add_(update.to(local.device), alpha=-lr * factor)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """Average the gradients; return this rank's part of the matrix to orthogonalize."""
+        """Update the average gradient; return this rank's part of the matrix to orthogonalize."""
         (average,) = self._moments(p, "momentum_buffer")
         grad = torch.zeros_like(average) if p.grad is None else local_tensor(p.grad)
         average.lerp_(grad, 1 - self.options.momentum)

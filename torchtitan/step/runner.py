@@ -377,7 +377,7 @@ class Runner:
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last before the optimizer step: gradients may wait."""
+        """A context for calls that are not the last before the optimizer step: reductions may wait."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
@@ -440,7 +440,7 @@ class Runner:
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
-        """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
+        """Inside, FSDP gathers weights in the first forward only; they are freed at the end."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
             stack.enter_context(distributed.keep_gathered(part))

@@ -89,7 +89,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, which would give the next engine's meshes the groups of this one's.
+    """Clear DTensor's caches, which would give the next engine's meshes the groups of this engine.
 
     Torch clears the caches only in `tensor.debug`, whose import takes a fifth of a second.
     """

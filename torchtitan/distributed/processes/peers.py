@@ -92,7 +92,7 @@ class Peers:
         """Compare this rank's config, or its error in reading the config, with all other ranks'.
 
         Raises PeerError on every rank if any rank has an error, or if configs or the versions of this
-        package differ; rank 0 prints the reason, unless that is its own error. Raises
+        package differ; rank 0 prints the reason, unless it is rank 0's own error. Raises
         DistStoreError if a rank does not report in time.
         """
         settings = flat_settings(config) | {"the version of torchtitan": torchtitan.__version__}

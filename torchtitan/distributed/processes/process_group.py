@@ -125,9 +125,9 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
 
 
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store that the ranks of torchrun's environment share, the rank and the world size.
+    """Return (the store that all ranks share, rank, world size) from torchrun's environment variables.
 
-    Raises ValueError if a part of that environment is missing, RunError if not all ranks connect to
+    Raises ValueError if some of these variables are missing, RunError if not all ranks connect to
     MASTER_ADDR, MASTER_PORT in time.
     """
     place = _meeting_place()
@@ -270,8 +270,8 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
-    """Set the timeout of every group in use, except the host's. Collective: no rank is still in the
-    first step, which compiles and connects, when the shorter timeout begins."""
+    """Set the timeout of every group in use, except the host's. Collective, so that no rank is still in
+    its first step, which compiles and connects, when the shorter timeout begins."""
     level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
     logger.log(level, "collectives time out after %s from here on", timeout)
     device_type, device_module = get_device_info()

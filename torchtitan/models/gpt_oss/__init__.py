@@ -66,7 +66,7 @@ class GptOssModelArgs(MoEDecoderArgs):
 def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """gate * sigmoid(alpha * gate) * (linear + 1); x: [..., 2 H] -> [..., H].
 
-    The gate (even columns) is cut off above `limit`, the linear part (odd columns) at +-limit.
+    The gate (even columns) is clamped to at most limit, the linear part (odd columns) to [-limit, limit].
     """
     gate = x[..., ::2].clamp(max=limit)
     linear = x[..., 1::2].clamp(min=-limit, max=limit)
