@@ -85,7 +85,7 @@ class Microbatch:
     # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # False: they may wait for a later one; ignored by pipelines
+    reduces_gradients: bool = True  # False: wait for a later microbatch; ignored by pipelines
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
