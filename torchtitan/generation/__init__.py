@@ -1,1 +1,1 @@
-"""Continuing token sequences with a decoder: `kv_cache` and `sampling`."""
+"""Generation with a decoder: `kv_cache` and `sampling`."""

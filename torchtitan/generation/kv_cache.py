@@ -19,10 +19,10 @@ from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 
 
 class _Store:
-    """Tensors [B, _, max_length, _] of all tokens in a cache, after the first call.
+    """Tensors [B, _, max_length, _] of the tokens in a cache; allocated in the first call.
 
-    The caller sets `slots` and `end` before each call: the slots of its tokens, [1 or B, T], and the
-    number of filled slots after it.
+    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, and `end`, the
+    number of filled slots after the call.
     """
 
     max_length: int
@@ -31,7 +31,7 @@ class _Store:
     end = 0
 
     def put_rows(self, places: Tensor, other: "_Store", rows: Tensor) -> None:
-        """Overwrite the rows at `places` with `rows` of another store; an empty one is allocated first."""
+        """Overwrite the rows at `places` with `rows` of another store; allocate this store first if empty."""
         self.stored = self.stored or [
             x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
         ]
@@ -93,14 +93,14 @@ class CachedAttention(_Store, nn.Module):
                 )
             return out.to(q.dtype)
         group = q.shape[1] // k.shape[1]
-        # Step by step in fp32, because torch's kernel does not return the log-sum-exp.
+        # Explicit attention in fp32, because torch's kernel does not return the log-sum-exp.
         k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
         scores = q.float() @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores.masked_fill(~block_mask, -torch.inf)
         return (scores.softmax(dim=-1) @ v).to(q.dtype), scores.logsumexp(dim=-1)
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
-        # On CPUs fp32 is faster than bf16, and rounds less: every step would cast all keys again.
+        # On CPUs an fp32 cache rounds less and is faster: with bf16, every step would cast all keys.
         in_fp32 = self.batch_invariant or k.device.type == "cpu"
         dtype = torch.promote_types(k.dtype, torch.float32) if in_fp32 else k.dtype
         self.stored = [
@@ -109,7 +109,7 @@ class CachedAttention(_Store, nn.Module):
 
 
 class ExpertRecord(_Store):
-    """The experts of the tokens in a cache, int16 [B, L, max_length, k]; 0 for other stages' layers."""
+    """The experts of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -125,7 +125,7 @@ class ExpertRecord(_Store):
 
     @contextmanager
     def recording(self, n_rows: int) -> Iterator[None]:
-        """Record the experts of the tokens at `slots` while the model runs inside."""
+        """Record the experts of the tokens at `slots` while the model runs inside the context."""
         if not self.stored:
             self.stored = [self.slots.new_zeros(n_rows, *self._sizes, dtype=torch.int16)]
         (stored,), rows = self.stored, torch.arange(n_rows, device=self.slots.device)[:, None]
@@ -218,7 +218,7 @@ class CachedForward:
         return CachedForward(self._parts, self._layers, max_length, self._run, records)
 
     def put_rows(self, places: Sequence[int], other: "CachedForward", rows: Sequence[int]) -> None:
-        """Overwrite the rows at `places` with `rows` of another cache, which may be repeated.
+        """Overwrite the rows at `places` with `rows` of another cache; a row may be used repeatedly.
 
         The first call on an empty cache sets its number of rows.
         """

@@ -43,7 +43,7 @@ def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None 
 class Drawn(NamedTuple):
     """Tokens [B] and their probability.
 
-    logprobs: fp32 [B], of the distribution that they were drawn from.
+    logprobs: fp32 [B], under the distribution that the tokens were drawn from.
     kept_mass: fp32 [B], the total probability, before renormalising, of the tokens that top_k and
         top_p keep; 1 if they keep every token.
     """
@@ -64,7 +64,7 @@ def draw(
     """Draw one token per row of logits [B, V] by inverting the cumulative distribution.
 
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
-        every split of the rows, unless rounding moves a boundary across the number.
+        every split of the rows, unless rounding moves a cumulative probability past a number.
     temperature: divides the logits; 0 takes the likeliest token (the first of equals).
     top_k: keep only this many of the likeliest tokens (the first of equals); 0 keeps all.
     top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
@@ -110,13 +110,13 @@ def generate_next_token(
     top_k: int | None = None,
     rng: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw the token that follows each row of x [B, T], or of its newest tokens, by `kv_cache`."""
+    """Draw the next token of each row of x [B, T]; with a `kv_cache`, x has only the new tokens."""
     logits = model(x)[:, -1]
     return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
 
 
 def end_ids(folder: str) -> list[int]:
-    """Return the ids that end a text, of generation_config.json or else config.json, as in transformers."""
+    """Return the end-of-text ids in generation_config.json or else config.json, as transformers does."""
     for name in ("generation_config.json", "config.json"):
         if os.path.exists(path := os.path.join(find_shipped(folder), name)):
             ids = read_json_object(path).get("eos_token_id")
@@ -139,8 +139,8 @@ def generate(
     """Return the prompts and their continuations: [T] or [B, T] -> [B, T + new].
 
     seed: None draws from torch's default generator.
-    eos_id: a row that has drawn this token, or one of these, is filled up with it, and generation
-        ends when all rows have; None always draws `max_new_tokens`.
+    eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
+        ends when all rows have drawn one; None always draws `max_new_tokens`.
     Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
     """
     least = {"max_new_tokens": (max_new_tokens, 1), "temperature": (temperature, 0)}

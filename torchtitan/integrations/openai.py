@@ -1,8 +1,8 @@
 """Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
 
 The server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
-a folder of Hugging Face files, or the adapters to a folder in PEFT's format; the server's machine must
-see the folder, whose path is posted. `vllm_lane` sends weights without files.
+a folder of Hugging Face files, or the adapters to a folder in PEFT's format, and posts the folder's path
+to the server, which must be able to read the folder. `vllm_lane` sends weights without files.
 """
 
 import base64
@@ -45,7 +45,7 @@ _HOW_VLLM_RELOADS = {
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
 }
-_MAX_FILE_BYTES = 4 * 2**30  # of tensors
+_MAX_FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
 class OpenAIGenerator(ForeignGenerator):
@@ -54,12 +54,12 @@ class OpenAIGenerator(ForeignGenerator):
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Arguments are those of `[rl.generator]`, and:
 
-    folder: gets a subfolder per version; each update removes those of earlier versions.
+    folder: gets a subfolder per weight version; each update removes the other subfolders.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
     dtype: of the weights in the files; None keeps the trainer's.
     timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
-    delta: with `weight_transfer` = "gloo", send only what changed since the last update.
+    delta: with `weight_transfer` = "gloo", send only the changes since the last update.
     records_experts: the server must be vLLM, started with --enable-return-routed-experts.
     """
 
@@ -185,7 +185,7 @@ class OpenAIGenerator(ForeignGenerator):
 
     def _send(self, pairs: Pairs, version: int) -> None:
         def call(name: str, message: dict[str, Any] | None) -> Any:
-            # Once, because a second transfer would find no sender.
+            # No retries, because a second transfer would find no sender.
             return _post(f"{self._url}/{name}", message, self._timeout_seconds, tries=1)
 
         if self._lane is None:
@@ -194,7 +194,7 @@ class OpenAIGenerator(ForeignGenerator):
             )
         try:
             self._lane.send(pairs, version)
-        except BaseException:  # parts of the update may be on the way: never send after them
+        except BaseException:  # part of the update may be in transit: do not reuse the connection
             self._lane.close()
             self._lane = None
             raise
@@ -211,7 +211,7 @@ class OpenAIGenerator(ForeignGenerator):
 
 
 def _array(text: Any) -> np.ndarray | None:
-    """Return the integers of a NumPy file in base64, vLLM's form of `routed_experts`; None for others."""
+    """Return the integers of a NumPy file in base64, vLLM's form of `routed_experts`; else None."""
     try:
         array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     except (TypeError, ValueError, EOFError, OSError):
@@ -246,7 +246,7 @@ def _post(
     is_json: bool = True,
     tries: int = _TRIES,
 ) -> Any:
-    """Return the answer's JSON, None for an empty one; without a message it is a GET. Raises RunError."""
+    """POST a message (None: GET) and return the answer's JSON, None if it is empty. Raises RunError."""
     body = None if message is None else json.dumps(message).encode()
     # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

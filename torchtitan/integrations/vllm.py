@@ -26,8 +26,8 @@ class VLLMGenerator(ForeignGenerator):
         updates bring adapters; otherwise all weights come from `update_weights`.
     dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
     folder: each rank writes the adapters to a subfolder of it.
-    adapter_rank: the largest rank of the adapters that updates bring; 0: they bring whole weights.
-    records_experts: vLLM refuses it for dense models and some layouts.
+    adapter_rank: the largest LoRA rank of the adapters that updates bring; 0: whole weights.
+    records_experts: record each token's experts; vLLM refuses dense models and some layouts.
     options: further arguments of `vllm.LLM`.
 
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
@@ -62,12 +62,12 @@ class VLLMGenerator(ForeignGenerator):
             )
         if n_ranks > 1:
             # With this executor vLLM reads torchrun's RANK and LOCAL_RANK and joins our process
-            # group. With its own, every process would begin with the machine's first device.
+            # group. With its default executor, every process would start at the machine's first device.
             options["distributed_executor_backend"] = "external_launcher"
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
         if adapter_rank:
-            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM's, up to 512
+            choices = (8, 16, 32, 64, 128, 256, 320)  # allowed by vLLM, and 512
             rank = next((n for n in choices if n >= adapter_rank), 512)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if records_experts:
@@ -99,7 +99,7 @@ class VLLMGenerator(ForeignGenerator):
             enable_prefix_caching=True,
             **options,
         )
-        # When the engine is collected, vLLM would destroy the default process group, the trainer's.
+        # When the engine is garbage-collected, vLLM would destroy the default process group, the trainer's.
         engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
         if finalizer := getattr(engine_core, "_finalizer", None):
             finalizer.detach()
@@ -149,7 +149,7 @@ class VLLMGenerator(ForeignGenerator):
             self._remove_other_versions(version)
             return
         self._llm.collective_rpc(_pack_experts_again)
-        # The model's own `load_weights` does not fit, because vLLM rearranged the parameters.
+        # The model's own `load_weights` cannot be used, because vLLM has rearranged the parameters.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         if next(pairs, None) is not None:
             raise RunError("it did not read all weights")
@@ -161,7 +161,7 @@ class VLLMGenerator(ForeignGenerator):
 
 
 def _pack_experts_again(worker: Any) -> None:
-    """Let a CPU worker of vLLM 0.32.0 pack the next experts; it would copy them over packed ones."""
+    """Make a CPU worker of vLLM 0.32.0 pack new expert weights, not copy them over packed ones."""
     if worker.device.type != "cpu":
         return
     for module in worker.model_runner.model.modules():
@@ -171,7 +171,7 @@ def _pack_experts_again(worker: Any) -> None:
 
 
 def _destroy_groups_of_vllm() -> None:
-    """Destroy the groups of vLLM 0.32.0, which it would use again after the default group is gone."""
+    """Destroy vLLM's process groups; vLLM 0.32.0 would reuse them after the default group is gone."""
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():
         groups.destroy_model_parallel()

@@ -1,14 +1,14 @@
 """Sends weights to a vLLM server by vLLM's weight-transfer interface, without files.
 
-The server is told over HTTP what comes: `init_weight_transfer_engine` once, then for each update
+The sender announces each step over HTTP: `init_weight_transfer_engine` once, then for each update
 `start_weight_update`, `update_weights` for some tensors at a time, and `finish_weight_update`. The
-tensors go from the sending rank to the server's workers: with "nccl" between GPUs, received by vLLM's
-own engine, or with "gloo" (the setting's word of earlier releases) from host memory over TCP, received
-by `torchtitan.integrations.vllm_receiver`. Written for vLLM 0.32.0.
+tensors go from the sending rank to the server's workers. With "nccl" they go between GPUs, to vLLM's own
+engine. With "gloo" (a name kept from earlier releases) they go from host memory over TCP, to
+`torchtitan.integrations.vllm_receiver`. Written for vLLM 0.32.0.
 
 Over TCP, the sender listens at one address until all workers have connected, each with a secret derived
-from a token in the first message. With NCCL, torch's store listens for anybody: keep its port closed to
-others.
+from a token in the first message. With NCCL, torch's store accepts any connection: block its port
+for other machines.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def register() -> None:
-    """Name our receiver "gloo" among vLLM's. vLLM calls this in each of its processes."""
+    """Register our receiver as "gloo" with vLLM, which calls this in each of its processes."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     except ImportError:  # a vLLM without the interface
@@ -51,7 +51,7 @@ def join(info: Any, worker: int, timeout_seconds: float) -> socket.socket:
 
 
 def receive(connection: socket.socket, tensors: Iterable[Tensor]) -> None:
-    """Fill these tensors on the CPU with the next ones that the sender sends."""
+    """Fill these CPU tensors with the next tensors from the sender."""
     for tensor in tensors:
         unfilled = memoryview(bytes_of(tensor).numpy())
         while unfilled:
@@ -66,13 +66,13 @@ def _secret(token: str, rank: int) -> bytes:
 
 
 class WeightLane:
-    """The way of one rank's weights to the workers of one vLLM server.
+    """Sends one rank's weights to the workers of one vLLM server.
 
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
-    call: posts a message to an endpoint of the server, given its name, and returns the answer; gets
-        where the message is None. After it has raised, the lane cannot be used again.
-    url: the server's; the lane listens at the address of this machine that reaches it.
-    delta: send only what changed since the last update; for "gloo".
+    call: (endpoint name, message) -> the server's answer, by a POST, or a GET if the message is None.
+        After `call` has raised, the lane cannot be used again.
+    url: the server's. The lane listens at the address from which this machine reaches the server.
+    delta: send only the changes since the last update; for "gloo".
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class WeightLane:
         self._call("finish_weight_update", {"weight_version": str(version)})
 
     def close(self) -> None:
-        """End the connections over TCP, and a thread that sends on one."""
+        """Close the TCP connections, which ends a thread that is sending."""
         for worker in self._workers if self._device.type == "cpu" else ():
             with contextlib.suppress(OSError):  # the worker has gone
                 worker.shutdown(socket.SHUT_RDWR)
@@ -157,7 +157,7 @@ class WeightLane:
 
 
 def _beside(ours: Callable[[], T], theirs: Callable[[], Any]) -> T:
-    """Run both at once; return the result of `ours`, or raise what the first to fail raises."""
+    """Run both functions at once; return the result of `ours`, or raise the first exception."""
     futures = [run_beside(ours), run_beside(theirs)]
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:

@@ -1,4 +1,4 @@
-"""The end in vLLM's workers of `torchtitan.integrations.vllm_lane`; imports vLLM."""
+"""The receiving end of `vllm_lane`, in vLLM's workers; imports vLLM."""
 
 import socket
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl.weight_transport import WeightChanges
 
-_SECONDS_TO_SEND = 600  # for the trainer's next tensor
+_SECONDS_TO_SEND = 600  # timeout for the trainer's next tensor
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class LaneInfo(NCCLWeightTransferInitInfo):
 
 
 class GlooReceiver(NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL, whose messages and reloading it keeps, with a lane over TCP."""
+    """vLLM's NCCL engine with the same messages and reloading, but tensors come over TCP."""
 
     init_info_cls = LaneInfo
     _connection: socket.socket | None = None
@@ -35,7 +35,7 @@ class GlooReceiver(NCCLWeightTransferEngine):
         self._changes = WeightChanges()  # of this sender
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for an accelerator afterwards, which a CPU is none.
+        # vLLM's method also waits for an accelerator, which a CPU worker lacks.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:

@@ -1,8 +1,8 @@
 """Make the HTML page about a run.
 
-Nothing from the run's folder can become code: texts are escaped in HTML, or stand in a JSON block
-that is not a script and enter the document as text nodes. The page's security policy allows no
-connection, and only the script and the style that are hashed here.
+Nothing from the run's folder can become code: texts are escaped in HTML, or are data in a JSON block,
+which the script inserts as text nodes. The page's content security policy allows no connection, and only
+the script and the style whose hashes are set here.
 """
 
 import base64
@@ -120,7 +120,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the lowest step of all later starts, from which on its steps were done again
+    # start -> the lowest step of all later starts; from there on, the start's steps were redone
     redone_from, lowest = {}, math.inf
     for start, first_step in sorted(run.first_steps().items(), reverse=True):
         redone_from[start] = lowest
@@ -193,7 +193,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events in the order of time, each with its `place` on the axis of steps.
+    """Return the events in order of time, each with its `place`, a step on the x axis.
 
     A start without an end or fault gets an event "lost". Equal events of several ranks become one
     event with a `count`.

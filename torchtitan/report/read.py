@@ -35,7 +35,7 @@ class NoRunError(Exception):
 class Curve:
     """One metric's points in the order in which they were logged, column by column.
 
-    starts: of the run, counted from 0. times: Unix seconds.
+    starts: for each point, the index of the run's start that logged it. times: Unix seconds.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
 def _samples(paths: list[Path]) -> list[dict[str, Any]]:
     """Return the first samples of up to SAMPLED_STEPS steps, newest step first.
 
-    The first and the last step are among them. A step that was done again shows its second samples.
+    The first and the last step are among them. A step that was redone shows its latest samples.
     """
     offsets: dict[int, int] = {}  # step -> offset of its first line
     samples, last_step = [], None
@@ -225,8 +225,8 @@ def spread(items: list[Any], limit: int) -> list[Any]:
 def thin_out(values: Iterable[float], limit: int) -> list[int]:
     """Return indices of at most `limit` points whose curve looks like that of all points.
 
-    The curve is divided into equal stretches. Kept are the first and the last point, and of each
-    stretch the smallest, the largest, and the first value that is not finite.
+    Keeps the first and the last point. The curve is divided into equal stretches, and each stretch keeps
+    its smallest, its largest, and its first non-finite value.
     """
     values = list(values)
     n = len(values)

@@ -1,4 +1,4 @@
 """Reinforcement learning on the training engine; `torchtitan.experiments.rl` has the same modules.
 
-Nothing is imported here: take what you need from the modules, such as `torchtitan.rl.types`.
+This package imports nothing: import from its modules, such as `torchtitan.rl.types`.
 """

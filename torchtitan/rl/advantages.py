@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 # Squares, sums and fp32 products of larger rewards would overflow.
 LARGEST_REWARD = 1e18
 
-# Smaller standard deviations are rounding errors of equal rewards, or advantages.
+# A smaller standard deviation is rounding error: the rewards, or advantages, are equal.
 _SMALLEST_STD = 1e-8
 
 
@@ -19,23 +19,23 @@ _SMALLEST_STD = 1e-8
 class AdvantageEstimator:
     """Computes the advantages of the completions of one step.
 
-    With n rewards r of one prompt and their mean m:
+    One prompt's n completions have the rewards r, with mean m:
 
         group_mean  r - m                  (Shao et al. 2024, arXiv:2402.03300)
         rloo        (r - m) n / (n - 1)    r minus the mean of the other rewards (Ahmadian et al.
                                            2024, arXiv:2402.14740); 0 if n = 1
         none        r
 
-    std: divide by the standard deviation of the group's rewards (over n); 0 if all are equal.
+    std: divide by the standard deviation of the group's rewards (divisor n). Equal rewards give 0.
     """
 
     name: str = "group_mean"
     std: bool = False
 
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
-        """Return one advantage per reward; group_ids: equal for the completions of a prompt.
+        """Return one advantage per reward. group_ids: the same id for all completions of a prompt.
 
-        Raises ValueError for a reward that is not finite, or above LARGEST_REWARD.
+        Raises ValueError if a reward is not finite or larger in size than LARGEST_REWARD.
         """
         groups: dict[Hashable, list[float]] = {}
         for reward, group in zip(rewards, group_ids, strict=True):
@@ -50,7 +50,7 @@ class AdvantageEstimator:
         shift_and_scale: dict[Hashable, tuple[float, float]] = {}
         for group, own in groups.items():
             n = len(own)
-            # Advantages of equal rewards are exactly 0; a rounded mean would miss that.
+            # Equal rewards must give exactly 0, so their mean must not be rounded.
             mean = math.fsum(own) / n if min(own) < max(own) else own[0]
             scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
             if self.std:
@@ -65,13 +65,13 @@ class AdvantageEstimator:
 class GAE:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
-    With the value V_t before each sampled token, its reward r_t, which is 0 except for the last
-    token, and V = 0 after the last token:
+    V_t is the value before sampled token t, and 0 after the last token. r_t is the token's reward,
+    which is 0 except for the last token.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1}
 
-    whiten: give the advantages of all tokens of a call mean 0 and standard deviation 1; 0 if all are equal.
+    whiten: normalise a call's advantages to mean 0 and standard deviation 1; equal advantages become 0.
     """
 
     gamma: float = 1.0
@@ -81,9 +81,9 @@ class GAE:
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the advantages of tokens, and the returns, which are the targets of the values.
+        """Return per-token advantages, and the returns, which are the targets of the values.
 
-        values: of each completion's n sampled tokens, [n]; both results have these shapes, in fp64.
+        values: one tensor [n] for each completion of n sampled tokens. Results have the same shapes, in fp64.
         A return is the advantage before whitening plus the value.
         """
         lengths = [len(of_tokens) for of_tokens in values]
@@ -114,11 +114,11 @@ class GAE:
 class OverlongPenalty:
     """The penalty for completions near the length limit (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    From max_tokens - num_tokens tokens on it grows linearly, up to `largest` at max_tokens.
+    It grows linearly from 0 at max_tokens - num_tokens tokens to `largest` at max_tokens.
     """
 
     max_tokens: int
-    num_tokens: int = 0  # 0 turns it off
+    num_tokens: int = 0  # 0 turns the penalty off
     largest: float = 1.0
 
     def __call__(self, length: int) -> float:
@@ -128,7 +128,7 @@ class OverlongPenalty:
 
 
 def mean_and_std(advantages: Sequence[float]) -> dict[str, float]:
-    """Return the metrics of mean and standard deviation (over n); 0 if there are no advantages."""
+    """Return the advantages' mean and standard deviation (divisor n) as metrics; 0 without advantages."""
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n
     variance = math.fsum((a - mean) ** 2 for a in advantages) / n
@@ -138,7 +138,7 @@ def mean_and_std(advantages: Sequence[float]) -> dict[str, float]:
 def advantage_metrics(
     advantages: Sequence[float], group_ids: Sequence[Hashable]
 ) -> dict[str, float]:
-    """Return mean and standard deviation, and the share of groups with only zeros, which teach nothing."""
+    """Return `mean_and_std`, and the share of groups whose advantages are all 0 (no policy gradient)."""
     groups = set(group_ids)
     that_teach = {group for a, group in zip(advantages, group_ids, strict=True) if a != 0}
     return {

@@ -1,7 +1,7 @@
-"""Microbatches of all ranks, made of samples, with the weights that make the loss a plain sum.
+"""Builds the microbatches of all ranks from samples; token weights make the loss a weighted sum.
 
-Tokens and sequences are counted over the whole optimizer step, so every split into rows, microbatches
-and ranks has the same gradients. B rows, T slots per row.
+Denominators count tokens and sequences over the whole optimizer step, so gradients don't depend on the
+split into rows, microbatches and ranks. B rows, T slots per row.
 """
 
 import math
@@ -21,16 +21,16 @@ from torchtitan.tools.logging import logger
 # Optional tensors of samples.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
-# Values of padding; the other entries of a microbatch are 0 there.
+# Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
-# Rows of a bucket are at least this share of its longest row: at most a quarter more slots than tokens.
+# A bucket takes further rows if the longest of them fills at least this share of the bucket's slots.
 _LEAST_FILLED = 0.8
 
 
 @dataclass(frozen=True)
 class Batcher:
-    """Puts samples into rows, and deals the rows to microbatches and data-parallel ranks.
+    """Places samples in rows, and distributes the rows over microbatches and data-parallel ranks.
 
     All ranks get the same number of microbatches, of the same shapes [B, T].
     """
@@ -40,8 +40,8 @@ class Batcher:
     rows: int = 8  # the largest B
     max_tokens: int | None = None  # the largest B * T, in place of `rows`
     packing: bool = False  # several samples in a row; otherwise each has its own row
-    # Rows of similar length share a microbatch with a T of its own; long rows come first. Otherwise all
-    # microbatches have one shape.
+    # Group rows of similar length into microbatches, each with its own T, long rows first. Otherwise
+    # all microbatches have the same shape.
     bucketing: bool = False
     pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
     skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
@@ -51,7 +51,7 @@ class Batcher:
     agg_mode: str = "token-mean"  # this and the next two as in `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
-    deferred: bool = False  # leave the division by the denominator to the step; see `TrainingBatch`
+    deferred: bool = False  # `optim_step` divides by the denominator; see `TrainingBatch`
 
     @classmethod
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
@@ -74,12 +74,12 @@ class Batcher:
     def batch(
         self, samples: Sequence[TrainingSample], models: Sequence[int] | None = None
     ) -> TrainingBatch:
-        """Return the microbatches of one step, or of one call of it if `deferred`.
+        """Return the microbatches of one step, or of one of its forward_backward calls if `deferred`.
 
-        models: of each sample, the number of the model that learns from it. Rows have samples of one
-            model, and the rows of a model are next to each other.
-        A token is left out of the loss and its denominator if one of its given log-probs is not finite.
-        Samples with weights keep them. Without samples every rank gets one microbatch of padding.
+        models: for each sample, the index of the model that trains on it. A row has samples of one
+            model, and rows of the same model are adjacent.
+        A token with a non-finite log-prob is left out of the loss and of its denominator.
+        Samples with `weights` keep them. Without samples, every rank gets one microbatch of padding.
         Raises ValueError if only some samples have an optional tensor.
         """
         has = _optional_fields(samples)
@@ -168,10 +168,10 @@ class Batcher:
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
     def _rows_of(self, lengths: Sequence[int], models: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each row, by their index in `lengths`."""
+        """Return the samples of each row, as indices into `lengths`."""
         if not self.packing:
             return [[place] for place in range(len(lengths))]
-        # Long samples first, each into the first row of its model with room.
+        # First fit, longest samples first; a row has samples of one model.
         rows: list[list[int]] = []
         room: list[int] = []
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -186,9 +186,9 @@ class Batcher:
         return rows
 
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
-        """Return (the rows of all ranks, rows per rank, slots per row) of each microbatch.
+        """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: tokens of each row. Rank r gets rows r, r + dp_size and so on of a group.
+        row_lengths: tokens of each row. Rank r gets the row indices at r, r + dp_size, ...
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -228,9 +228,9 @@ class Batcher:
         models: Sequence[int],
         values: dict[str, Tensor],
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
-        """Deal rows to microbatches and ranks in turn, so that their work differs by one row at most.
+        """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
 
-        indices, models: of the samples. values: by name, of all samples' tokens, one after another.
+        indices, models: one per sample. values: by name, the concatenated tokens of all samples.
         """
         rows = self._rows_of(lengths, models)
         groups = self._groups_of([sum(lengths[place] for place in row) for row in rows])
@@ -256,7 +256,7 @@ class Batcher:
                     start += lengths[place]
             first_of_group += math.prod(shapes[group])
 
-        # Each token's slot among the slots of all microbatches, its position, its sequence's number.
+        # For each token: position in its sequence, index of its slot, index of its sequence in the row.
         repeats = torch.tensor(lengths, dtype=torch.int64)
 
         def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:

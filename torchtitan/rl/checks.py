@@ -1,4 +1,4 @@
-"""Rules between the keys of the `[rl]` sections; the range of a value stands at its field."""
+"""Rules that relate keys of the `[rl]` sections; the range of one value is declared at its field."""
 
 import ipaddress
 import os
@@ -61,7 +61,7 @@ def check_server_config(job_config: JobConfig) -> None:
 
 
 def check_not_divided(job_config: JobConfig) -> None:
-    """Raise ConfigError if `rl.generator.ranks` is set, for code that does not divide the ranks."""
+    """Raise ConfigError if `rl.generator.ranks` is set, for code without separate generating ranks."""
     if job_config.ranks_apart:
         raise ConfigError(
             f"rl.generator.ranks = {job_config.ranks_apart} divides the ranks before anything is built on "
@@ -154,7 +154,7 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
 def _rows(job_config: JobConfig) -> Iterator[str]:
     batch, loss, training = job_config.rl.batch, job_config.rl.loss, job_config.training
     seq_len, limit = batch_seq_len(job_config), batch.max_tokens_per_microbatch
-    # The model knows as many positions.
+    # training.seq_len is the length of the model's RoPE table.
     yield from _at_most("rl.batch.seq_len", seq_len, "training.seq_len", training.seq_len)
     yield from divides("rl.batch.pad_multiple", batch.pad_multiple, "the row length", seq_len)
     if limit is not None:
@@ -213,7 +213,7 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
             "rl.advantage.std divides a reward's difference from its group's mean, got "
             "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
         )
-    # With one completion the advantage is always 0, and its prompt is always drawn again.
+    # With one completion per prompt, advantages are always 0 and every prompt is drawn again.
     compares = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,
@@ -227,7 +227,7 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
                 f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
                 "'gae' and rl.redraws to 0"
             )
-    prompts = rl.num_prompts_per_step  # each part has whole prompts
+    prompts = rl.num_prompts_per_step  # a minibatch has whole prompts
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
         yield (
@@ -247,7 +247,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",
         {
-            "rl.advantage.std": rl.advantage.std,  # whiten divides by that over all tokens
+            "rl.advantage.std": rl.advantage.std,  # whiten divides by the std over all tokens
             "rl.batch.skip_zero_advantage": rl.batch.skip_zero_advantage,
         },
     )
@@ -257,7 +257,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
             f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
             f"{os.getcwd()}); correct the path"
         )
-    warmup_steps = rl.critic.warmup_steps  # then the policy learns
+    warmup_steps = rl.critic.warmup_steps  # afterwards the policy learns, too
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
 
 
@@ -287,7 +287,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
-    """Log-probs for the loss must be of the distribution that tokens were drawn from."""
+    """The loss needs log-probs under the distribution that tokens were sampled from."""
     sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
     for key, keeps_all in (("top_p", 1.0), ("top_k", 0)):
         if getattr(sampling, key) != keeps_all:
@@ -302,7 +302,7 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         )
     n, key = sampling.max_tokens, "rl.sampling.max_tokens"
     yield from _at_most("rl.overlong_tokens", job_config.rl.overlong_tokens, key, n)
-    # A row holds the prompt, too.
+    # A row also holds the prompt.
     yield from _at_most(key, n, "the row length - 1", seq_len - 1)
 
 
@@ -382,7 +382,7 @@ def _server(rl: RL) -> Iterator[str]:
 
 
 def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
-    """Yield what `rl.generator.adapters` does not go with."""
+    """Yield an error for each setting that conflicts with `rl.generator.adapters`."""
     generator, lora, checkpoint = job_config.rl.generator, job_config.lora, job_config.checkpoint
     if "lora" not in job_config.model.converters:
         yield (
@@ -413,7 +413,7 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
 def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
     """Return the reasons why the generator cannot use the trainer's own weights; empty if it can.
 
-    trainer_dtype: of the trainer's matrix products; None if it is not known yet.
+    trainer_dtype: dtype of the trainer's matrix products; None if not known yet.
     """
     generator = rl.generator
     has_other_type = trainer_dtype and generator.dtype not in (None, trainer_dtype)
@@ -444,7 +444,7 @@ def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
             "rl.generator.rescore",
             "would hide how far the generator differs from the trainer's policy, as every ratio would be 1",
             {
-                "rl.async_steps": rl.async_steps,  # draws with earlier weights
+                "rl.async_steps": rl.async_steps,  # samples with earlier weights
                 "rl.generator.backend": rl.generator.backend.removeprefix("local"),
                 "rl.generator.dtype": rl.generator.dtype if has_other_type else None,
             },

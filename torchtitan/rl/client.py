@@ -1,4 +1,4 @@
-"""The public path of the clients in this process, `torchtitan.integrations.tinker`."""
+"""Public import path of the in-process Tinker client in `torchtitan.integrations.tinker`."""
 
 from torchtitan.integrations.tinker.client import *  # noqa: F403
 from torchtitan.integrations.tinker.types import *  # noqa: F403

@@ -1,10 +1,10 @@
-"""The loop of RL: sample, grade, learn, send the new weights to the generator.
+"""The RL loop: sample, grade, train, send the new weights to the generator.
 
-`Rollouts` take prompts from the task, have the generator complete and the task grade them: `Episode`s. An
-estimator or a critic makes advantages of their rewards, a `Batcher` rows of all ranks, and a
-`PolicyTrainer` updates the weights, which go back to the generator.
+In `Rollouts` the generator completes the task's prompts and the task grades them, which gives `Episode`s.
+An `AdvantageEstimator` or a `Critic` computes advantages from rewards, a `Batcher` builds the microbatches
+of all ranks, and a `PolicyTrainer` updates the weights, which are sent to the generator.
 
-Under torchrun every rank runs this loop with the same episodes, so all ranks take the same decisions.
+Under torchrun every rank runs this loop with the same episodes, so all ranks make the same decisions.
 """
 
 import json
@@ -48,10 +48,10 @@ from torchtitan.trainer import load_newest_checkpoint, save_and_stop
 
 
 def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller | GeneratorRank":
-    """Build this rank's part of the job: with `rl.generator.ranks` the last ranks only generate."""
+    """Build this rank's part of the job: the last `rl.generator.ranks` ranks get a `GeneratorRank`."""
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    job_config = _check(job_config)  # before the roles part, so that every rank reports the error
+    job_config = _check(job_config)  # before the ranks split, so every rank reports the error
     role = join_role(job_config)
     if role.generates:
         return GeneratorRank(job_config, role.link, role.first_generator, task)
@@ -60,9 +60,9 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
 
 
 class Controller:
-    """Trains a policy according to its config.
+    """Trains a policy with RL.
 
-    task: replaces the config's. remote: the ranks that generate, with `rl.generator.ranks`.
+    task: used instead of the config's task. remote: the generating ranks of `rl.generator.ranks`.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -78,7 +78,7 @@ class Controller:
         self.job_config = job_config = _check(job_config)
         self.config = job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
-        self.num_batches = 0  # trained on, each for `updates_per_batch` steps
+        self.num_batches = 0  # batches trained on, each for `updates_per_batch` steps
         # With a remote generator the process group holds only the ranks that train.
         engine = None if remote is None else TrainingEngine(job_config)
         self.trainer = PolicyTrainer(job_config, engine=engine)
@@ -140,7 +140,7 @@ class Controller:
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
-        self.num_batches = self.num_batches or self.step  # if "rl" is not loaded
+        self.num_batches = self.num_batches or self.step  # if the state "rl" was not loaded
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
@@ -158,8 +158,8 @@ class Controller:
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
-        Raises LostGeneratorError if a rank that generates is gone, after saving a checkpoint unless
-        episodes that were drawn ahead are lost: then the newest checkpoint stays the last one.
+        Raises LostGeneratorError if a generating rank is lost. Before that it saves a checkpoint, unless
+        episodes that were drawn ahead are lost, too: then a resume uses the previous checkpoint.
         """
         try:
             if self.setup():
@@ -198,7 +198,7 @@ class Controller:
                         save_and_stop(self.trainer.engine, reason)
                         return
                     self._evaluate_if_due(before)
-                    # The loop decides: without a dataloader the checkpointer saves at every call.
+                    # The loop decides when to save: without a dataloader the checkpointer saves at every call.
                     is_first = before == 0 and config.checkpoint.enable_first_step_checkpoint
                     if is_first or is_last or _passes(config.checkpoint.interval, before, step):
                         started = time.monotonic()
@@ -214,8 +214,8 @@ class Controller:
     def train_step(self) -> dict[str, float]:
         """Train on one batch of episodes and return the logged metrics.
 
-        Takes `rl.epochs * rl.minibatches` optimizer steps, or fewer at the end of
-        `training.steps`. Raises RuntimeError for episodes older than `rl.async_steps` allows.
+        Takes `rl.epochs * rl.minibatches` optimizer steps, or fewer if `training.steps` is
+        reached. Raises RuntimeError for episodes older than `rl.async_steps` allows.
         """
         started = time.perf_counter()
         first_step, number = self.step + 1, self.num_batches + 1
@@ -240,11 +240,11 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {}
-        if updates:  # not while only the critic learns
+        if updates:  # empty while only the critic learns
             merged = metrics_of_updates([update.metrics for update in updates])
             metrics = {
                 "loss": merged.pop("loss"),
-                # The advantages of all episodes are described below.
+                # `describe` returns the advantage metrics of all episodes.
                 **{f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")},
                 "grad_norm": fmean(update.grad_norm for update in updates),
                 "lr": updates[-1].lr,
@@ -262,7 +262,7 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """Return the episodes of a batch; begins to draw later batches up to `rl.async_steps` ahead."""
+        """Return the episodes of a batch; begin to draw up to `rl.async_steps` later batches."""
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         self.rollouts.start_until(min(number + self.config.async_steps, last))
@@ -280,8 +280,8 @@ class Controller:
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> list[OptimStepOutput]:
-        """Make the optimizer steps of a batch of samples; adds metrics to `measured`."""
-        # Each part has whole prompts, because advantages compare the completions of one.
+        """Take the optimizer steps on a batch of samples; adds metrics to `measured`."""
+        # The completions of a prompt stay together, because advantages compare them.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
         part_of = {group: ((i + 1) * n_parts - 1) // len(groups) for i, group in enumerate(groups)}
@@ -293,7 +293,7 @@ class Controller:
             of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
-        # Before the first update: log-probs of the policy at the step's beginning.
+        # Before the first update, so these are log-probs of the policy at the start of the step.
         if self.config.generator.rescore:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
@@ -325,7 +325,7 @@ class Controller:
             self.critic.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
-        """Return the episodes with log-probs under the policy before RL."""
+        """Return the episodes with log-probs under the reference policy."""
         with_logprobs = []
         samples = [TrainingSample.from_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
@@ -339,14 +339,14 @@ class Controller:
     # ---- evaluation ----
 
     def evaluate(self, *, greedy: bool = True) -> dict[str, float]:
-        """Return the mean reward and scores on `rl.eval_samples` held-out prompts, always the same.
+        """Return the mean reward and scores on `rl.eval_samples` held-out prompts, the same each time.
 
         greedy: take the most probable token; False samples as in training.
         """
         return mean_scores(self.rollouts.of_held_out(greedy=greedy))
 
     def _evaluate_if_due(self, before: int) -> None:
-        """before: the step of the last call."""
+        """Evaluate every `rl.eval_every` steps. before: the step at the previous call."""
         every, is_last = self.config.eval_every, self.step == self.job_config.training.steps
         if not every or not (is_last or _passes(every, before, self.step)):
             return
@@ -359,16 +359,16 @@ class Controller:
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a run besides the engine's, as one JSON text. Collective."""
+        """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # first: it may go back to earlier prompts
+            "rollouts": self.rollouts.state_dict(),  # first: may set the task back to earlier prompts
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }
         return {"state": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a checkpoint's state; raises ValueError if it is not a state of this task."""
+        """Restore a `state_dict`; raises ValueError if it cannot be read."""
         try:
             state = json.loads(state_dict["state"])
             self.task.load_state_dict(state["task"])

@@ -1,14 +1,14 @@
-"""Importance correction for tokens that the generator drew from another policy than the trainer's.
+"""Importance correction for tokens sampled from a policy that differs from the trainer's.
 
-With m = log(old / generator) of each sampled token, where `old` is the trainer's policy when the step
-began, tokens get a weight
+m = log(old / generator) is the log-ratio of a sampled token's probabilities, where `old` is the trainer's
+policy at the start of the step. The token gets the weight
 
     token     min(exp(m), cap)                            from the token's own ratio
     sequence  min(exp(sum of m over the sequence), cap)   from the whole completion's ratio
 
 (truncated importance sampling: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"), and tokens whose m is too far from 0 leave the loss, but not its
-denominators.
+brings you off-policy RL training"). Tokens whose |m| is too large are masked: they leave the loss, but
+denominators still count them.
 
 B rows, T slots per row, see `torchtitan.rl.types`.
 """
@@ -27,7 +27,7 @@ _NAMES = f"one of {', '.join(CORRECTIONS)}"
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """Weights and masks by the ratio of the trainer's old policy to the generator's.
+    """Token weights and masks from the ratio of the trainer's old policy to the generator's policy.
 
     Raises ValueError for values out of range.
     """
@@ -35,7 +35,7 @@ class ImportanceCorrection:
     weighting: str = "none"
     cap: float = 2.0  # the largest weight, at least 1
     max_token: float = math.inf  # tokens are masked if |m| is above it, in nats
-    # Sequences are masked if |the mean of m over the tokens in the loss| is above it, in nats.
+    # Sequences are masked if |mean m of their tokens in the loss| is above it, in nats.
     max_sequence: float = math.inf
 
     def __post_init__(self) -> None:
@@ -79,10 +79,10 @@ class ImportanceCorrection:
     def __call__(
         self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return (factors of the policy loss [B, T], True for tokens to leave out of all terms [B, T],
-        sums and counts by name as in `LossOutput`).
+        """Return (weights of the policy loss [B, T], mask of tokens to leave out of all loss terms [B, T],
+        metrics as in `LossOutput`).
 
-        old_logprobs: [B, T] of the labels. max_log_ratio: so that exp does not overflow.
+        old_logprobs: [B, T] of the labels. max_log_ratio: clamps log-ratios so exp can't overflow.
         """
         in_loss = batch["loss_mask"] != 0
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
@@ -111,9 +111,9 @@ class ImportanceCorrection:
 def sequence_sums(
     values: Tensor, in_loss: Tensor, sequence_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sums of the values in the loss per sequence, their counts, each slot's sequence), [B, T].
+    """Return (sum of the values in the loss, number of these, sequence index of each slot), all [B, T].
 
-    In sums and counts, entry i of a row belongs to its sequence number i. Padding gets sequence 0.
+    In sums and counts, column i of a row is for its sequence i. Padding slots have sequence index 0.
     """
     index = sequence_ids.clamp(min=0)
     counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)

@@ -1,4 +1,4 @@
-"""A critic for PPO, a second engine: a slot's value is the expected reward of the tokens after it.
+"""A critic for PPO, on a second engine. A slot's value is the expected reward of the tokens after it.
 
 B rows, T slots of a microbatch (see `torchtitan.rl.types`).
 """
@@ -29,12 +29,12 @@ from torchtitan.tools.logging import logger
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of values, clipped near the old values:
+    """Half the squared error of values, which are clipped to a range around the old values:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    As in the code of Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines, ppo2), summed with the
-    batch's weights. value_clip: c; 0 turns clipping off.
+    V is a token's value and R its return. As in Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines,
+    ppo2), summed with the batch's weights. value_clip: c; 0 turns clipping off.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")
@@ -43,7 +43,7 @@ class ValueLoss:
     value_clip: float = 0.2
 
     def check(self, batch: LossInputs) -> None:
-        """Raise ValueError if the entries of a microbatch lack what the loss reads."""
+        """Raise ValueError if a microbatch lacks a tensor that the loss reads."""
         missing = [name for name in ("old_values", "returns") if batch.get(name) is None]
         if missing:
             raise ValueError(
@@ -65,10 +65,10 @@ class ValueLoss:
 
 
 class Critic(Learner):
-    """Learns the values of a policy's states, and makes advantages of them.
+    """Learns the values of tokens, and computes advantages from them.
 
-    It has the policy's layout and process groups. Its first weights are the policy's (and a random value
-    head), or those in `rl.critic.initial_load_path`. Checkpoints of the policy hold it.
+    It shares the policy's layout and process groups. It starts from the policy's weights and a random value
+    head, or from `rl.critic.initial_load_path`. The policy's checkpoints include the critic.
     Raises ConfigError for a model that cannot have a value head.
     """
 
@@ -114,9 +114,9 @@ class Critic(Learner):
     def with_advantages(
         self, samples: Sequence[TrainingSample], rewards: Sequence[float]
     ) -> tuple[list[TrainingSample], dict[str, float]]:
-        """Return a step's samples with advantages, old values and returns; and metrics. Collective.
+        """Return (a step's samples with advantages, old values and returns; metrics). Collective.
 
-        rewards: of each sample, for its last sampled token. Tokens that were not sampled are skipped.
+        rewards: one per sample, for its last sampled token. Tokens that were not sampled are skipped.
         """
         values = self.forward(self.batcher.batch(samples))
         fitting = [i for i, of_sample in enumerate(values) if of_sample is not None]
@@ -124,7 +124,7 @@ class Critic(Learner):
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
         advantages, returns = self._estimate([rewards[i] for i in fitting], old)
 
-        # Samples that fit no row are not in the loss, but all samples need the entries.
+        # Samples that fit no row get zeros: all samples of a batch must have the same tensors.
         names = ("advantages", "old_values", "returns")
         found = [
             replace(sample, **{name: torch.zeros(len(sample)) for name in names})
@@ -138,7 +138,7 @@ class Critic(Learner):
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Make one optimizer step on the batch; returns metrics."""
         output = self.forward_backward(batch)
-        # A checkpoint of the policy holds the critic's weights, and may still be copying them.
+        # A checkpoint of the policy may still be copying the critic's weights.
         self._policy.checkpointer.maybe_wait_for_staging()
         done = self.optim_step()
         return output.metrics | {"grad_norm": done.grad_norm, "lr": done.lr}
@@ -175,7 +175,7 @@ def critic_config(job_config: JobConfig) -> JobConfig:
     for name in ("lr", "weight_decay"):
         if (value := getattr(critic, name)) is not None:
             setattr(job.optimizer, name, value)
-    job.checkpoint.enable = False  # the policy's checkpoints hold it
+    job.checkpoint.enable = False  # the policy's checkpoints include the critic
     try:
         resolved = resolve_job(job, builds_data=False).config
     except ConfigError as error:

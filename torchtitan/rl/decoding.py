@@ -1,4 +1,4 @@
-"""Continuing many prompts at once with a model on this process, or with a rank's part of a model.
+"""Completes many prompts at once, with a whole model or with this rank's part of a model.
 
 P prompts, N rows to continue (one row per completion), B rows in the cache at a time, L new tokens
 at most, V vocabulary.
@@ -34,7 +34,7 @@ PLACES_PER_ENTRY = 8
 class LocalDecoder:
     """A model, or this rank's parts of a model, for `continue_prompts`.
 
-    runner: holds the model. group: ranks that share out the rows of a call.
+    runner: holds the model. group: ranks among which the rows of a call are divided.
     runs_uncompiled: run compiled modules without their compiled code.
     """
 
@@ -46,23 +46,23 @@ class LocalDecoder:
     def from_model(
         cls, model: Decoder, autocast: contextlib.AbstractContextManager | None = None
     ) -> "LocalDecoder":
-        """Return the decoder of a whole model on this process. autocast: a context for the forward."""
+        """Return the decoder of a whole model on this process. autocast: a context for the forward pass."""
         device, nothing = getattr(model, model.rope_buffer_name).device, contextlib.nullcontext
-        # `nothing` prepares batches, and decoding runs none.
+        # `nothing` stands for the train context, which decoding does not need.
         return cls(Runner([model], device, nothing, autocast or nothing()))
 
     @classmethod
     def from_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
         """Return the decoder of an engine's own modules, in any layout; all ranks make the same calls.
 
-        Data-parallel ranks generate different rows, the ranks of one model the same rows.
+        Ranks along the mesh axis "loss" generate different rows; ranks that split a model, the same.
         """
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         return cls(engine.runner, None if mesh is None else mesh.get_group(), True)
 
     @property
     def max_length(self) -> int:
-        """The length of the model's RoPE table, which bounds a row."""
+        """The length of the model's RoPE table, which limits the length of a row."""
         model: Any = self.runner.model_parts[0]
         return len(getattr(model, model.rope_buffer_name))
 
@@ -70,8 +70,8 @@ class LocalDecoder:
     def ready(self) -> Iterator[None]:
         """Put the model into evaluation mode, without gradients; restore its state afterwards."""
         nothing = contextlib.nullcontext
-        # Otherwise modules are compiled again for each new shape of the cache. It applies to all threads,
-        # so it is not used for a model that no trainer compiles.
+        # Compiled modules would recompile for each new shape of the cache. `uncompiled` affects all
+        # threads, so it is only used for an engine's modules.
         as_written = uncompiled() if self.runs_uncompiled else nothing()
         gathered = self.runner.keep_gathered() if self._may_keep_gathered() else nothing()
         evaluation = self.runner.mode(training=False)
@@ -82,11 +82,11 @@ class LocalDecoder:
                 self.runner.reshard()
 
     def _may_keep_gathered(self) -> bool:
-        """Return True if every rank has memory for all weights, so that no token gathers them again."""
+        """Return True if every rank has memory to keep all weights gathered for the whole generation."""
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
-        if not needed:  # on all ranks alike
+        if not needed:  # the same on all ranks
             return False
-        fits = needed <= free / 2  # keys and values need room, too
+        fits = needed <= free / 2  # keys and values need memory, too
         if self.group is not None:
             on_all = torch.tensor(int(fits), device=self.runner.device)
             dist.all_reduce(on_all, dist.ReduceOp.MIN, group=self.group)
@@ -104,7 +104,7 @@ class LocalDecoder:
         """Return the logits of one forward; None on ranks without the last stage.
 
         `Runner.run` is not used, because it leaves autocast and reshards FSDP's root unit after every
-        forward: every token would cast the weights and gather the root unit again.
+        forward. Then every token would cast the weights and gather the root unit again.
         """
         schedule = self.runner.schedule
         if schedule is None:
@@ -115,7 +115,7 @@ class LocalDecoder:
         return whole_tensor(outputs[0]) if outputs else None
 
     def of_all_ranks(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks of the group, in rank order, as one on the host. Collective."""
+        """Return the tensors of the group's ranks, concatenated in rank order, on the host. Collective."""
         if self.group is None:
             return own.cpu()
         data = own.contiguous().view(torch.uint8)  # no backend gathers int16
@@ -135,19 +135,19 @@ def continue_prompts(
     records_experts: bool = False,
     on_rows: Callable[[list[int]], None] = lambda _: None,
 ) -> tuple[Tensor, list[list[int]], Tensor | None]:
-    """Return the drawn tokens, fp64 [N, L, N_FIELDS], and for each row the versions that drew them.
+    """Return (drawn tokens, versions, experts) of all rows. Collective over the decoder's group.
 
-    A row has as many tokens as versions; the rest of its L entries are not used. The third value is
-    None, or with `records_experts` int16 [N, longest row - 1, layers, k]: see `Completion`.
-    Collective over the decoder's group; each rank gets all rows.
+    Drawn tokens: fp64 [N, L, N_FIELDS], the fields of `Drawn`. Versions: for each row, the weight version
+    of each drawn token; a row's further entries in L are unused. Experts: int16 [N, longest row - 1,
+    layers, k], see `Completion`; None without `records_experts`.
 
     prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
-    uniform: fp64 [N, L] from [0, 1), one number for each token that may be drawn.
-    max_rows: number of rows that a rank continues at once, 0 for all; other rows wait for their places.
+    uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
+    max_rows: largest number of rows that a rank continues at once; further rows wait. 0: no limit.
     next_version: called before each forward; returns the version of the forward's weights. It may
-        update the weights, if no ranks generate together: keys and values in the cache stay, as in
+        update the weights, unless ranks generate together; the cache keeps its old entries, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
-    on_rows: called before each forward with the indices of the prompts that its rows continue.
+    on_rows: called before each forward with the prompt index of each of its rows.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -172,7 +172,7 @@ def continue_prompts(
                 [F.pad(x, (0, 0, 0, 0, 0, longest - len(x)), value=-1) for x in rows.experts]
             )
             if (schedule := decoder.runner.schedule) is not None:
-                summed = experts.int()  # each layer's are on one stage; no backend reduces int16
+                summed = experts.int()  # a layer is on one stage; no backend reduces int16
                 dist.all_reduce(summed, dist.ReduceOp.MAX, group=schedule.group)
                 experts = summed.to(experts.dtype)
             experts = decoder.of_all_ranks(experts)[:n_rows]
@@ -184,7 +184,7 @@ def continue_prompts(
 
 @dataclass
 class _Rows:
-    """The rows that a rank continues, in order: some wait, some have a place in the cache.
+    """The rows that a rank continues, in order: each waits, has a place in the cache, or has ended.
 
     For each place: `row_at` is its row, `is_open` is True until the row ends, `tokens` is the row's
     latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
@@ -198,20 +198,20 @@ class _Rows:
     next_version: Callable[[], int]
     on_rows: Callable[[list[int]], None]
     sampling: SamplingConfig
-    # Rows [0, n_begun) have had a place, rows [0, n_read) have their prompts read; those between enter next.
+    # Rows [0, n_begun) got a place; prompts of rows [0, n_read) are read; rows [n_begun, n_read) enter next.
     n_begun: int = 0
     n_read: int = 0
 
     def __post_init__(self) -> None:
         self.versions: list[list[int]] = [[] for _ in self.prompt_of_row]
         self.experts: list[Any] = [None] * len(self.prompt_of_row)
-        self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # of tokens, to find stops
+        self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # token ids, to find stops
 
     def draw_all(self, uniform: Tensor, n_wanted: int, n_places: int) -> None:
-        """Draw all rows to their ends. n_wanted: rows from this index on only take part in the forwards.
+        """Draw until all rows have ended. n_wanted: rows from this index on are dummies for the forwards.
 
-        Each turn of the loop is one forward, either of prompts or of one token per row in the cache. So
-        ranks of a group make as many forwards although they read prompts at different times.
+        Each iteration makes one forward, of prompts or of one token per row in the cache. So all ranks
+        of a group make the same number of forwards, although they read prompts at different times.
         """
         n_rows, n_new = uniform.shape
         self.uniform, self.n_wanted = uniform, n_wanted
@@ -219,7 +219,7 @@ class _Rows:
         n_places = min(n_places, n_rows)
         self.row_at, self.is_open = list(range(n_places)), [False] * n_places
         self.tokens = torch.zeros(n_places, dtype=torch.int64, device=uniform.device)
-        # A forward for the prompt of each single row would delay all other rows.
+        # Reading each prompt in a forward of its own would delay all other rows.
         places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
         while self._n_left():
             n_waiting, n_free = n_rows - self.n_begun, self.is_open.count(False)
@@ -244,14 +244,14 @@ class _Rows:
         return int(of_ranks)
 
     def _read_prompts(self, n_free: int) -> None:
-        """Read the prompts of the next rows, each once, and keep them until these rows have a place."""
+        """Run the next rows' prompts, each once; keep their cache and logits until these rows enter."""
         of_row, first = self.prompt_of_row, self.n_read
         self._read = read = sorted(set(of_row[first : first + n_free]))
         while self.n_read < len(of_row) and of_row[self.n_read] in read:
             self.n_read += 1
         lengths = [len(self.prompts[i]) for i in read]
         padded = [[*self.prompts[i], *[0] * (max(lengths) - len(self.prompts[i]))] for i in read]
-        # If each prompt has one row, it is read into its place, without a second cache.
+        # The first prompts, if each has one row, fill the main cache directly.
         is_direct = not self.forward.lengths and read == of_row[: self.n_read]
         self._cache_of_read = self.forward if is_direct else self.forward.aside(max(lengths))
         self._version_of_read = self.next_version()
@@ -288,7 +288,7 @@ class _Rows:
     def _draw(
         self, places: list[int], logits: Tensor | None, sources: list[int], version: int
     ) -> None:
-        """Draw a token for the rows at these places, from the rows `sources` of logits."""
+        """Draw a token for the row at each place; sources: the index of its row in `logits`."""
         rows = [self.row_at[place] for place in places]
         steps = [len(self.versions[row]) for row in rows]
         device, sampling, schedule = self.tokens.device, self.sampling, self.decoder.runner.schedule
@@ -321,7 +321,7 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows once half have ended, but keep one row: other ranks may need its forwards."""
+        """Drop ended rows once half have ended, but keep one: all ranks must make the same forwards."""
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return
         kept = self._places(is_open=True) or [0]

@@ -1,8 +1,8 @@
-"""Ranks that only generate, beside the ranks that train: `rl.generator.ranks`.
+"""Separate ranks for generation: `rl.generator.ranks`.
 
-Each role has a default process group of its own. The trainer's rank 0 sends the generating ranks requests
-and weights, one message after another, so the weights of a draw do not depend on timing. They receive on
-one thread and draw on another.
+Trainer ranks and generating ranks have separate default process groups. The trainer's rank 0 sends requests
+and weights as one sequence of messages, so the weights of a draw do not depend on timing. A generating rank
+receives on one thread and draws on another.
 """
 
 import os
@@ -61,13 +61,13 @@ _CPU = torch.device("cpu")
 class Role(NamedTuple):
     """This rank's role."""
 
-    generates: bool  # or trains
-    link: "Link | None"  # None on all trainer ranks but rank 0
-    first_generator: int  # number of the first generating rank in the whole job
+    generates: bool  # False: trains
+    link: "Link | None"  # None on trainer ranks other than rank 0
+    first_generator: int  # global rank of the first generating rank
 
 
 def join_role(job_config: JobConfig) -> Role:
-    """Divide torchrun's ranks by `rl.generator.ranks`, and join the default group of this rank's role.
+    """Split torchrun's ranks into trainers and generators, and join the default group of this role.
 
     Afterwards RANK and WORLD_SIZE count the ranks of the role. Collective over all ranks. Raises
     ConfigError if a process group exists already, or no ranks are left to train.
@@ -98,8 +98,8 @@ def join_role(job_config: JobConfig) -> Role:
 class Link:
     """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: of member 0's waits; a rank that dies is noticed at once. down: the group in which member 0
-        sends messages to all members, one after another.
+    timeout: limit of member 0's waits; a dead rank is noticed at once. down: the gloo group of messages
+        from member 0 to all members.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
@@ -120,7 +120,7 @@ class Link:
         return received_object(self.down)
 
     def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
-        """Send weights, packed by `changes`; the other members read `ReceivedWeights`."""
+        """Send weights, as deltas if `changes` is given; the other members read `ReceivedWeights`."""
         send_weights(weights, self.down, changes)
 
     def send(self, answer: Any) -> None:
@@ -140,7 +140,7 @@ class Link:
 
 
 class RemoteGenerator:
-    """The generating ranks, for the ranks that train; rank 0 sends on a thread. Arguments: of `Role`."""
+    """The trainer ranks' side of the link; rank 0 sends on a thread. Arguments are fields of `Role`."""
 
     policy_version = -1
     weight_names: Literal["shared", "ours", "hf", "adapters"] = "ours"
@@ -152,9 +152,9 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        # Answers received before their turn: number of the request -> (episodes, failure) of ranks
+        # Answers that nobody has waited for yet: request number -> (episodes, failure) of each rank
         self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
-        self._failure: Exception | None = None  # after it nothing is sent or received
+        self._failure: Exception | None = None  # once set, nothing is sent or received
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
@@ -171,7 +171,7 @@ class RemoteGenerator:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Copy the weights to host memory and begin to send them, once those before are sent. Collective.
+        """After the last update is sent, copy the weights to the host and begin to send. Collective.
 
         If sending fails, the next wait for episodes raises.
         """
@@ -188,15 +188,15 @@ class RemoteGenerator:
         self.policy_version = weights.version
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Send a request to all generating ranks; see `rollout.DrawsEpisodes`. The result raises
-        LostGeneratorError if a generating rank is gone, RunError if one failed.
+        """Send a request to all generating ranks; see `rollout.DrawsEpisodes`. The returned function
+        raises LostGeneratorError if a generating rank is gone, RunError if one failed.
         """
         self._n_requests += 1
         sent = self._send(("draw", request))
         return partial(self._episodes, self._n_requests, sent)
 
     def _episodes(self, number: int, sent: Future | None) -> list[Episode]:
-        # A collective with its own time limit: the weights before a request may take long.
+        # A separate collective, with its own timeout: sending the weights before may take long.
         from_rank_zero(lambda: sent.result())
         return from_rank_zero(partial(self._answer, number))
 
@@ -211,7 +211,7 @@ class RemoteGenerator:
         return episodes_of(self._answers.pop(number), self._first_generator)
 
     def close(self) -> None:
-        """Make the generating ranks end. Safe to call twice."""
+        """Tell the generating ranks to end. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._send(None)
@@ -219,7 +219,7 @@ class RemoteGenerator:
                 self._thread.shutdown()
 
     def _send(self, message: Any, weights: StagedWeights | None = None) -> Future | None:
-        """Have the thread send a message, and weights after it; None on ranks without a link."""
+        """Send a message, then the weights, on the thread; returns None on ranks without a link."""
         if self._thread is None:
             return None
 
@@ -234,7 +234,7 @@ class RemoteGenerator:
         if self._failure is None:
             try:
                 return communicate()
-            except RuntimeError as error:  # gloo's, of a lost connection
+            except RuntimeError as error:  # gloo lost a connection
                 cause = str(error).partition("\n")[0]
                 self._failure = LostGeneratorError(
                     f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
@@ -249,7 +249,7 @@ class RemoteGenerator:
 
 
 class GeneratorRank:
-    """Draws and grades episodes for the trainer until it ends; it takes the place of a `Controller`."""
+    """A generating rank's counterpart of `Controller`: draws and grades episodes for the trainer."""
 
     def __init__(
         self, job_config: JobConfig, link: Link, n_trainers: int, task: Task | None = None
@@ -271,9 +271,9 @@ class GeneratorRank:
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
-        """Serve until the trainer is done; raises RuntimeError if it is gone.
+        """Serve until the trainer ends; raises RuntimeError if the connection to it is lost.
 
-        Ignores signals that end a run: the ranks that train still need episodes for their checkpoint.
+        Ignores stop signals, because the trainer still needs episodes for its checkpoint.
         """
         before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         logger.info("generating for the ranks that train")
@@ -309,7 +309,7 @@ def task_of_job(
 ) -> Task:
     """Return the given task, or build the config's.
 
-    Raises ConfigError if its tokenizer does not fit the model, or it never replies in several turns.
+    Raises ConfigError if its tokenizer does not fit the model, or max_turns > 1 and it never replies.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn

@@ -1,4 +1,4 @@
-"""What generators on another project's engine have in common: vLLM in the process, and HTTP servers."""
+"""Base class of generators on another project's engine: vLLM in this process, or an HTTP server."""
 
 import os
 import random
@@ -21,10 +21,10 @@ from torchtitan.tools.errors import RunError
 class ForeignGenerator(Generator):
     """A generator on another project's engine, which takes Hugging Face weights and a seed per row.
 
-    folder: gets a subfolder per version; the engine reads files of weights from there.
-    adapters: take `weight_sync.AdapterWeights` in place of whole weights.
+    folder: gets a subfolder per weight version, from which the engine reads weight files.
+    adapters: updates bring `weight_sync.AdapterWeights` instead of whole weights.
     records_experts: the engine returns the experts of each token.
-    engine_name, remedy: for the error of a failed update.
+    engine_name, remedy: parts of the error message of a failed update.
     """
 
     engine_name: str
@@ -44,8 +44,8 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights, without a digest: it changes their layout. Collective."""
-        self.policy_version = -1  # until all weights are of one version
+        """Have the engine load the weights. No digest: the engine changes their layout. Collective."""
+        self.policy_version = -1  # until the update is complete
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:
             raise WeightMismatchError(
@@ -56,7 +56,7 @@ class ForeignGenerator(Generator):
 
     @abstractmethod
     def _load(self, pairs: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Have the engine load weights; what it leaves unread is read afterwards."""
+        """Have the engine load weights; `hand_over` reads the pairs that are left."""
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -78,7 +78,7 @@ class ForeignGenerator(Generator):
     def _complete_all(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. seeds: of the completions."""
+        """Return what `generate` returns. seeds: one per completion."""
 
     def _folder_of(self, version: int) -> str:
         return os.path.join(self._folder, f"version-{version}")
@@ -102,7 +102,7 @@ class ForeignGenerator(Generator):
         prompt: Sequence[int],
         experts: np.ndarray | None,
     ) -> Completion:
-        """Return a completion; RunError if experts [all tokens, L, k] are wanted and missing."""
+        """Return a completion. experts: [all tokens, L, k]; RunError if they are required and missing."""
         routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
         if self.records_experts:
             if experts is None or experts.ndim != 3 or len(experts) < n_read:

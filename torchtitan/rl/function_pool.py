@@ -1,6 +1,6 @@
-"""The user's functions in separate processes, each call with a time limit: rewards and tools.
+"""Runs the user's reward functions and tools in separate processes, with a time limit per call.
 
-A call that hangs or dies has a result that says so; it does not end the run.
+If a call hangs or its process dies, its `Result` has a `failure`, and the run continues.
 """
 
 import importlib
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from torchtitan.tools.host import signal_at_parents_death
 
 Call = tuple[Sequence[Any], dict[str, Any]]
-"""Arguments of a function: by position, and by name."""
+"""Positional and keyword arguments of a function."""
 
-_SECONDS_TO_START = 300  # a process, with the import of the user's module
-# A dead process is usually noticed at once, because its pipe ends. But a process that it forked may
-# hold the pipe open.
+_SECONDS_TO_START = 300  # limit to start a process and import the user's module
+# The pipe of a dead process usually closes at once. But a process that it forked may hold the pipe
+# open.
 _SECONDS_BETWEEN_CHECKS = 0.5
 
 
@@ -43,11 +43,11 @@ class _Worker(NamedTuple):
 
 
 class FunctionPool:
-    """Calls functions in `n_processes` other processes, each at the hand of a thread here.
+    """Calls functions in `n_processes` other processes; a thread here waits for each of them.
 
-    functions: module:function of one function, or of several; imported again in each process.
-    timeout_seconds: of one call. After it the process is killed with all processes that it started,
-        except those with a session of their own, and a new process is started.
+    functions: one or several names, module:function, which each process imports.
+    timeout_seconds: of one call. After it, the process and all processes that it started are killed,
+        except those in another session, and the next call starts a new process.
     convert: applied to a function's return value in its process, before it is sent back.
     what: the functions' name in messages. keys: config keys of the functions and of the time limit.
     """
@@ -66,12 +66,12 @@ class FunctionPool:
         self._timeout_seconds = timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
         self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
-        self._workers: list[_Worker] = []  # always this list, which is cleared at exit
-        # As multiprocessing's own pools do: not in a fork, and before processes get a SIGTERM.
+        self._workers: list[_Worker] = []  # never replaced: the finalizer holds this list
+        # As in multiprocessing's pools: runs before processes get a SIGTERM at exit, and not in forks.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
-        """Return the result of each call, in order. numbers: of the calls' functions, 0 by default.
+        """Return the result of each call, in order. numbers: index of each call's function, default 0.
 
         Raises ValueError if a process cannot import the functions.
         """
@@ -84,13 +84,13 @@ class FunctionPool:
                 future.cancel()
             self.close()  # ends the other threads' calls
             wait(futures)
-            self.close()  # also a process that one of them has started
+            self.close()  # also a process that a thread has started since
             raise
 
     def _call(self, number: int, call: Call) -> Result:
         process, pipe = worker = self._worker()
         try:
-            with suppress(OSError):  # the process has ended, which the pipe tells below
+            with suppress(OSError):  # the process has ended; reading the pipe below fails, too
                 pipe.send((number, *call))
         except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
             return Result(error=f"RecursionError: {error}")
@@ -102,9 +102,9 @@ class FunctionPool:
                 self._end(worker)
                 limit = f"{self._timeout_seconds:g} s ({self._keys[1]})"
                 return Result(failure=f"{self._what} took longer than {limit}")
-            has_ended = not process.is_alive()  # looks at the pipe once more: it may have answered
+            has_ended = not process.is_alive()  # then poll once more: it may have answered
         else:
-            with suppress(EOFError, OSError):  # OSError: in the middle of a result
+            with suppress(EOFError, OSError):  # OSError: it died in the middle of a result
                 return pipe.recv()
         self._end(worker)
         code = process.exitcode
@@ -112,13 +112,13 @@ class FunctionPool:
         return Result(failure=f"{self._what}'s process ended ({how})")
 
     def _worker(self) -> _Worker:
-        """Return this thread's process, or a new one if it has none that lives."""
+        """Return this thread's process; start a new one if it has none or the process has died."""
         worker = getattr(self._of_thread, "worker", None)
         if worker in self._workers:
             if worker.process.is_alive():
                 return worker
             self._end(worker)  # what it has left behind
-        # Not a fork: this process has threads, and perhaps a device.
+        # Spawn, not fork, because this process has threads and perhaps a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self._functions, self._convert)
@@ -155,7 +155,7 @@ def _kill_all(workers: list[_Worker]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    # Once begun, the process leads a group of its own, with the processes that its calls left behind.
+    # `_work` makes the process a group leader: this also kills processes that its calls started.
     with suppress(OSError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
@@ -164,14 +164,14 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
-    """Answer calls until the pool is gone."""
-    # A generating rank ignores SIGTERM, which is inherited, but at exit it waits until SIGTERM ends us.
+    """The main loop of a process: answer calls until the pool closes the pipe."""
+    # A generating rank ignores SIGTERM, and this process inherits that. But at exit, SIGTERM must end it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
-    # A killed pool closes nothing, and a call that hangs never reads the pipe.
+    # A killed parent runs no `close`, and a call that hangs does not notice the closed pipe.
     signal_at_parents_death(signal.SIGKILL, whole_group=True)
-    # The pool started it as a daemon, to end with it. But daemons must not start processes, and a
-    # function may.
+    # The pool starts this process as a daemon, so it ends with the parent. But daemons must not start
+    # processes, and a function may.
     multiprocessing.current_process().daemon = False
     functions = []
     try:

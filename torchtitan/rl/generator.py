@@ -1,4 +1,4 @@
-"""Generators, which complete prompts with the policy's weights, and the choice between them."""
+"""Generators, which complete prompts with the policy's weights, and functions that build them."""
 
 import contextlib
 import copy
@@ -48,10 +48,10 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Generator(ABC):
-    """Continues prompts with the weights of the last update, as `weight_sync.TakesWeights`.
+    """Completes prompts with the weights of the last update; a `weight_sync.TakesWeights`.
 
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
-        all of them get all completions.
+        every rank gets all completions.
     ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
         together, if it is not collective.
     """
@@ -73,10 +73,10 @@ class Generator(ABC):
     ) -> list[Completion]:
         """Return `num_samples` completions of each prompt (token ids), prompt by prompt.
 
-        first_row: the first completion's number among those of all ranks, or for each prompt that of
+        first_row: index of the first completion among those of all ranks, or one index per prompt, of
             its first completion. Draws with `sampling.seed` depend on it, not on the rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
-        for weights of unknown version, FloatingPointError if a log-prob is not finite.
+        as `check_weights`, FloatingPointError if a log-prob is not finite.
         """
         self.check_weights()
         if isinstance(first_row, int):
@@ -88,7 +88,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. rows: numbers of the completions."""
+        """Return what `generate` returns. rows: each completion's index among those of all ranks."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
@@ -110,18 +110,18 @@ class Generator(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next draws without a seed depend on besides weights and arguments."""
+        """Return the state that draws without a seed depend on, besides weights and arguments."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027, for no state
-        """Continue from a state of `state_dict`."""
+        """Restore a `state_dict`."""
 
 
 class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
     max_rows: number of completions that a rank continues at once; 0 for all.
-    records_experts: completions tell which experts their tokens went to.
+    records_experts: completions include the experts of their tokens.
     """
 
     records_experts = False
@@ -135,7 +135,7 @@ class DecoderGenerator(Generator):
 
     @property
     def max_length(self) -> int:
-        """The length limit of a prompt with its completion; the model never reads the last token."""
+        """Length limit of prompt plus completion, whose last token the model never reads."""
         return self.decoder.max_length + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
@@ -160,7 +160,7 @@ class DecoderGenerator(Generator):
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
         prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
-        # Neither the layout of ranks nor the end of other rows changes a row's numbers.
+        # A row's random numbers depend neither on the layout nor on the end of other rows.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
@@ -233,10 +233,10 @@ class LocalGenerator(DecoderGenerator):
     def with_adapters(
         self, weights: Sequence[Mapping[str, torch.Tensor]], of_prompts: Sequence[int]
     ) -> Iterator[None]:
-        """Inside, `generate` continues prompt i with the adapters `weights[of_prompts[i]]`. Collective.
+        """Inside the context, `generate` uses the adapters `weights[of_prompts[i]]` for prompt i. Collective.
 
-        weights: of each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
-        Raises ValueError if `reasons_for_turns` has a reason.
+        weights: for each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
+        Raises ValueError if the models cannot share a batch; see `reasons_for_turns`.
         """
         parts, dims = self.engine.model_parts, self.engine.parallel_dims
         if reasons := reasons_for_turns(self.engine.job_config, dims, parts):
@@ -295,14 +295,14 @@ class CopyGenerator(DecoderGenerator):
         seed: int = 0,
         max_rows: int = 0,
     ) -> "CopyGenerator":
-        """Return a copy of the policy's model, without weights yet. dtype: None takes `compute_dtype`."""
+        """Return a generator with the policy's model class, without weights. dtype: default `compute_dtype`."""
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        # As the engine does; otherwise draws would differ between ranks with and without an engine.
+        # The engine does the same; otherwise draws would differ between ranks with and without an engine.
         use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
-        with seeded_init(model, 0):  # for the buffers; weights are overwritten
+        with seeded_init(model, 0):  # fills the buffers; weights are overwritten
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -321,18 +321,18 @@ class CopyGenerator(DecoderGenerator):
 
 
 class BufferedGenerator(Generator):
-    """Accepts updates while another thread draws: neither waits for the other.
+    """Accepts updates while another thread draws; neither waits for the other.
 
-    `update_weights` copies the weights aside, and `pinned` returns a generator that takes the copy
-    over before it draws, so the weights of a draw do not depend on timing. Draws happen in the order
-    of their pins, on one thread. in_flight: take over the newest update before each token instead.
+    `update_weights` stores a copy of the weights, and `pinned` returns a generator that loads this copy
+    before it draws, so the weights of a draw do not depend on timing. One thread draws, in the order of
+    the `pinned` calls. in_flight: load the newest copy before each token instead.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
         self._generator, self._in_flight = generator, in_flight
         if in_flight:
             assert isinstance(generator, DecoderGenerator)
-            this = weakref.proxy(self)  # a cycle would keep the model until a collection
+            this = weakref.proxy(self)  # a cycle would keep the model until garbage collection
             generator.before_forward = lambda: this._take_over()
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
         self.ranks_per_copy = generator.ranks_per_copy
@@ -356,14 +356,14 @@ class BufferedGenerator(Generator):
         return self._generator.generate(prompts, sampling, num_samples, first_row=first_rows)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Copy the weights aside; names and digest are checked when a draw takes them over."""
+        """Store a copy of the weights; names and digest are checked when a draw loads it."""
         self._staged, self._checks_digest = StagedWeights(weights), check_digest
         self.policy_version = weights.version
 
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The trained model as a generator with weights of its own needs it. device: this rank's."""
+    """What a generator with its own weights needs to know of the trained model. device: this rank's."""
 
     job_config: JobConfig
     train_spec: TrainSpec
@@ -377,7 +377,7 @@ class PolicyModel:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the trainer's matrix products: FSDP casts to it, or else autocast does."""
+        """The dtype of weights in the trainer's forward: FSDP casts them, otherwise it is training.dtype."""
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
         return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
 
@@ -394,7 +394,7 @@ class PolicyModel:
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     """Return the generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
-    Raises ConfigError if they contradict each other, ImportError if vLLM is not installed.
+    Raises ConfigError if their settings conflict, ImportError if vLLM is not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
     dtype = policy.compute_dtype_name
@@ -428,7 +428,7 @@ def build_copy(policy: PolicyModel) -> Generator:
         "records_experts": settings.replay_experts,
     }
     if settings.backend == "vllm":
-        # Without it vLLM may choose bf16 although config.json says float32.
+        # Without a dtype, vLLM may choose bf16 although config.json says float32.
         options["dtype"] = options["dtype"] or policy.compute_dtype
         return __getattr__("VLLMGenerator")(
             config.model.hf_assets_path,

@@ -1,7 +1,7 @@
 """The `[rl]` sections of a config; their rules are in `torchtitan.rl.checks`.
 
-Everything else keeps its place: the model, optimizer, schedule, layout and checkpoints of the
-policy are in the sections that pre-training has, and `training.steps` counts optimizer steps.
+The policy's model, optimizer, schedule, layout and checkpoints are set in the same sections as in
+pre-training, and `training.steps` counts optimizer steps.
 Annotations must stay real types, as in `torchtitan.config.job_config`.
 """
 
@@ -34,21 +34,21 @@ class RLTask(Section):
     num_min: Positive = 2  # For sum_digits: the fewest numbers to add
     num_max: Positive = 2  # For sum_digits: the most numbers to add
     value_max: Positive = 9  # For sum_digits and guess: the largest number; the smallest is 0
-    length: Positive = 3  # For copy and sort: letters in the prompt
+    length: Positive = 3  # For copy and sort: number of letters in the prompt
     # For copy and sort: size of the alphabet, which begins at a; at most 26
     num_letters: Annotated[int, Range(1, 26)] = 8
     path: str = ""  # For jsonl: a file with one JSON object per line
     # For jsonl: the file to evaluate on; empty takes the first lines of path
     eval_path: str = ""
-    # For jsonl: the key of the prompt, a text or a list of messages, objects with role and content
+    # For jsonl: the key of the prompt: a text, or a list of messages (objects with role and content)
     prompt_key: str = "prompt"
-    # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's
+    # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's template
     chat_template: str = ""
     # For jsonl: variables of the template as a JSON object, such as {"enable_thinking": false}
     chat_variables: str = ""
     # For jsonl: functions that the policy may call, each as module:function
     tools: list[str] = field(default_factory=list)
-    tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes of each rank that call these
+    tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes per rank that call the tools
     # Time limit of one call; a call that takes longer returns an error to the policy
     tool_timeout_seconds: PositiveFloat = 10.0
     # For jsonl: the key of the expected answer; lines without it expect an empty one
@@ -58,7 +58,7 @@ class RLTask(Section):
     reward_fn: str = ""
     # For jsonl: processes of each rank that call reward_fn; 0 calls it in the rank's own process
     reward_processes: Annotated[int, Range(0, 1024)] = 0
-    # For jsonl with reward_processes: time limit of one call; then the reward is 0, with a warning
+    # For jsonl with reward_processes: time limit of one call; after it the reward is 0, with a warning
     reward_timeout_seconds: PositiveFloat = 10.0
 
 
@@ -70,9 +70,9 @@ class RLAdvantage(Section):
     # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
     std: bool = False
     gamma: Fraction = 1.0  # For gae: the discount per token
-    # For gae: 1 compares a completion's reward with its values, 0 compares neighbouring values
+    # For gae: lambda; 1: return minus value, 0: one-step temporal difference
     lam: Fraction = 1.0
-    # For gae: give the advantages of a step's tokens a mean of 0 and a standard deviation of 1
+    # For gae: normalise the advantages of a step's tokens to mean 0 and standard deviation 1
     whiten: bool = True
 
 
@@ -81,11 +81,11 @@ class RLCritic(Section):
     # A folder of weights to begin with: a checkpoint of a model with a value head, or Hugging Face files;
     # empty takes the policy's weights
     initial_load_path: str = ""
-    lr: NotNegative | None = None  # Peak of the schedule; None takes optimizer.lr
-    weight_decay: NotNegative | None = None  # None takes optimizer.weight_decay
-    # Values are clipped to this distance from those before the step's first update; 0 turns it off
+    lr: NotNegative | None = None  # The critic's peak learning rate; None takes optimizer.lr
+    weight_decay: NotNegative | None = None  # The critic's; None takes optimizer.weight_decay
+    # Values are clipped to this distance from their values at the start of the step; 0: no clipping
     value_clip: NotNegative = 0.2
-    # What the value loss is a mean of; None takes rl.loss.agg_mode
+    # How per-token value losses are combined; None takes rl.loss.agg_mode
     agg_mode: LossAggregation | None = None
     warmup_steps: Count = 0  # The first steps train only the critic
 
@@ -104,14 +104,14 @@ class RLLoss(Section):
     # For grpo, ppo, dapo, gspo: a token of negative advantage has no gradient if its ratio is above
     # this; None is 3, 0 turns it off
     dual_clip: NotNegative | None = None
-    # Weigh tokens by the ratio of the trainer's probability at the start of the step to the generator's:
-    # of the token, or of the whole completion
+    # Importance weights: the trainer's probability at the start of the step, divided by the generator's,
+    # of each token or of the whole completion (sequence)
     correction: Literal["none", "token", "sequence"] = "none"
-    correction_cap: float = 2.0  # The largest such weight
+    correction_cap: float = 2.0  # The largest importance weight
     # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
     # None leaves out none
     max_token_mismatch: float | None = None
-    # Leave out completions whose tokens' mean difference exceeds this many nats
+    # Leave out completions whose mean log-prob difference exceeds this many nats
     max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
     max_log_ratio: Annotated[float, Range(0, 10**9, excluded=0)] = 10.0
@@ -119,13 +119,13 @@ class RLLoss(Section):
     agg_mode: LossAggregation = "token-mean"
     # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
     norm: NotNegative = 0.0
-    # Means over sequences and prompts include those without a token in the loss, as in verl
+    # Means over sequences or prompts also count those without a token in the loss, as in verl
     count_empty: bool = False
-    # Weight of the divergence from the reference policy; if above 0, samples need ref_logprobs
+    # Weight of the KL divergence from the reference policy; if above 0, samples need ref_logprobs
     kl_coef: NotNegative = 0.0
-    kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence
+    kl_type: Literal["k1", "k2", "k3"] = "k3"  # Estimator of the KL divergence
     entropy_coef: NotNegative = 0.0  # Weight of the entropy bonus
-    # For a registered loss: its other settings, as a table: [rl.loss.args] with beta = 0.1, ...
+    # Settings of a registered loss that have no key above: a table [rl.loss.args] with beta = 0.1, ...
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -135,7 +135,7 @@ class RLBatch(Section):
     seq_len: Annotated[int, Range(2, 10**9)] | None = None
     # Rows per data-parallel rank in one forward pass; None takes training.local_batch_size
     local_batch_size: Positive | None = None
-    # Tokens per data-parallel rank in one forward pass, padding included, instead of rows
+    # Limit of tokens per data-parallel rank in one forward pass, with padding; replaces local_batch_size
     max_tokens_per_microbatch: Positive | None = None
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
@@ -150,21 +150,21 @@ class RLBatch(Section):
 
 @dataclass
 class RLGenerator(Section):
-    # Sample with the trainer's own modules, with vLLM, or with an HTTP server that has OpenAI's
-    # /v1/completions with token ids
+    # Sample with this package's model (local), with vLLM, or with an HTTP server that has OpenAI's
+    # /v1/completions and returns token ids (openai)
     backend: Literal["local", "vllm", "openai"] = "local"
-    # The last N ranks of the job only generate, the others only train; 0 generates on all ranks
+    # The last N ranks of the job only generate, the others only train; 0: all ranks do both
     ranks: Count = 0
-    # Type of the generator's weights; None takes the type of the trainer's matrix products
+    # Dtype of the generator's weights; None takes the dtype of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
-    # Completions that are drawn at the same time on one data-parallel rank
+    # Largest number of completions that one data-parallel rank draws at the same time
     max_batch_size: Positive = 256
-    # Take over new weights between two tokens of unfinished completions, instead of between two draws;
-    # for local generators with rl.async_steps. The draws then depend on timing
+    # Load new weights between tokens of unfinished completions, instead of between draws; completions then
+    # depend on timing. For local generators with rl.async_steps
     in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): weight snapshots kept in host memory
     max_snapshots: Count = 4
-    # For vllm: share of the device's memory for weights and cache; a trainer there needs the rest
+    # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the rest
     memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
     # For vllm: consecutive ranks that split one copy of the model
     tensor_parallel_degree: Positive = 1
@@ -172,27 +172,27 @@ class RLGenerator(Section):
     max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
     url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
     model: str = ""  # For openai: the model's name on the server
-    # For openai: address for a POST of {"path": a folder of Hugging Face files, "version": n} after
-    # each update, which answers when the server has loaded the files; empty uses the endpoints of
-    # vLLM's own server, which has to be started with VLLM_SERVER_DEV_MODE=1
+    # For openai: address to which {"path": a folder of Hugging Face files, "version": n} is posted after
+    # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
+    # server, which has to be started with VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
     # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
     # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
     # '{"backend": "nccl"}', or "gloo" on CPUs, for which this package has to be installed there
     weight_transfer: Literal["", "nccl", "gloo"] = ""
-    # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own copy
-    # of the base: the weights in model.hf_assets_path, or those that the server was started with
+    # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own base
+    # model: the weights in model.hf_assets_path, or those that the server was started with
     adapters: bool = False
-    max_requests: Positive = 64  # For openai: requests of one rank at the same time
+    max_requests: Positive = 64  # For openai: requests that a rank sends at the same time
     timeout_seconds: PositiveFloat = 600.0  # For openai: time limit of one request
-    # Take the log-probs of sampled tokens from a forward pass of the trainer: bitwise equal to those of the
-    # first forward-backward pass; only for a generator in the trainer's own precision
+    # Replace the generator's log-probs by those of a forward pass of the trainer, bitwise equal to those of
+    # the first forward-backward pass; only for a generator in the trainer's own precision
     rescore: bool = False
-    # For mixtures of experts: record the experts that each token went to when it was generated, and
-    # have the trainer send it to the same experts, with its own router's scores
+    # For mixtures of experts: record each token's experts during generation, and have the trainer route
+    # the token to the same experts, with the scores of the trainer's router
     replay_experts: bool = False
-    # Batch-invariant sums in generator and trainer: log-probs are equal bit for bit, and a ratio on policy
-    # is exactly 1. For dense models on the CPU; slower
+    # Batch-invariant sums in generator and trainer: their log-probs are bitwise equal, so on-policy ratios
+    # are exactly 1. For dense models on the CPU; slower
     exact: bool = False
 
 
@@ -200,7 +200,7 @@ class RLGenerator(Section):
 class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
     temperature: PositiveFloat = 1.0
-    top_p: float = 1.0  # Has to be 1: the trainer cannot tell which tokens were left out
+    top_p: float = 1.0  # Has to be 1: the trainer scores all tokens of the vocabulary
     top_k: int = 0  # Has to be 0, for the same reason
     max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
@@ -211,7 +211,7 @@ class RLSampling(Section):
 
 @dataclass
 class RLWeightSync(Section):
-    # The generator shares the trainer's tensors (reference) or gets copies (broadcast); auto: if it can
+    # The generator shares the trainer's tensors (reference) or gets copies (broadcast); auto shares if it can
     mode: Literal["auto", "reference", "broadcast"] = "auto"
     digest: bool = True  # Compare digests of the sent and received weights at each update
     # Send only the values whose bits changed since the last update, for rl.generator.ranks and
@@ -226,17 +226,17 @@ class RLServe(Section):
     # Host names of this server that clients may use, besides localhost and IP addresses
     names: list[str] = field(default_factory=list)
     api_key_file: str = ""  # File with the key that clients have to send, their TINKER_API_KEY
-    # Port to listen at; 0 takes a free one and logs it
+    # Port to listen at; 0 takes a free port and logs it
     port: Annotated[int, Range(0, 2**16 - 1)] = 8000
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
     max_request_mib: Positive = 64  # Size limit of a request, in MiB
-    # Datums of several clients with adapters that share one pass over the base; a client with more in
-    # one request has a pass of its own
+    # Limit of the datums, of several clients with adapters, in one shared pass over the base model; a
+    # larger request has a pass of its own
     max_datums_per_pass: Positive = 512
-    max_models: Positive = 64  # Clients' models with adapters that train at a time
-    # Where adapters, gradients and optimizer states of idle models are, on each rank: those used last
-    # on an accelerator, the next ones in host memory, the others in files below job.dump_folder
+    max_models: Positive = 64  # Limit of clients' models with adapters that train at a time
+    # Memory per rank for adapters, gradients and optimizer states of idle models: the last used stay on
+    # the accelerator, the next ones in host memory, the others in files below job.dump_folder
     max_device_mib: Count = 1024
     max_host_mib: Count = 4096
     max_file_mib: Count = 16384
@@ -246,16 +246,16 @@ class RLServe(Section):
 class RL(Section):
     num_prompts_per_step: Positive = 16  # Prompts per step
     num_samples_per_prompt: Positive = 16  # Completions of each prompt
-    # Number of parts of a step's samples, each with whole prompts and an optimizer update of its own
+    # Split a step's samples into this many parts of whole prompts, each with its own optimizer update
     minibatches: Positive = 1
     epochs: Positive = 1  # How many times a step goes through its samples
-    # Replace prompts whose completions all have the same reward by new prompts, up to this many times
+    # Replace prompts whose completions all get the same reward by new prompts, up to this many times
     redraws: Count = 0
-    # Completions lose reward if they reach the last N tokens before rl.sampling.max_tokens: growing
-    # linearly to overlong_penalty at max_tokens; 0 penalizes none
+    # Penalize completions that reach the last N tokens before rl.sampling.max_tokens; the penalty grows
+    # linearly to overlong_penalty at max_tokens. 0: no penalty
     overlong_tokens: Count = 0
     overlong_penalty: NotNegative = 1.0
-    async_steps: Count = 0  # Generation may run ahead of training by this many steps; 0 takes turns
+    async_steps: Count = 0  # Steps by which generation may run ahead of training; 0: they alternate
     # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
     eval_every: Count = 0
     eval_samples: Positive = 200  # Prompts per evaluation, the same each time
@@ -275,9 +275,9 @@ class RL(Section):
 
 @dataclass
 class JobConfig(BaseJobConfig):
-    """A pre-training job's config and the `[rl]` sections.
+    """A pre-training job's config plus the `[rl]` sections.
 
-    Also what `--job.custom_config_module torchtitan.rl.job_config` merges in.
+    `--job.custom_config_module torchtitan.rl.job_config` merges these sections in.
     """
 
     rl: RL = section(RL)

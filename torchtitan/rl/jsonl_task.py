@@ -22,18 +22,18 @@ from torchtitan.tools.logging import logger
 class JsonlTask(Task):
     """Prompts from a file with one JSON object per line, graded by the user's function.
 
-    Each pass over the file has another order. Arguments are those of `[rl.task]`, and:
+    Each pass over the file has a new random order. Arguments are those of `[rl.task]`, and:
 
     reward_fn: (completion text, expected answer) -> reward. If it has parameters of these names, it
-        also gets `prompt`, the prompt's text, `row`, its JSON object, and `turns`, a list of (text,
-        reply) of all turns; the last reply is None. The score `exact` is 1 for the exact answer.
-    reward_pool: processes that call the function in place of `reward_fn`. A call that hangs or dies
-        has a reward of 0, a score `verifier_failed` and a warning.
+        also gets `prompt` (the prompt's text), `row` (the line's JSON object) and `turns` (a list of
+        each turn's text and reply; the last reply is None). The score `exact` is 1 for the exact answer.
+    reward_pool: processes that call the reward function instead of this process. A call that hangs or
+        dies gives reward 0, score `verifier_failed` 1, and a warning.
     chat: renders prompts that are lists of messages; None refuses such lines.
-    tools: functions that the policy may call. Then all prompts are lists of messages, results of
-        calls are replies, a turn without a call ends the episode, and `tool_calls` is a score.
+    tools: functions that the policy may call. Then all prompts must be lists of messages, replies are
+        the calls' results, a turn without a call ends the episode, and `tool_calls` is a score.
     max_prompt_tokens: longer prompts are left out, with a warning; None keeps all.
-    Raises ValueError for other lines, for a chat template that would change earlier turns, and if no
+    Raises ValueError for invalid lines, for a chat template that would change earlier turns, and if no
     prompt is left.
     """
 
@@ -62,7 +62,7 @@ class JsonlTask(Task):
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
-        self._order: tuple[int, list[int]] = (-1, [])  # (number of the pass, its order)
+        self._order: tuple[int, list[int]] = (-1, [])  # (index of the pass, its permutation)
         if chat is not None and tools is not None:
             messages = self.messages(self._prompts[0])
             result = {"role": "tool", "name": "", "content": "what the tool returned"}
@@ -163,7 +163,7 @@ class JsonlTask(Task):
     def chat_reply(
         self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
     ) -> str:
-        """Return the text of messages that answer the last turn, for a `reply` in a chat."""
+        """Render messages that answer the last turn to the text that `reply` returns."""
         assert self.chat is not None
         return self.chat.continuation(
             self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas
@@ -284,7 +284,7 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
 
 
 def chat_variables(task: Any) -> dict[str, Any]:
-    """Return the chat template's variables in the section `[rl.task]`; ValueError if they are not JSON."""
+    """Return `rl.task.chat_variables` as a dict; raises ValueError if it is no JSON object."""
     try:
         variables = json.loads(task.chat_variables or "{}")
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from torchtitan.step.runner import Head
 
 
 class _Pass(NamedTuple):
-    """Results of a forward-backward pass over all ranks. metrics: sums, and maxima (`_max`)."""
+    """Results of a forward-backward pass over all ranks. metrics: sums, or maxima of `_max` metrics."""
 
     loss: float
     metrics: dict[str, float]
@@ -39,8 +39,8 @@ class Learner(ABC):
     """Learns from batches of samples; the caller decides when to take an optimizer step.
 
     A token's score is the log-prob of its label (policy), or a value (critic).
-    loss: the loss of `forward_backward`, unless a call passes another.
-    replays_experts: the model is the policy, so its routers take the experts of the batch's samples.
+    loss: the default loss of `forward_backward`.
+    replays_experts: routers take the experts that are recorded in the batch's samples.
     """
 
     replays_experts: ClassVar[bool] = True
@@ -51,19 +51,19 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for a loss, or for scores only; None keeps the model's output layer."""
+        """Return the head for a loss, or for scores only if it is None; None keeps the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
-        """Return what losses get of a model's outputs, each [B, T] or None; the scores are first."""
+        """Return the arguments of losses from a model's outputs, each [B, T] or None; scores first."""
 
     # ---- one step ----
 
     def forward(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor | None]:
-        """Return the scores of each sample's slots, a 1-D fp32 tensor on the CPU; no gradients.
+        """Return each sample's scores, a 1-D fp32 tensor on the CPU, without gradients.
 
         Log-probs are 0 for tokens not in the loss. A sample that is in no row gets None.
-        head: computes numbers [B, T, ...] to return in place of the scores.
+        head: computes other values [B, T, ...], which are returned instead of the scores.
         Raises ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
@@ -72,15 +72,15 @@ class Learner(ABC):
     def forward_backward(
         self, batch: TrainingBatch, loss_fn: Any = None, *, return_logprobs: bool = False
     ) -> ForwardBackwardOutput:
-        """Add the gradients of the batch's loss to the gradients so far.
+        """Add the gradients of the batch's loss to the accumulated gradients.
 
         loss_fn: a `PolicyLoss`; None takes `self.loss`.
         return_logprobs: also gather and return the scores.
 
-        If it raises during the computation, the gradients of the whole step are zeroed, because part
-        of the batch may be in them. Raises ValueError on all ranks, before anything is computed, if on
-        any rank the batch is made for another layout, differs from the other ranks' batches, or lacks
-        what the loss reads.
+        If the computation raises, the gradients of the whole step are zeroed, because they may include
+        part of the batch. Raises ValueError on all ranks, before any computation, if on any rank the
+        batch was made for another number of data-parallel ranks, differs from the other ranks' batches,
+        or lacks a tensor that the loss reads.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
@@ -126,14 +126,14 @@ class Learner(ABC):
         return output
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
-        """Clip, update the weights, advance the schedule, and zero the gradients.
+        """Clip gradients, update the weights, advance the schedule, and zero the gradients.
 
         params: settings for this step only. Raises ValueError without a `forward_backward` before it.
         """
         if not self._num_accumulated:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
         params = OptimParams() if params is None else params
-        # The denominator is of all ranks' samples, and the engine sums it over ranks: rank 0 passes it.
+        # The denominator counts all ranks' samples, but the engine sums over ranks: only rank 0 passes it.
         denominator = self._denominator
         if denominator is not None and self.engine.dp_rank != 0:
             denominator = 0.0
@@ -162,7 +162,7 @@ class Learner(ABC):
         )
 
     def zero_grad(self) -> None:
-        """Drop the gradients since the last step."""
+        """Drop the gradients accumulated since the last step."""
         self.engine.optimizers.zero_grad()
         self.engine.update.forget_microbatches()
         self._begin_step()
@@ -187,8 +187,8 @@ class Learner(ABC):
         return finalize_metrics(totals, sum(done.num_tokens for done in passes))
 
     def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
-        """Raise ValueError on all ranks if the batch cannot be used on one of them. Collective: in a
-        later collective the ranks would wait for a rank that raised.
+        """Raise ValueError on all ranks if any rank cannot use the batch. Collective: if only one rank
+        raised, the others would wait for it in the next collective.
         """
         dp_size, model = self.engine.dp_size, self.engine.model_parts[0]
 
@@ -235,7 +235,7 @@ class Learner(ABC):
         ]
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
-        """Return the scores [B, T] of this rank's microbatches; None without the last stage."""
+        """Return the scores [B, T] of this rank's microbatches; None without the last pipeline stage."""
         return self.engine.forward_step(
             self._token_batches(batch),
             output_fn=lambda outputs, _: outputs if head else self._values(outputs)[0],

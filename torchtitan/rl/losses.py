@@ -1,7 +1,7 @@
 """Losses of the RL trainer: pure functions of per-token tensors, summed with the batch's weights.
 
-With r = exp(logprob - generator_logprob), the ratio of the trained policy to the policy that
-sampled, and A the advantage, the loss of a token is:
+r = exp(logprob - generator_logprob) is the ratio of the trained policy to the sampling policy, and A is
+the advantage. The loss of a token is:
 
     grpo, ppo            -min(r A, clip(r, 1 - eps, 1 + eps) A), at most -c A if A < 0
     dapo                 the same with a lower and an upper eps
@@ -11,10 +11,10 @@ sampled, and A the advantage, the loss of a token is:
     dro                  -(logprob A - beta / 2 log(r)^2)
     cross_entropy        -logprob
 
-With a `correction`, r is relative to the trainer's policy when the step began, and the loss is
-weighted by the ratio of that policy to the policy that sampled: see `torchtitan.rl.correction`.
+With a `correction`, r is the ratio to the trainer's policy at the start of the step, and the loss is
+multiplied by the ratio of that policy to the sampling policy: see `torchtitan.rl.correction`.
 
-B rows, T slots per row; values of a token are shifted already, see `torchtitan.rl.types`.
+B rows, T slots per row; per-token tensors are shifted already, see `torchtitan.rl.types`.
 """
 
 import math
@@ -34,8 +34,8 @@ Measured = dict[str, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """loss: a scalar to call backward on. metrics: scalars without gradient; the engine takes the maximum
-    of those named `_max` over microbatches and ranks, and the sum of others; see `finalize_metrics`.
+    """loss: a scalar to call backward on. metrics: scalars without gradient; over microbatches and ranks,
+    the engine takes the maximum of names that end in `_max`, else the sum; see `finalize_metrics`.
     """
 
     loss: Tensor
@@ -47,16 +47,16 @@ class PolicyLoss(ABC):
     """Per-token losses of one kind, reduced to the sum over tokens of
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
-    A masked token is left out of all terms but not out of the denominators. Without `old_logprobs` the
-    trained policy stands in for the policy when the step began, which is the same in the first update.
+    A token that the correction masks is left out of all terms, but denominators count it. Without
+    `old_logprobs`, the current policy is used instead, which is the old policy in the first update.
     """
 
     has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
-    token_metrics: ClassVar[tuple[str, ...]] = ()  # of `per_token`
+    token_metrics: ClassVar[tuple[str, ...]] = ()  # names of the metrics of `per_token`
 
-    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, for exp
+    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, so exp is finite
     kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
-    kl_type: str = "k3"  # its estimator, see `kl_divergence`
+    kl_type: str = "k3"  # estimator of the divergence, see `kl_divergence`
     entropy_coef: float = 0.0
     correction: str = "none"  # this and the following are the fields of `ImportanceCorrection`
     correction_cap: float = 2.0
@@ -79,7 +79,7 @@ class PolicyLoss(ABC):
 
     @property
     def guard(self) -> ImportanceCorrection:
-        """The correction for the generator's distance from the trainer's policy."""
+        """The importance correction that this loss applies."""
         largest = self.max_token_mismatch, self.max_sequence_mismatch
         return ImportanceCorrection(self.correction, self.correction_cap, *largest)
 
@@ -94,7 +94,7 @@ class PolicyLoss(ABC):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of every output's metrics, in order; pipeline ranks without outputs read them."""
+        """The metrics' names, in order; pipeline ranks that compute no loss need them, too."""
         names = ["policy_loss"]
         if self.has_generator:
             names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
@@ -106,7 +106,7 @@ class PolicyLoss(ABC):
         return tuple(names)
 
     def check(self, batch: LossInputs) -> None:
-        """Raise ValueError if the entries of a microbatch lack what the loss reads."""
+        """Raise ValueError if a microbatch lacks a tensor that the loss reads."""
         if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
             raise ValueError(
                 f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
@@ -157,7 +157,7 @@ class PolicyLoss(ABC):
     def log_ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         """Return log(policy / old policy) of each token, clamped; 0 for tokens not in the loss.
 
-        The old policy is the generator's; with a correction, the trainer's when the step began.
+        The old policy is the generator's or, with a correction, the trainer's at the start of the step.
         """
         if self.correction == "none":
             return self._clamped(logprobs, batch["generator_logprobs"], batch)
@@ -174,7 +174,7 @@ def _old_logprobs(logprobs: Tensor, batch: LossInputs) -> Tensor:
 
 
 def check_context_parallel(loss: Any, cp: int) -> None:
-    """Raise ValueError if a loss cannot be computed of rows that `cp` ranks share."""
+    """Raise ValueError if the loss needs whole sequences and `cp` ranks split them."""
     if cp > 1 and loss.needs_whole_sequences:
         raise ValueError(
             f"{loss} takes ratios over whole sequences, which context parallelism splits, got "
@@ -209,14 +209,14 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
 def kl_divergence(
     logprobs: Tensor, ref_logprobs: Tensor, kl_type: str, max_log_ratio: float
 ) -> Tensor:
-    """Return an estimate per token of KL(policy || reference), the shape of both arguments.
+    """Return a per-token estimate of KL(policy || reference), in the shape of `logprobs`.
 
-    With d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio (Schulman 2020,
-    "Approximating KL divergence"), of tokens that the policy itself sampled:
+    d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio, for tokens that the policy itself
+    sampled (Schulman 2020, "Approximating KL divergence"):
 
         k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
-        k3  exp(-d) - 1 + d unbiased, never negative; GRPO's
+        k3  exp(-d) - 1 + d unbiased, never negative; used by GRPO
 
     Raises ValueError for another type.
     """
@@ -238,8 +238,8 @@ def kl_divergence(
 class _ClippedRatioLoss(PolicyLoss):
     """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    dual_clip: c, above 1. PPO's clip bounds the loss of a negative advantage only from below; here it is
-        also at most -c A, with no gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5). 0: off.
+    dual_clip: c, above 1; 0 turns it off. PPO's clip has no upper bound for the loss of a negative
+        advantage A; this one is -c A, without gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = (
@@ -268,7 +268,7 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range()
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        # At a bound of the clip both are equal, and `clamp` has no gradient from torch 2.14 on.
+        # At a clip bound both are equal: take `gain`, as `clamp` has no gradient there from torch 2.14 on.
         clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
         lowest = torch.full_like(gain, -torch.inf)
         if self.dual_clip:
@@ -285,7 +285,7 @@ class _ClippedRatioLoss(PolicyLoss):
 class GRPOLoss(_ClippedRatioLoss):
     """The clipped ratio with the same clip distance below and above 1.
 
-    Shao et al. 2024 (arXiv:2402.03300), eq. 3; its division by the lengths is "seq-mean-token-mean".
+    Shao et al. 2024 (arXiv:2402.03300), eq. 3, whose aggregation is "seq-mean-token-mean".
     """
 
     clip_eps: float = 0.2
@@ -309,8 +309,8 @@ class DAPOLoss(_ClippedRatioLoss):
 class GSPOLoss(DAPOLoss):
     """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
-    Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: the value is the sequence's ratio,
-    the gradient is that of the token. It equals the sequence-level form if all tokens of a sequence
+    Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: a ratio has the sequence's value and
+    the token's gradient. It equals the sequence-level form if all tokens of a sequence
     have the same advantage and weight. The paper's objective has the aggregation "seq-mean-token-mean".
     """
 
@@ -332,7 +332,7 @@ class GSPOLoss(DAPOLoss):
 
 @dataclass(frozen=True)
 class CISPOLoss(PolicyLoss):
-    """Clips a token's weight and not its gradient, so that every token has a gradient.
+    """Clips the ratio as a constant weight of the log-prob, so every token keeps its gradient.
 
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5; the paper does not clip from below.
     """
@@ -351,7 +351,7 @@ class CISPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class ImportanceSamplingLoss(PolicyLoss):
-    """The policy gradient times the ratio to the policy that sampled, without clipping."""
+    """The policy gradient times the ratio to the sampling policy, without clipping."""
 
     token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
 
@@ -364,8 +364,8 @@ class ImportanceSamplingLoss(PolicyLoss):
 class DROLoss(PolicyLoss):
     """The policy gradient without a ratio, and a quadratic penalty on the distance from the sampling policy.
 
-    Richemond et al. 2024 (arXiv:2405.19107), as tinker-docs.thinkingmachines.ai/tinker/losses/dro has it
-    per token, with that page's beta: the gradient of a token is -(A - beta log(r)).
+    Richemond et al. 2024 (arXiv:2405.19107), in the per-token form and with the beta of
+    tinker-docs.thinkingmachines.ai/tinker/losses/dro. d loss / d logprob is -(A - beta log(r)).
     """
 
     token_metrics: ClassVar[tuple[str, ...]] = ("log_ratio_squared_mean",)

@@ -1,4 +1,4 @@
-"""Metrics of episodes: how they are computed, and where a run writes them."""
+"""Computes metrics of episodes, and writes a run's metrics and episodes."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """Metrics of the episodes' lag: the updates since their oldest token, with the policy now at `version`."""
+    """Metrics of the episodes' lag: the weight updates from their oldest token's version to `version`."""
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
         "rl/lag": max(counts),
@@ -102,7 +102,7 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
     """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line holds the step and the entries of `Episode` but `routed_experts`. limit: -1 is all.
+    A line has the step and the fields of `Episode`, without experts. limit: of episodes; -1 is all.
     """
     if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
         return

@@ -1,4 +1,4 @@
-"""The trained policy, and the policy as it was before RL, for losses that keep the former near it."""
+"""The trained policy, and the reference policy for losses with a KL term."""
 
 import dataclasses
 import warnings
@@ -49,7 +49,7 @@ class PolicyTrainer(Learner):
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps and of loads of weights alone; a resumed run keeps counting."""
+        """Counts optimizer steps and replacements of the weights; a resumed run keeps counting."""
         return self.engine.weights_version
 
     def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
@@ -71,7 +71,7 @@ class PolicyTrainer(Learner):
     # ---- log-probs of a batch by the current weights ----
 
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
-        """Return as `forward` the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
+        """Return for each sample the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
         rl = self.job_config.rl
         head = TopTokens(
             temperature=rl.sampling.temperature, batch_invariant=rl.generator.exact, k=k
@@ -79,11 +79,11 @@ class PolicyTrainer(Learner):
         return self.forward(batch, head)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-        """Replace the generator's log-probs; also returns the largest change over all ranks.
+        """Replace the generator's log-probs by the trainer's; also returns the largest change of any rank.
 
-        The forward sees the same microbatches as training: until the weights change, a training
-        forward has the same bits, and every ratio is exactly 1. Only this rank's microbatches change, and
-        in a pipeline only those on the last stage. Raises ValueError as `forward_backward` does.
+        This forward uses the same microbatches as training, so until the weights change, training gets
+        bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches change; in a
+        pipeline, only on the last stage. Raises ValueError as `forward_backward` does.
         """
         rescored = self._with_scores(batch, "generator_logprobs")
         largest = torch.zeros((), device=self.engine.device)
@@ -95,7 +95,7 @@ class PolicyTrainer(Learner):
         return rescored, largest.item()
 
     def with_old_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add `old_logprobs` to the batch as `rescore` does, for several updates on it."""
+        """Add the current policy's log-probs as `old_logprobs`, for several updates on a batch."""
         return self._with_scores(batch, "old_logprobs")
 
     def _with_scores(self, batch: TrainingBatch, name: str) -> TrainingBatch:
@@ -118,13 +118,13 @@ class PolicyTrainer(Learner):
             self.engine.lr_schedulers.step()
 
     def save_checkpoint(self, path: str | None = None) -> None:
-        """Save everything that a run needs to continue; None: a step folder in `checkpoint.folder`."""
+        """Save all that a run needs to resume. path: None takes a step folder in `checkpoint.folder`."""
         self.engine.save(path)
 
     def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
-        """Load a checkpoint of `save_checkpoint` and zero the gradients; False if there is none.
+        """Load a checkpoint of `save_checkpoint` and zero the gradients; returns False if there is none.
 
-        path: None is the run's newest checkpoint, or the config's initial one. model_only: take only the
+        path: None is the run's newest checkpoint, or the config's initial one. model_only: load only the
             weights; the optimizer starts with no state.
         """
         if not self.engine.load(path, model_only=model_only):
@@ -135,7 +135,7 @@ class PolicyTrainer(Learner):
         return True
 
     def replace_weights(self, weights: dict[str, Tensor]) -> None:
-        """Take these weights (`snapshots.host_copy`); the optimizer starts with no state."""
+        """Replace the weights by a `snapshots.host_copy`; the optimizer starts with no state."""
         exchange(self.engine, weights)
         self.engine.weights_version += 1
         self._restart_optimizer()
@@ -159,11 +159,11 @@ class PolicyTrainer(Learner):
 
 
 class ReferencePolicy:
-    """A copy of this rank's part of the policy's weights, and their log-probs.
+    """A fixed copy of this rank's part of the policy's weights, which gives reference log-probs.
 
-    For a forward the copy is swapped with the weights (and with the biases that balance experts). Beside a
-    frozen base only what trains is copied; if that is new adapters only, the reference is the base.
-    is_loaded: it needs no checkpoint, or came from one.
+    A forward swaps the copy with the live weights (and the biases that balance experts). With a frozen base
+    model, only trained weights are copied; if these are only new adapters, the reference is the base model.
+    is_loaded: True if the reference needs no checkpoint, or was loaded from one.
     """
 
     def __init__(self, trainer: PolicyTrainer):
@@ -199,7 +199,7 @@ class ReferencePolicy:
         return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take the weights of a checkpoint; the loader usually filled our tensors in place already."""
+        """Restore the weights; the checkpoint loader has usually filled our tensors in place already."""
         self.is_loaded = True
         with torch.no_grad():
             for name, weight in self._weights.items():

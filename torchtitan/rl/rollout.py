@@ -1,8 +1,8 @@
-"""Collecting rollouts: prompts are completed, completions are graded, and all ranks get all of them.
+"""Collects rollouts: completes prompts, grades the completions, and gives every rank all episodes.
 
 Each rank draws and grades a share of the completions. The draws depend on `rl.seed`, the step, the
-prompt's place in the step and the turn, not on the rank or on timing: a resumed run draws the same
-completions, and so does another layout.
+prompt's place (its index in the step) and the turn, not on the rank or on timing: a resumed run draws
+the same completions, and so does another layout.
 
 If the task replies, an episode is a dialogue: sampled tokens, the reply's tokens, sampled tokens,
 and so on. Sampled tokens are never decoded and encoded again.
@@ -46,13 +46,13 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `num_samples` episodes for each place, with the place as their group.
+    """A request for `num_samples` episodes for each place, which is their `group_id`.
 
     tries: the next try has new prompts for places whose completions all got the same reward.
     penalty: subtracted from rewards of long completions.
-    stop_strings: texts that end a completion; the tries' own are ignored.
+    stop_strings: texts that end a completion; those in `Try.sampling` are ignored.
     max_turns: number of turns that the policy may take in an episode.
-    max_tokens: length limit of an episode, prompt included; a further turn has to fit.
+    max_tokens: length limit of an episode, prompt included; it ends if another turn may not fit.
     """
 
     tries: Sequence[Try]
@@ -77,7 +77,7 @@ class DrawsEpisodes(Protocol):
     """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw; calling the result, which is collective, returns the episodes of all ranks."""
+        """Begin to draw; returns a collective function that waits for the episodes of all ranks."""
 
     def close(self) -> None: ...
 
@@ -98,7 +98,7 @@ class Draws:
         return partial(_of_all_ranks, self.begin_share(request))
 
     def begin_share(self, request: Request) -> Callable[[], list[Episode]]:
-        """As `begin`, for this rank's share; without a thread, the result draws it when called."""
+        """Like `begin`, for this rank's share; without a thread, the returned function draws when called."""
         draw = partial(self._draw, self._generator.pinned(), request)
         return draw if self._thread is None else self._thread.submit(draw).result
 
@@ -130,7 +130,7 @@ class Draws:
         dialogues: list["_Dialogue"],
         own: range,
     ) -> None:
-        """Take all turns of the dialogues. own: the places to whose turns this rank's task replies."""
+        """Take all turns of the dialogues. own: places whose dialogues get replies from this rank's task."""
         seed, n_samples = sampling.seed, request.num_samples
         sampling = replace(
             sampling, stop_strings=request.stop_strings, decode=self.task.tokenizer.decode
@@ -167,7 +167,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         own: range,
     ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
-        """Return (row, (text, token ids)) of the replies to `own` dialogues that can take another turn."""
+        """Return (row, (text, token ids)) of each reply to dialogues in `own` that can take another turn."""
         stopped = [
             d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
         ]
@@ -198,7 +198,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         by_place: dict[int, list[Episode]],
     ) -> list[int]:
-        """Put graded episodes into `by_place`; return the places whose completions all got one reward."""
+        """Put graded episodes into `by_place`; return places whose completions all got the same reward."""
         drawn: dict[int, list[Episode]] = {}
         for episode in _graded(self.task, dialogues, request):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
@@ -213,10 +213,10 @@ class Draws:
 
 
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = False) -> list[T]:
-    """Return the results of `work` on all ranks, which raise together, if ranks generate together.
+    """Return this rank's result of `work`; if ranks generate together, all ranks' results, or all raise.
 
     A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
-    the others' results.
+    the other ranks' results.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -227,7 +227,7 @@ def _num_together(generator: Generator) -> int:
 
 
 def _shares(n_places: int, together: int) -> tuple[range, Sequence[int]]:
-    """Return the places of this rank, and those of the ranks that generate together with it."""
+    """Return this rank's places, and the places of all ranks that generate together with it."""
     rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
 
     def places_of(first: int, n: int) -> range:
@@ -253,7 +253,7 @@ def _of_all_ranks(share: Callable[[], list[Episode]]) -> list[Episode]:
 def episodes_of(
     shares: Sequence[tuple[list[Episode], str | None]], first_rank: int = 0
 ) -> list[Episode]:
-    """Join (episodes, failure) of ranks from `first_rank` on; raises RunError for a failure."""
+    """Join the episodes of (episodes, failure) of ranks from `first_rank` on; RunError if one failed."""
     for rank, (_, failure) in enumerate(shares, start=first_rank):
         if failure is not None:
             raise RunError(f"rank {rank} could not draw or grade its episodes: {failure}")
@@ -267,9 +267,9 @@ def episodes_of(
 class _Dialogue:
     """An unfinished episode.
 
-    place: of the prompt in its step. row: the episode's number among the episodes of all ranks.
+    place: index of the prompt in its step. row: index of the episode among those of all ranks.
     tokens: (id, log-prob, loss mask, version) of all tokens after the prompt, as in `Episode`.
-    is_out_of_room: True if it ended because a reply and another turn would not fit.
+    is_out_of_room: True if the episode ended because a reply and another turn would not fit.
     """
 
     prompt: Prompt
@@ -326,7 +326,7 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Join [all tokens so far but the last, L, k] of turns: each token as it was first read."""
+    """Join the turns' experts, [all tokens so far but the last, L, k]; a token keeps its first record."""
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -388,7 +388,7 @@ class Rollouts:
         stops = set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None})
         settings = vars(config.sampling) | {
             "stop_token_ids": tuple(sorted(stops)),
-            "stop_strings": (),  # they are in the Request: they need a tokenizer, which is not sent
+            "stop_strings": (),  # `Request` has them: they need a tokenizer, which is not sent
         }
         self.sampling = SamplingConfig(**settings)
         self._penalty = None
@@ -407,7 +407,7 @@ class Rollouts:
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Begin with this step, or later."""
+        """Do not draw the steps before this one."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
@@ -432,7 +432,7 @@ class Rollouts:
     # ---- evaluation ----
 
     def of_held_out(self, *, greedy: bool) -> list[Episode]:
-        """Return one episode for each held-out prompt, the same each time, or `greedy`. Collective."""
+        """Return one episode per held-out prompt, drawn with a fixed seed or `greedy`. Collective."""
         prompts = self.task.held_out(self.config.eval_samples)
         if not prompts:
             raise ValueError(
@@ -464,8 +464,8 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        They are saved because the weights that drew them are not. If they are lost with the generator,
-        that raises LostGeneratorError, unless a resumed run can draw them again with its weights.
+        Episodes are saved because the weights that drew them are not. If they are lost with a generator,
+        raises LostGeneratorError, unless a resumed run can draw them again with the saved weights.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):

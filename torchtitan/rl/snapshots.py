@@ -31,7 +31,7 @@ def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def changing_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of `own_weights` that training changes: beside a frozen base, what trains."""
+    """Yield the `own_weights` that training changes; with LoRA, those that require gradients."""
     has_adapters = "lora" in engine.job_config.model.converters
     return (pair for pair in own_weights(engine) if pair[1].requires_grad or not has_adapters)
 
@@ -53,7 +53,7 @@ def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None
 
 
 def swap_memory(live: Sequence[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
-    """Swap as `swap`, of weights on one device; without a copy unless they are sharded."""
+    """Like `swap`, for weights on one device; swaps their memory unless they are DTensors."""
     if any(is_dtensor(weight) for _, weight in live):
         return swap(live, weights)
     for name, weight in live:
@@ -70,13 +70,13 @@ def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class WeightsKey:
-    """Identifies the weights of one moment. number: counts the keys, from 1."""
+    """Identifies one state of the weights. number: of the key, counted from 1."""
 
     number: int
 
 
 class Snapshots:
-    """Weights of earlier moments in host memory, for as long as a caller holds their key.
+    """Keeps snapshots of weights in host memory while a caller holds their key.
 
     limit: a key's weights are dropped after this many later keys; pinned keys never expire. Expiry
         depends on the number of keys, which is the same on all ranks, and not on when Python frees a
@@ -92,7 +92,7 @@ class Snapshots:
         self._now: Callable[[], WeightsKey | None] = lambda: None
 
     def key(self, *, pinned: bool = False) -> WeightsKey:
-        """Return the key of the current weights; they are copied before they change."""
+        """Return the key of the current weights, which `changing` copies before they change."""
         key = self._now()
         if key is None:
             key = self._new_key()
@@ -113,7 +113,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Wrap code that changes the weights."""
+        """Wrap code that changes the weights; copies them first if a caller holds their key."""
         key = self._now()
         if key is not None:
             self._copies[key] = host_copy(self._engine)
@@ -123,7 +123,7 @@ class Snapshots:
             self._now = lambda: None
 
     def weights(self, key: WeightsKey) -> dict[str, Tensor]:
-        """Return the key's weights, as `host_copy`, or live. Raises ValueError if they are gone."""
+        """Return the key's weights: a host copy, or the live tensors. Raises ValueError if they expired."""
         if key is self._now():
             return {name: local_tensor(w.detach()) for name, w in changing_weights(self._engine)}
         if self.is_expired(key):
@@ -136,7 +136,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def using(self, key: WeightsKey) -> Iterator[None]:
-        """Give the model the key's weights inside the context. Raises ValueError if they are gone."""
+        """Give the model the key's weights inside the context. Raises ValueError if they expired."""
         if key is self._now():
             yield
             return
@@ -148,7 +148,7 @@ class Snapshots:
             exchange(self._engine, copy)
 
     def loaded(self, load: Callable[[], object]) -> WeightsKey:
-        """Return the key of the weights that `load` puts into the model; the model's own are restored."""
+        """Call `load`, restore the model's own weights, and return the key of the loaded weights."""
         copy = host_copy(self._engine)
         try:
             load()

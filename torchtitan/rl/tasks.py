@@ -1,7 +1,7 @@
 """Tasks: prompts, replies to the policy's turns, and rewards.
 
-Prompt number i depends only on the task's seed and on i, so the number of drawn prompts is the state
-of a run. `jsonl_task` has prompts from a file, `torchtitan.experiments.rl_toy.tasks` toy tasks.
+Prompt i depends only on the task's seed and on i, so a task's only state is the number of drawn
+prompts. `jsonl_task` has prompts from a file, `torchtitan.experiments.rl_toy.tasks` toy tasks.
 """
 
 import importlib
@@ -34,8 +34,8 @@ class Prompt:
 class Turn:
     """A turn of the policy, and the environment's reply.
 
-    text: of the sampled tokens, without the stop that ended them. stop: the text of this stop; also
-        that of a special token, if the tokenizer can spell it.
+    text: of the sampled tokens, without the stop that ended the turn. stop: the text of this stop, also
+        of a special token if the tokenizer can decode it.
     reply: None for the last turn.
     """
 
@@ -46,7 +46,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Grade:
-    """A completion's reward, and other measurements by name; numbers of numpy or torch are converted."""
+    """A completion's reward and other scores by name; NumPy and torch scalars become Python numbers."""
 
     reward: float
     scores: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Grade:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number that JSON can hold, for checkpoints and episodes.jsonl."""
+    """Return a scalar as a Python number, for the JSON of checkpoints and episodes.jsonl."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -71,7 +71,7 @@ def explained(
     *,
     except_for: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise ValueError with place and completion if the user's code inside raises or exits."""
+    """Raise ValueError with source line and completion if the user's code inside raises or exits."""
     try:
         yield
     except except_for:
@@ -94,7 +94,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
-        """Return training prompt number `index`, from 0 without end."""
+        """Return training prompt `index`, for any index from 0 on."""
 
     @abstractmethod
     def held_out(self, n: int) -> list[Prompt]:
@@ -168,7 +168,7 @@ _TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
 
 
 def register_task(name: str, build: TaskBuilder | None = None) -> Any:
-    """Register a `TaskBuilder` for `rl.task.name`, or return a decorator; ValueError if it is taken."""
+    """Register a `TaskBuilder` for `rl.task.name`, or return a decorator; ValueError if the name is taken."""
     if build is None:
         return partial(register_task, name)
     if _TASKS.setdefault(name, build) is not build:
@@ -195,7 +195,7 @@ def build_task(
 
 
 def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., Any]:
-    """Import a function by its name, module:function; raises ValueError with `key` if there is none."""
+    """Import a function by its name, module:function; raises ValueError, with `key`, on failure."""
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)

@@ -32,7 +32,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call in the policy's text. problem: why it cannot be made; None for a valid call."""
+    """A call in the policy's text. problem: why the call is invalid; None for a valid call."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
@@ -61,9 +61,9 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return a function's attribute `schema`, or a schema of its annotations; ValueError if it has none."""
+    """Return a function's attribute `schema`, or a schema from its annotations; ValueError if invalid."""
     if hasattr(function, "schema"):
-        with suppress(TypeError, ValueError, RecursionError):  # of what is no JSON
+        with suppress(TypeError, ValueError, RecursionError):  # `schema` is not JSON
             match json.loads(json.dumps(function.schema)):
                 case {"function": {"name": str(own_name), **others}} if own_name:
                     if isinstance(others.get("parameters", {}), dict):
@@ -103,7 +103,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call, in separate processes.
 
-    functions: by their names, module:function. n_processes: of this rank. timeout_seconds: of a call.
+    functions: by name, module:function. n_processes: on this rank. timeout_seconds: of one call.
     Raises ValueError for functions without a schema, or two functions of the same name.
     """
 
@@ -127,7 +127,7 @@ class Toolbox:
 
     def results(self, calls: Sequence[ToolCall]) -> list[str]:
         """Return the calls' results as texts, in order."""
-        known = [call for call in calls if call.name in self._names]  # a wrong call has no name
+        known = [call for call in calls if call.name in self._names]  # an invalid call has no name
         numbers = [self._names.index(call.name) for call in known]
         results = iter(self._pool.call_all([((), call.arguments or {}) for call in known], numbers))
         texts = []
@@ -155,7 +155,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-# What an expression for `calculator` may have, besides numbers.
+# AST nodes that `calculator` allows, besides numbers.
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
 _ARITHMETIC += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 

@@ -3,8 +3,8 @@
     python -m torchtitan.rl.train --job.config_file job.toml             # one process
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
-The config is that of `torchtitan.train` with `[rl]` sections (`torchtitan.rl.job_config`); so are the exit
-codes. --help and config errors are printed before anything heavy is imported.
+The config is that of `torchtitan.train` plus `[rl]` sections (`torchtitan.rl.job_config`); exit codes are the
+same, too. --help and config errors are printed before anything heavy is imported.
 """
 
 from torchtitan.tools import signals
@@ -17,7 +17,7 @@ from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.tools.lazy_names import load_on_access
 
-# It imports torch, which a config error does not have to wait for.
+# Imports torch, so it is loaded after the config is checked.
 __getattr__ = load_on_access(__name__, {"build_part": "torchtitan.rl.controller"})
 
 

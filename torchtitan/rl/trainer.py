@@ -1,4 +1,4 @@
-"""`torchtitan.rl.policy` under the name that the reference has for it, in `experiments/rl/actors`."""
+"""Upstream torchtitan's name, in `experiments/rl/actors`, for `torchtitan.rl.policy`."""
 
 from torchtitan.rl.policy import PolicyTrainer
 

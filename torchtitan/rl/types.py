@@ -1,6 +1,6 @@
 """The values that the parts of the RL trainer exchange.
 
-On the way from a batch to gradients: `Episode`, `TrainingSample`, `TrainingMicrobatch` (with its
+In order, from episodes to gradients: `Episode`, `TrainingSample`, `TrainingMicrobatch` (with its
 `LossInputs`, which the loss reads), then the engine's `TokenBatch` and `Microbatch`.
 
 Per-token tensors for training are shifted already: index t of labels, masks, log-probs, advantages
@@ -30,12 +30,12 @@ class SamplingConfig:
     """Settings for drawing tokens."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most probable token
-    top_p: float = 1.0  # draw from the most probable tokens whose total reaches it; 1 keeps all
+    top_p: float = 1.0  # draw from the fewest likeliest tokens with this total probability; 1: all
     top_k: int = 0  # draw from this many of the most probable tokens; 0 keeps all
     max_tokens: int = 16  # the length limit of a completion
     stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
-    stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these texts
-    decode: Callable[[list[int]], str] | None = None  # to the text that is searched for them
+    stop_strings: tuple[str, ...] = ()  # the token that completes one of these also ends it
+    decode: Callable[[list[int]], str] | None = None  # token ids to text, to find stop_strings
     seed: int | None = None  # None continues the generator's own random stream
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class SamplingConfig:
                 f"{self.decode}; pass the tokenizer's, and texts of at least one character"
             )
         for name, is_kept, rule in (
-            # Dividing fp32 logits by less overflows.
+            # Smaller temperatures would overflow fp32 logits.
             (
                 "temperature",
                 not self.temperature or 1e-20 <= self.temperature < math.inf,
@@ -85,8 +85,8 @@ class SamplingConfig:
 class Completion:
     """The tokens that a generator drew after one prompt.
 
-    token_logprobs: under the distribution that each token was drawn from: after the temperature, and
-        renormalised over the tokens that top_p and top_k kept, whose probability is `token_kept_mass`.
+    token_logprobs: under the distribution that each token was drawn from, after the temperature and
+        renormalised over the tokens that top_p and top_k kept; `token_kept_mass` is their probability.
     routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
         tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
     """
@@ -94,7 +94,7 @@ class Completion:
     token_ids: tuple[int, ...]  # a stop token included
     token_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int  # of the oldest weights that drew a token
+    policy_version: int  # version of the oldest weights that drew a token
     token_kept_mass: tuple[float, ...] | None = None  # None if all tokens were kept
     token_versions: tuple[int, ...] | None = None  # None if all are `policy_version`
     routed_experts: Tensor | None = field(default=None, compare=False)
@@ -116,7 +116,7 @@ class Episode:
     text: str  # what was graded: the completion, or the last turn of a dialogue
     token_ids: tuple[int, ...]  # all tokens after the prompt
     token_log_probs: tuple[float, ...]  # 0 for tokens that were not sampled
-    policy_version: int  # of the oldest weights that drew a token
+    policy_version: int  # version of the oldest weights that drew a token
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     advantage: float | None = None
@@ -129,7 +129,7 @@ class Episode:
 
     @property
     def num_versions(self) -> int:
-        """The number of different weights that drew its tokens."""
+        """The number of weight versions that drew the tokens."""
         return len(set(self.token_versions or (self.policy_version,)) - {-1})
 
     @property
@@ -164,10 +164,10 @@ class TrainingSample:
     logprobs: Tensor  # by the generator; any number where the mask is 0
     advantages: Tensor
     ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None  # None takes those of each forward pass
+    old_logprobs: Tensor | None = None  # None: those of the current forward pass
     old_values: Tensor | None = None  # with a critic
     returns: Tensor | None = None  # with a critic
-    weights: Tensor | None = None  # of the losses; None: from the batcher's `agg_mode`
+    weights: Tensor | None = None  # of the tokens' losses; None: from the batcher's `agg_mode`
     routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
     group_id: int = 0
     policy_version: int = 0
@@ -224,7 +224,7 @@ class TrainingSample:
     ) -> "TrainingSample":
         """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
-        loss_mask: of `token_ids`; 0 for tokens that were not sampled, such as an environment's reply.
+        loss_mask: one per token of `token_ids`; 0 if it was not sampled, such as an environment's reply.
         Raises ValueError for an empty prompt or completion, and for missing log-probs.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
@@ -272,7 +272,7 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """Where sample number `sample` is in a microbatch: `row`, columns `start` to `start + length`."""
+    """Place of sample `sample` in a microbatch: row `row`, columns [start, start + length)."""
 
     sample: int
     row: int
@@ -281,14 +281,14 @@ class Slot(NamedTuple):
 
 
 class LossInputs(TypedDict, total=False):
-    """The tensors of one microbatch, for the engine and for losses: B rows of T slots, or T/cp.
+    """The tensors of one microbatch, for the engine and for losses: B rows of T (with cp: T/cp) slots.
 
-    Entries that no sample has are missing. A loss reads entries by name: `batch["advantages"]`.
+    Optional tensors that no sample has are missing. A loss reads entries by name: `batch["advantages"]`.
     """
 
     input: Required[Tensor]  # [B, T] int64 token ids; 0 in padding
-    # [B, T] int64 token ids; IGNORE_INDEX in padding and, unless the batcher has `scores_masked`, where
-    # a sample's loss_mask is 0
+    # [B, T] int64 token ids; IGNORE_INDEX in padding, and where a sample's loss_mask is 0 (unless the
+    # batcher has `scores_masked`)
     labels: Required[Tensor]
     positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
     sequence_ids: Required[Tensor]  # [B, T] int64, from 0 in each row; -1 in padding
@@ -303,8 +303,8 @@ class LossInputs(TypedDict, total=False):
     old_values: Tensor  # [B, T] fp32, in units of the reward: by the critic when the step began
     returns: Tensor  # [B, T] fp32, in units of the reward: the targets of values
     routed_experts: Tensor  # [B, T, L, k] int16; -1 in padding, and where the routers choose
-    # The number of each row's model, ascending; padding counts as the last model's. Missing if one
-    # model has all rows.
+    # The model index of each row, ascending; padding rows have the last model's index. Missing if
+    # there is only one model.
     models: list[int]
 
 
@@ -316,7 +316,7 @@ class TrainingMicrobatch:
     slots: tuple[Slot, ...] = ()  # where the samples are; empty if all is padding
 
     def per_sample(self, values: Tensor) -> dict[int, Tensor]:
-        """Cut [B, T] values into 1-D values of each sample, by the sample's index."""
+        """Split [B, T] values by sample: sample index -> 1-D values."""
         return {s.sample: values[s.row, s.start : s.start + s.length] for s in self.slots}
 
 
@@ -326,10 +326,10 @@ class TrainingBatch:
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
     num_global_valid_tokens: int  # tokens in the loss
-    num_measured_tokens: int  # without those of skipped samples; metrics are means over these
-    num_samples: int  # given
-    # These samples' share of the number that divides the step's gradients, see `aggregation_weights`;
-    # None if the weights are final.
+    num_measured_tokens: int  # the same without skipped samples; metrics are means over these
+    num_samples: int  # passed to `Batcher.batch`
+    # These samples' share of the step's loss denominator, see `aggregation_weights`; None if the loss
+    # weights are divided already.
     denominator: float | None = None
     oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
     num_skipped: int = 0  # left out because their advantage is 0; denominators count them
@@ -340,12 +340,12 @@ class TrainingBatch:
 
     @property
     def slots_per_token(self) -> float:
-        """The slots of all rows, padding included, per slot with a token; 1 means no padding."""
+        """Slots of all rows, padding included, divided by slots with a token; 1: no padding."""
         n_tokens = sum(slot.length for cell in self.of_all_ranks for slot in cell.slots)
         return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
-        """Return the mean advantage of each sample in the loss, in no order; 0 for skipped samples."""
+        """Return the mean advantage of each sample in the loss, in any order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
         for cell in self.of_all_ranks:
             masks = cell.per_sample(cell.inputs["loss_mask"])
@@ -407,4 +407,4 @@ class OptimStepOutput:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool = False  # because the norm was not finite
-    metrics: dict[str, float] = field(default_factory=dict)  # "loss", and those of all samples
+    metrics: dict[str, float] = field(default_factory=dict)  # "loss", and metrics of the whole step

@@ -1,8 +1,8 @@
-"""The update of a generator's weights: what is sent, and the check that it arrived.
+"""Updates a generator's weights: what is sent, and the check that it arrived.
 
-A generator declares what it takes: whole tensors, shards, which need no gathering, or adapters; its
-`update_weights` gets them with a version and a digest. Our models take our names, because some buffers
-have no Hugging Face name. How weights travel, and the packing of what changed, is in `weight_transport`.
+A generator declares what it takes: whole tensors, shards (which need no all-gather), or adapters. Its
+`update_weights` gets them with a version and a digest. Generators with our models take our names, because
+some buffers have no Hugging Face name. `weight_transport` moves the weights and packs deltas.
 """
 
 import os
@@ -41,9 +41,9 @@ class TakesWeights(Protocol):
     """A receiver of weights, such as `rl.generator.Generator`.
 
     policy_version: version of its weights; -1 before the first update.
-    weight_names: the names of the weights that it takes; "shared" if it has the trainer's tensors.
+    weight_names: naming scheme of the weights that it takes; "shared" if it has the trainer's tensors.
     weight_dtype: the type that parameters have to be cast to; None for no cast.
-    takes_shards (False if it is missing): it takes each rank's shards in place of whole tensors,
+    takes_shards (default False): it takes each rank's shards instead of whole tensors,
         `LiveWeights` under our names, `LocalShard`s under Hugging Face names.
     """
 
@@ -57,8 +57,8 @@ class TakesWeights(Protocol):
 class LiveWeights:
     """This rank's weights, not gathered, under our names; sharded weights are DTensors.
 
-    `state_dict()`, or iterating over its items, returns the live parameters, unless they need a cast:
-    read or copy them before `update_weights` returns.
+    `state_dict()` and iteration return the live parameters, unless they need a cast. Read or copy them
+    before `update_weights` returns.
 
     version: as in `PolicyWeights`. digest: of this rank's `local_shard`s, computed on access.
     """
@@ -80,7 +80,7 @@ class LiveWeights:
 
 
 class AdapterWeights:
-    """The adapters: (name, bytes as uint8 [n]) of PEFT's files. Reading them is collective."""
+    """The adapters as PEFT's files: (file name, content as uint8 [n]). Iterating is collective."""
 
     digest: str | None = None
 
@@ -101,7 +101,7 @@ class AdapterWeights:
 
 
 class OurNames(BaseStateDictAdapter):
-    """Keeps every name and tensor of any model."""
+    """A state-dict adapter that changes no name and no tensor."""
 
     def __init__(self) -> None: ...
 
@@ -190,7 +190,7 @@ class WeightSync:
             self.generator.update_weights(weights, check_digest=self.check_digest)
         except WeightMismatchError as error:
             failure = str(error)
-        # A sum takes a fifth of the time of gathering texts.
+        # Summing a flag takes a fifth of the time of gathering texts.
         has_failed = failure is not None
         if dist.is_initialized():
             num_failed = torch.tensor(float(has_failed), device=self.engine.device)

@@ -1,6 +1,6 @@
-"""How an update of weights travels: copied, in buckets, whole or as changes, and broadcast by gloo.
+"""Transport of weight updates: copies, buckets, deltas ("changes"), and broadcasts by gloo.
 
-What is sent, and the update itself, are in `weight_sync`. Member 0 of a group sends, and the other
+`weight_sync` decides what is sent. Member 0 of a group sends, and the other
 members receive.
 """
 
@@ -39,10 +39,10 @@ class PolicyWeights(Protocol):
 def hand_over(
     weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
 ) -> Exception | None:
-    """Let `take` read weights, then read the rest of them, because gathering them is collective.
+    """Let `take` read weights, then read those that it left, because gathering weights is collective.
 
-    Returns an exception that `take` raised, so that the caller can tell the other ranks. An
-    exception of the weights themselves, which every rank has, is raised.
+    Returns the exception that `take` raised, so the caller can tell the other ranks. An exception of the
+    iteration itself is raised, because every rank gets it.
     """
     pairs, weights_failed = iter(weights), False
 
@@ -67,7 +67,7 @@ def hand_over(
 
 
 def copied(pairs: Pairs, device: torch.device | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield contiguous copies, on this device; None keeps the tensors' own."""
+    """Yield contiguous copies on `device`; None keeps each tensor's device."""
     for name, tensor in pairs:
         yield name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
 
@@ -93,7 +93,7 @@ class StagedWeights:
 
 
 def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of (name, tensor) of `n_bytes`, by default 64 MiB, or little more."""
+    """Yield lists of (name, tensor) of at least `n_bytes`, by default 64 MiB; the last may be smaller."""
     bucket: list[tuple[str, Tensor]] = []
     for pair in pairs:
         bucket.append(pair)
@@ -106,26 +106,26 @@ def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[
 
 # ---- changes: at the learning rates of RL most weights round to the same bf16 value as before ----
 
-# How weights are named on the way. Names of weights have no spaces.
+# Prefixes of weight names in transport. Weight names have no spaces.
 _WHOLE, _CHANGES = "all of ", "changes of "
 _BLOCK = 2**16  # values; an index within a block has 16 bits
 
 
 class WeightChanges:
-    """One side's copy of the last update, in host memory: the sender packs with it, a receiver unpacks."""
+    """Weights of the last update in host memory: the sender packs deltas, a receiver applies them."""
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
 
     def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's changes, or the whole tensor where that is smaller. pairs: as of `copied`."""
+        """Yield each weight's changes, or the whole tensor if that is smaller. pairs: from `copied`."""
         for name, tensor in pairs:
             last, self._last[name] = self._last.get(name), tensor
             changes = None if last is None else _pack(last, tensor)
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights, whose memory the next update changes; RunError if they differ."""
+        """Yield whole weights; the next update changes their memory. RunError if they differ."""
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)
@@ -153,7 +153,7 @@ def _pack(old: Tensor, new: Tensor) -> Tensor | None:
     """Return the changes as uint8 [n], or None if they are no smaller than the tensor.
 
     They are the new tensor's fingerprint (8 bytes), the number of changes in each block of 65,536
-    values (4 bytes), their places in the block (2 bytes each), and the new values.
+    values (4 bytes), their indices in the block (2 bytes each), and the new values.
     """
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return None
@@ -202,7 +202,7 @@ def pickled(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def unpickled(receive: Callable[[Tensor], Any]) -> Any:
-    """Return an object that was sent as `pickled`. receive: begins to fill a tensor."""
+    """Return an object that was sent as `pickled`. receive: starts to fill a tensor, returns its work."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length).wait()
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -221,7 +221,7 @@ def received_object(group: Any) -> Any:
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights, as of `copied`, to members that read `ReceivedWeights`; packed by `changes`."""
+    """Broadcast weights from `copied` to members that read `ReceivedWeights`; as deltas with `changes`."""
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
         broadcast_object(group, [(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
         for work in [group.broadcast(bytes_of(tensor), 0) for _, tensor in bucket]:
@@ -230,7 +230,7 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
 
 
 class ReceivedWeights:
-    """What member 0 sends with `send_weights`, in host memory; a receiver keeps one `changes`."""
+    """Weights sent by `send_weights`, in host memory. changes: the same object for all updates."""
 
     version = -1
     digest: str | None = None

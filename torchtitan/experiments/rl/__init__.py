@@ -1,7 +1,7 @@
-"""The reference's paths of `torchtitan.rl`: all paths give the same modules.
+"""Upstream torchtitan's import paths of `torchtitan.rl`: all paths give the same modules.
 
-`torchtitan.experiments.rl.losses` is the module `torchtitan.rl.losses`, and so on. The reference has the
-trainer and the generator in `experiments/rl/actors`, and torchtitan 0.2.2 in `experiments/rl/unified/actors`.
+`torchtitan.experiments.rl.losses` is the module `torchtitan.rl.losses`, and so on. Upstream has the
+trainer and the generator in `experiments/rl/actors`; in release 0.2.2, in `experiments/rl/unified/actors`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
     if "." not in _name:
         globals()[_name] = _module
 
-# The folders hold nothing else, so this package stands for each of them.
+# `actors` and `unified` have no other content, so this package also serves as both.
 actors = unified = sys.modules[__name__]
 for _folder in _FOLDERS[1:]:
     sys.modules[f"{__name__}.{_folder}".rstrip(".")] = actors

@@ -13,7 +13,7 @@ from torchtitan.rl.tasks import build_task
 
 
 class SolvedExamples(BaseDataLoader):
-    """Batches of one example per row, alike for any number of ranks; the loss covers answer and end."""
+    """Batches of one example per row, the same for any number of ranks; loss on answer and end token."""
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):

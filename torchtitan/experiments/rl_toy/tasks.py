@@ -106,7 +106,7 @@ class SortTask(CopyTask):
 
 
 class GuessTask(CharTask):
-    """Find a number in several turns; the reply to a wrong guess is "<" or ">", as the number is."""
+    """Find a number in several turns; a reply is "<" if the number is below the guess, else ">"."""
 
     def __init__(self, value_max: int = 9, seed: int = 0):
         super().__init__("0123456789<>?", seed)
