@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, repeat, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -285,9 +285,15 @@ class _Dialogue:
         return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
 
     def complete(self, completion: Completion) -> None:
+        ids, logprobs = completion.token_ids, completion.token_logprobs
+        if not len(ids) == len(logprobs) > 0:
+            raise ValueError(
+                f"a completion needs at least one token, and one log-prob per token, got {len(ids)} "
+                f"tokens and {len(logprobs)} log-probs; correct the generator"
+            )
         self.completions.append(completion)
-        versions = completion.token_versions or repeat(completion.policy_version)
-        self.tokens += zip(completion.token_ids, completion.token_logprobs, repeat(1), versions)
+        versions = completion.token_versions or (completion.policy_version,) * len(ids)
+        self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
         self.replies.append(text)
