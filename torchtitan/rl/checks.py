@@ -17,6 +17,7 @@ from torchtitan.config.checks.common import (
 )
 from torchtitan.config.checks.values import single_values
 from torchtitan.config.mask_types import reads_positions
+from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
 from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import check_context_parallel, loss_class, loss_from_config
@@ -208,11 +209,8 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
 
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
-    if rl.advantage.std and rl.advantage.name == "none":
-        yield (
-            "rl.advantage.std divides a reward's difference from its group's mean, got "
-            "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
-        )
+    if not job_config.has_critic:
+        yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
     # With one completion the advantage is always 0, and its prompt is always drawn again.
     compares = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
