@@ -136,7 +136,10 @@ def api_key(serve: RLServe) -> str:
 def _loss(job_config: JobConfig) -> Iterator[str]:
     loss, cp = job_config.rl.loss, job_config.parallelism.context_parallel_degree
     if job_config.model.value_head:
-        yield "RL trains a model with logits, got model.value_head = True; rl.advantage.name = 'gae' adds one"
+        yield (
+            "RL trains a model with logits, got model.value_head = True; set it to false: "
+            "rl.advantage.name = 'gae' adds a critic with a value head"
+        )
     modes = [loss.agg_mode, job_config.rl.critic.agg_mode or loss.agg_mode]
     if bool(loss.norm) != ("seq-mean-token-sum-norm" in modes):
         yield (
