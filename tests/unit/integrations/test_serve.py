@@ -35,6 +35,7 @@ from torchtitan.integrations.tinker.results import Answer
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.logging import logger
 
 SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
 
@@ -425,6 +426,18 @@ def test_key_is_read_from_its_file(tmp_path):
         check_server_config(config)
     with pytest.raises(ConfigError, match="got no such file in"):
         check_server_config(toy_config(tmp_path, "--rl.serve.api_key_file=/dev/zero"))
+
+
+def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
+    told, path = [], tmp_path / "key"
+    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
+    path.write_text("tml-one")
+    for mode in (0o600, 0o644):
+        path.chmod(mode)
+        with serving(server_config(tmp_path, f"--rl.serve.api_key_file={path}")):
+            pass
+    (sentence,) = [text for text in told if "others" in text]
+    assert sentence == f"others may read or change the key in {path} (mode 644): chmod 600"
 
 
 @pytest.mark.parametrize(
