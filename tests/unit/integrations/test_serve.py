@@ -342,9 +342,12 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
     assert n_refused > 1000
 
 
-@pytest.mark.parametrize("entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20)])
-def test_entries_of_a_request_are_bounded(entries):
-    """Without a limit, reading them takes minutes."""
+@pytest.mark.parametrize(
+    "entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20), b"\x10\x01" * 2**20]
+)
+def test_entries_of_a_request_are_bounded_before_they_are_parsed(entries, monkeypatch):
+    """Without a limit, reading them takes minutes, and parsing them 20 times their memory."""
+    monkeypatch.setattr(wire, "_MESSAGES", {})
     began = time.process_time()
     with pytest.raises(ValueError, match="may have 262144 Datums, chunks and loss inputs"):
         wire.read_forward_backward(part(1, "m") + entries, lambda _: None)
