@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.unit.integrations.tinker_server import (
 )
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, results, service, wire
+from torchtitan.integrations.tinker import http, policy, results, service, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
 from torchtitan.integrations.tinker.request_queue import Command
@@ -172,6 +173,21 @@ def test_saved_states_are_loaded_and_sampled_from(run):
         "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
     )
     assert status == 404 and "or a newer model took the policy over" in answer["detail"]
+
+
+def test_oldest_samplers_are_dropped_but_never_the_first_weights(run, tmp_path, monkeypatch):
+    for module in (policy, service):
+        monkeypatch.setattr(module, "MOST_SAMPLERS", 2)
+    samplers = [run.sampler() for _ in range(3) if run.forward_backward(DATA)]
+    own = policy.Policy(MagicMock(shares_passes=False), toy_config(tmp_path))
+    for name in "abc":
+        own.snapshot(name)
+    for name in ("b", "c", policy.BASE):
+        own.sample([], name, ())
+    with pytest.raises(ValueError, match="sampler a does not exist or was dropped; make another"):
+        own.sample([], "a", ())
+    for name, status in zip(samplers, (404, 200, 200), strict=True):
+        assert run.send("GET", f"/api/v1/samplers/{name}")[0] == status
 
 
 def test_base_model_of_another_name_is_not_sampled(run):

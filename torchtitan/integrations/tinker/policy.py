@@ -32,6 +32,8 @@ from torchtitan.tools.logging import logger
 BASE = "base"
 """The sampler of the weights that the server started with."""
 
+MOST_SAMPLERS = 4096
+
 _NEW = "new model"  # the name of a model until it is complete
 
 # How long a sample waits for further samples, so that they are drawn together.
@@ -162,10 +164,12 @@ class Policy:
         """Make a sampler of the model's weights."""
         self._use(model)
         self._samplers[sampler] = self._client.save_weights_and_get_sampling_client().result()
+        drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def open(self, sampler: str, path: str) -> None:
         """Make a sampler of a saved state."""
         self._samplers[sampler] = self._client.create_sampling_client(path).result()
+        drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def sample(
         self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
@@ -267,6 +271,13 @@ class CommandLoop:
         if command is not None:
             self._waiting.add(command)
         return True
+
+
+def drop_oldest(entries: dict[str, Any], most: int) -> None:
+    """Keep the newest entries of a dict that threads share, and BASE."""
+    for name in list(entries)[:-most]:
+        if name != BASE:
+            entries.pop(name, None)
 
 
 def attempt(call: Callable[[], Any], job_config: JobConfig) -> Any:
