@@ -301,14 +301,14 @@ def save_to_hf(
         for part in _parts_of(state_dict):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
-        if untrained is not None:
-            yield from untrained.tensors()
 
     if dist.is_initialized():
         names = _write_over_ranks(parts(), adapter, folder)
         hashes = hash_over_ranks(folder, names)
     else:
         hashes = _write_alone(parts, adapter, folder)
+    if untrained is not None:
+        hashes |= untrained.copy_to(folder)
 
     def write_the_rest() -> None:
         if (model_args := getattr(adapter, "model_args", None)) is not None:

@@ -6,7 +6,7 @@ as towers for images.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +14,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
+from torchtitan.checkpoint.folder import (
+    HF_INDEX,
+    HF_SINGLE_FILE,
+    hash_file,
+    own_share,
+    path_inside,
+)
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
 from torchtitan.tools import torch_parts
-from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
+from torchtitan.tools.files import (
+    find_shipped,
+    open_file,
+    read_json_object,
+    regular_file,
+    save_tensors,
+)
 from torchtitan.tools.logging import logger
 
 SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
@@ -95,11 +108,39 @@ class UntrainedParts(NamedTuple):
     folder: str
     names: dict[str, list[str]]
 
-    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's share, file by file, bit for bit."""
-        for source in own_share(list(self.names)):
-            with safe_open(regular_file(path_inside(self.folder, source)), "pt") as file:
-                yield {name: file.get_tensor(name) for name in self.names[source]}
+    def copy_to(self, folder: str) -> dict[str, str]:
+        """Copy the tensors, bit for bit, to files of their own, and list them in the export's index.
+
+        Returns file name -> SHA-256 of the files written. Collective.
+        """
+        copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
+
+        def copy_own_share() -> dict[str, tuple[str, int]]:
+            """Return file name -> SHA-256, bytes of its tensors."""
+            written = {}
+            for source in own_share(list(self.names)):
+                path = path_inside(self.folder, source)
+                with safe_open(regular_file(path), framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in self.names[source]}
+                path = os.path.join(folder, copies[source])
+                save_tensors(tensors, path)
+                written[copies[source]] = hash_file(path), sum(t.nbytes for t in tensors.values())
+            return written
+
+        written = {
+            name: entry for part in on_all_ranks(copy_own_share) for name, entry in part.items()
+        }
+        index_path = Path(folder, HF_INDEX)
+
+        def write_index() -> dict[str, str]:
+            index = read_json_object(index_path)
+            for source, names in self.names.items():
+                index["weight_map"] |= dict.fromkeys(names, copies[source])
+            index["metadata"]["total_size"] += sum(n_bytes for _, n_bytes in written.values())
+            write_json(index_path, index)
+            return {HF_INDEX: hash_file(str(index_path))}
+
+        return {name: digest for name, (digest, _) in written.items()} | from_rank_zero(write_index)
 
 
 def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:

@@ -114,7 +114,7 @@ class StateDictAdapter(BaseStateDictAdapter):
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():
-            if (match := re.search(r"\d{1,9}", shard)) is None:
+            if (match := re.search(r"(?<!\d)\d{1,9}(?!\d)", shard)) is None:
                 raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
             self.fqn_to_index_mapping[name] = int(match.group())
 
