@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,10 +19,12 @@ from tests.distributed.layout_matrix import (
     run_step,
     whole,
 )
+from tests.unit.rl.test_dialogues import Scripted, bisect
 from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import toy_config
 from torchtitan.checkpoint.stream import digest_of
 from torchtitan.distributed.dtensor import local_shard
+from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
@@ -33,6 +36,7 @@ from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
 from torchtitan.rl.weight_sync import WeightSync
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.torch_parts import name_without_wrappers
 
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
@@ -225,6 +229,51 @@ def test_weights_are_gathered_once_where_memory_allows(tmp_path):
             found[name][place] = piece
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), name
+
+
+# ---- a draw that fails on one rank ----
+
+
+class FailsOnRankOne(Scripted):
+    """Generates on two ranks together; rank 1 fails at the call of this number."""
+
+    ranks_per_copy = 2
+
+    def __init__(self, tokenizer, fails_at: int):
+        super().__init__(tokenizer, bisect)
+        self.fails_at = fails_at
+
+    def _draw(self, *arguments):
+        if len(self.calls) + 1 == self.fails_at and dist.get_rank() == 1:
+            raise ValueError(f"no memory at {self.fails_at}")
+        return super()._draw(*arguments)
+
+
+def errors_on_rank(folder: str) -> list[str]:
+    errors = []
+    for fails_at, *flags in (
+        (1, "--rl.task.max_turns=3"),
+        (2, "--rl.task.max_turns=3"),
+        (3, "--rl.task.max_turns=3"),
+        (1, "--rl.task.max_turns=1", "--rl.redraws=1"),
+        (2, "--rl.task.max_turns=1", "--rl.redraws=1"),
+    ):
+        task = GuessTask(value_max=6)
+        draws = Draws(
+            task, FailsOnRankOne(task.tokenizer, fails_at), torch.device("cpu"), ahead=False
+        )
+        rollouts = Rollouts(task, toy_config(folder, "--rl.task.name=guess", *flags).rl, draws)
+        rollouts.start_until(1)
+        with pytest.raises((ValueError, RunError)) as error:
+            rollouts.take(1)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_draw_that_fails_on_one_of_the_ranks_that_generate_together_is_raised_on_both(tmp_path):
+    for errors in run_ranks(errors_on_rank, 2, str(tmp_path)):
+        for error, call in zip(errors, (1, 2, 3, 1, 2), strict=True):
+            assert f"no memory at {call}" in error
 
 
 # ---- vLLM, replaced by a fake: only our code runs here ----

@@ -187,10 +187,11 @@ def test_scoring_with_a_head_needs_labels(tmp_path):
 def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
     engine = make_engine(tmp_path)
     batch, labels = random_batch(1, 8)
-    with pytest.raises(ValueError, match="2 microbatches and labels for 1"):
-        engine.forward_backward_step(
-            input_dict=[batch, batch], labels=[labels], global_valid_tokens=1
-        )
+    for given in ([labels], []):
+        with pytest.raises(ValueError, match=f"2 microbatches and labels for {len(given)}"):
+            engine.forward_backward_step(
+                input_dict=[batch, batch], labels=given, global_valid_tokens=1
+            )
 
 
 def check_both_steps_raise(engine, batch, labels, message):

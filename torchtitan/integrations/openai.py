@@ -137,10 +137,12 @@ class OpenAIGenerator(ForeignGenerator):
             logprobs = [float(value) for value in details.get("token_logprobs") or ()]
             if token_ids is None:  # then tokens are texts such as "token_id:17"
                 texts = details.get("tokens") or ()
-                token_ids = [int(text.removeprefix("token_id:")) for text in texts]
+                parts = [text.rpartition(":") for text in texts]
+                is_id = all(x == "token_id" and number.isdecimal() for x, _, number in parts)
+                token_ids = [int(number) for _, _, number in parts] if is_id else []
         except (AttributeError, LookupError, TypeError, ValueError):
             choice, token_ids, logprobs = {}, [], []
-        if not token_ids or len(token_ids) != len(logprobs):
+        if not isinstance(token_ids, list) or not 0 < len(token_ids) == len(logprobs):
             raise RunError(
                 f"{url} has to answer with the id and the log-prob of every new token, got "
                 f'{json.dumps(answer)[:500]}; use a server that supports "return_token_ids" or '

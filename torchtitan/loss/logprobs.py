@@ -142,12 +142,18 @@ class TopTokens(TokenLogProbs):
     k: int = 1
 
     def __call__(  # type: ignore[override]
-        self, h: Tensor, weight: Tensor, bias: Any = None, *, labels: Tensor, **options: Any
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
-        group = options.get("group")
-        operands, call = operands_of(h, weight, bias, labels, group, options.get("low_rank"))
-        head = replace(self._of_tokens(labels), compile_backend=None)  # seldom used
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
         best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for chunk in chunks_of(operands.x, self, call):

@@ -32,6 +32,17 @@ class AdvantageEstimator:
     name: str = "group_mean"
     std: bool = False
 
+    def __post_init__(self) -> None:
+        if self.name not in ("group_mean", "rloo", "none"):
+            raise ValueError(
+                f"rl.advantage.name must be group_mean, rloo or none, got {self.name!r}; GAE is a class"
+            )
+        if self.std and self.name == "none":
+            raise ValueError(
+                "rl.advantage.std divides a reward's difference from its group's mean, got "
+                "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
+            )
+
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
         """Return one advantage per reward. group_ids: the same id for all completions of a prompt.
 
@@ -77,6 +88,12 @@ class GAE:
     gamma: float = 1.0
     lam: float = 1.0
     whiten: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError(
+                f"rl.advantage.gamma and lam must be 0 to 1, got {self.gamma} and {self.lam}; 1 is usual"
+            )
 
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]

@@ -17,6 +17,7 @@ from torchtitan.config.checks.common import (
 )
 from torchtitan.config.checks.values import single_values
 from torchtitan.config.mask_types import reads_positions
+from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
 from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import check_context_parallel, loss_class, loss_from_config
@@ -135,7 +136,10 @@ def api_key(serve: RLServe) -> str:
 def _loss(job_config: JobConfig) -> Iterator[str]:
     loss, cp = job_config.rl.loss, job_config.parallelism.context_parallel_degree
     if job_config.model.value_head:
-        yield "RL trains a model with logits, got model.value_head = True; rl.advantage.name = 'gae' adds one"
+        yield (
+            "RL trains a model with logits, got model.value_head = True; set it to false: "
+            "rl.advantage.name = 'gae' adds a critic with a value head"
+        )
     modes = [loss.agg_mode, job_config.rl.critic.agg_mode or loss.agg_mode]
     if bool(loss.norm) != ("seq-mean-token-sum-norm" in modes):
         yield (
@@ -208,12 +212,9 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
 
 def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
-    if rl.advantage.std and rl.advantage.name == "none":
-        yield (
-            "rl.advantage.std divides a reward's difference from its group's mean, got "
-            "rl.advantage.name = 'none'; take 'group_mean', or set std to false"
-        )
-    # With one completion per prompt, advantages are always 0 and every prompt is drawn again.
+    if not job_config.has_critic:
+        yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
+    # With one completion the advantage is always 0, and its prompt is always drawn again.
     compares = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,

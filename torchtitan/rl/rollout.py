@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, repeat, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -106,17 +106,18 @@ class Draws:
         """Return this rank's share of a request, in the order of places."""
         own, places = _shares(len(request.tries[0].prompts), _num_together(generator))
         by_place: dict[int, list[Episode]] = {}
-        for number, (prompts, sampling) in enumerate(request.tries):
+        for number, try_ in enumerate(request.tries):
             dialogues = [
-                _Dialogue(prompts[place], place, place * request.num_samples + i)
+                _Dialogue(try_.prompts[place], place, place * request.num_samples + i)
                 for place in places
                 for i in range(request.num_samples)
             ]
-            self._converse(generator, request, sampling, dialogues, own)
+            is_last = number + 1 == len(request.tries)
+            self._converse(generator, request, try_.sampling, dialogues, own, is_last)
             # Only the rank that drew a completion grades it: a reward function may be slow or random.
             graded = [dialogue for dialogue in dialogues if dialogue.place in own]
             grade = partial(self._grade, request, number, graded, by_place)
-            again = _agreed(generator, grade, is_last=number + 1 == len(request.tries))
+            again = _agreed(generator, grade, is_last=is_last)
             if not any(again):
                 break
             places = [place for place in places if any(place in of_rank for of_rank in again)]
@@ -129,36 +130,50 @@ class Draws:
         sampling: SamplingConfig,
         dialogues: list["_Dialogue"],
         own: range,
+        is_last_try: bool,
     ) -> None:
-        """Take all turns of the dialogues. own: places whose dialogues get replies from this rank's task."""
-        seed, n_samples = sampling.seed, request.num_samples
+        """Take all turns of the dialogues. own: the places to whose turns this rank's task replies."""
+        seed = sampling.seed
         sampling = replace(
             sampling, stop_strings=request.stop_strings, decode=self.task.tokenizer.decode
         )
         for turn in range(1, request.max_turns + 1):
-            # All samples of a prompt share its first turn's context, which is read once.
-            first_of_each = dialogues[::n_samples]
-            completions = generator.generate(
-                [dialogue.context for dialogue in first_of_each],
-                sampling,
-                n_samples,
-                first_row=[dialogue.row for dialogue in first_of_each],
-            )
-            for dialogue, completion in zip(dialogues, completions, strict=True):
-                dialogue.complete(completion)
-            if turn == request.max_turns:
-                return
-            reply = partial(self._replies, request, sampling, dialogues, own)
-            replies = {row: ids for of_rank in _agreed(generator, reply) for row, ids in of_rank}
+            take = partial(self._turn, generator, request, sampling, turn, dialogues, own)
+            is_last = is_last_try and turn == request.max_turns
+            of_ranks = _agreed(generator, take, is_last=is_last)
+            replies = {row: ids for of_rank in of_ranks for row, ids in of_rank}
             if not replies:
                 return
             dialogues = [d for d in dialogues if d.row in replies]
             for dialogue in dialogues:
                 dialogue.reply(*replies[dialogue.row])
-            n_samples = 1
             if seed is not None:
                 next_seed = random.Random(f"{seed} turn {turn}").getrandbits(63)
                 sampling = replace(sampling, seed=next_seed)
+
+    def _turn(
+        self,
+        generator: Generator,
+        request: Request,
+        sampling: SamplingConfig,
+        turn: int,
+        dialogues: Sequence["_Dialogue"],
+        own: range,
+    ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
+        """Complete the dialogues; return the replies, see `_replies`: none to the last turn."""
+        # All samples of a prompt share its first turn's context, which is read once.
+        n_samples = request.num_samples if turn == 1 else 1
+        first_of_each = dialogues[::n_samples]
+        completions = generator.generate(
+            [dialogue.context for dialogue in first_of_each],
+            sampling,
+            n_samples,
+            first_row=[dialogue.row for dialogue in first_of_each],
+        )
+        for dialogue, completion in zip(dialogues, completions, strict=True):
+            dialogue.complete(completion)
+        is_last = turn == request.max_turns
+        return [] if is_last else self._replies(request, sampling, dialogues, own)
 
     def _replies(
         self,
@@ -285,9 +300,15 @@ class _Dialogue:
         return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
 
     def complete(self, completion: Completion) -> None:
+        ids, logprobs = completion.token_ids, completion.token_logprobs
+        if not len(ids) == len(logprobs) > 0:
+            raise ValueError(
+                f"a completion needs at least one token, and one log-prob per token, got {len(ids)} "
+                f"tokens and {len(logprobs)} log-probs; correct the generator"
+            )
         self.completions.append(completion)
-        versions = completion.token_versions or repeat(completion.policy_version)
-        self.tokens += zip(completion.token_ids, completion.token_logprobs, repeat(1), versions)
+        versions = completion.token_versions or (completion.policy_version,) * len(ids)
+        self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
         self.replies.append(text)

@@ -48,8 +48,8 @@ class SamplingConfig:
             # Smaller temperatures would overflow fp32 logits.
             (
                 "temperature",
-                not self.temperature or 1e-20 <= self.temperature < math.inf,
-                "0 or 1e-20 to inf",
+                self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
+                "0, or at least 1e-20 and finite",
             ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
             ("top_k", self.top_k >= 0, "at least 0, which keeps all tokens"),
@@ -378,7 +378,9 @@ class OptimParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
-        if self.betas and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+        if self.betas is not None and not (
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        ):
             raise ValueError(
                 f"betas must be two numbers of at least 0 and below 1, got {self.betas}; (0.9, 0.95) is "
                 "usual"

@@ -157,7 +157,9 @@ class Step:
         check_head(self.runner, head, needs_logits)
         is_single = isinstance(microbatches, dict | TokenBatch)
         given = [microbatches] if is_single else list(microbatches)
-        labels = [labels] if isinstance(labels, Tensor) else list(labels or [None] * len(given))
+        if labels is None:
+            labels = [None] * len(given)
+        labels = [labels] if isinstance(labels, Tensor) else list(labels)
         if len(given) != len(labels):
             raise ValueError(
                 f"there are {len(given)} microbatches and labels for {len(labels)}; give one labels "

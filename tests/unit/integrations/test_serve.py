@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.unit.integrations.tinker_server import (
 )
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
-from torchtitan.integrations.tinker import http, results, service, wire
+from torchtitan.integrations.tinker import http, policy, results, service, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
 from torchtitan.integrations.tinker.request_queue import Command
@@ -35,6 +36,7 @@ from torchtitan.integrations.tinker.results import Answer
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.logging import logger
 
 SCORED = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 3}
 
@@ -171,6 +173,21 @@ def test_saved_states_are_loaded_and_sampled_from(run):
         "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
     )
     assert status == 404 and "or a newer model took the policy over" in answer["detail"]
+
+
+def test_oldest_samplers_are_dropped_but_never_the_first_weights(run, tmp_path, monkeypatch):
+    for module in (policy, service):
+        monkeypatch.setattr(module, "MOST_SAMPLERS", 2)
+    samplers = [run.sampler() for _ in range(3) if run.forward_backward(DATA)]
+    own = policy.Policy(MagicMock(shares_passes=False), toy_config(tmp_path))
+    for name in "abc":
+        own.snapshot(name)
+    for name in ("b", "c", policy.BASE):
+        own.sample([], name, ())
+    with pytest.raises(ValueError, match="sampler a does not exist or was dropped; make another"):
+        own.sample([], "a", ())
+    for name, status in zip(samplers, (404, 200, 200), strict=True):
+        assert run.send("GET", f"/api/v1/samplers/{name}")[0] == status
 
 
 def test_base_model_of_another_name_is_not_sampled(run):
@@ -341,9 +358,12 @@ def test_cut_and_changed_messages_get_one_kind_of_error():
     assert n_refused > 1000
 
 
-@pytest.mark.parametrize("entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20)])
-def test_entries_of_a_request_are_bounded(entries):
-    """Without a limit, reading them takes minutes."""
+@pytest.mark.parametrize(
+    "entries", [b"\x1a\x00" * 2**22, part(3, part(2, b"") * 2**20), b"\x10\x01" * 2**20]
+)
+def test_entries_of_a_request_are_bounded_before_they_are_parsed(entries, monkeypatch):
+    """Without a limit, reading them takes minutes, and parsing them 20 times their memory."""
+    monkeypatch.setattr(wire, "_MESSAGES", {})
     began = time.process_time()
     with pytest.raises(ValueError, match="may have 262144 Datums, chunks and loss inputs"):
         wire.read_forward_backward(part(1, "m") + entries, lambda _: None)
@@ -425,6 +445,18 @@ def test_key_is_read_from_its_file(tmp_path):
         check_server_config(config)
     with pytest.raises(ConfigError, match="got no such file in"):
         check_server_config(toy_config(tmp_path, "--rl.serve.api_key_file=/dev/zero"))
+
+
+def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
+    told, path = [], tmp_path / "key"
+    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
+    path.write_text("tml-one")
+    for mode in (0o600, 0o644):
+        path.chmod(mode)
+        with serving(server_config(tmp_path, f"--rl.serve.api_key_file={path}")):
+            pass
+    (sentence,) = [text for text in told if "others" in text]
+    assert sentence == f"others may read or change the key in {path} (mode 644): chmod 600"
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_adapters_of_several_models_change_the_logits_of_their_tokens(head, chun
     top = TopTokens(k=3, chunk_tokens=chunk_tokens)
     tokens = top(h, weight, bias, labels=labels, low_rank=adapters)[..., :3]
     assert torch.equal(tokens.long(), logits.topk(3).indices)
+    with pytest.raises(TypeError, match="low_ranks"):
+        top(h, weight, bias, labels=labels, low_ranks=adapters)
 
 
 def test_gradients_of_a_models_adapters_have_the_bits_of_it_alone():

@@ -205,6 +205,22 @@ def test_reply_without_a_token_and_a_failing_one_are_told(tmp_path):
         draw(task, Scripted(task.tokenizer, lambda _: "1"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"token_ids": (), "token_logprobs": ()}, "0 tokens and 0"),
+        ({"token_logprobs": ()}, "2 tok"),
+    ],
+)
+def test_completion_without_tokens_or_log_probs_is_refused(changes, got, tmp_path):
+    task = GuessTask()
+    generator = Scripted(task.tokenizer, lambda _: "1")
+    draw_all = generator._draw
+    generator._draw = lambda *a: [dataclasses.replace(c, **changes) for c in draw_all(*a)]
+    with pytest.raises(ValueError, match=f"one log-prob per token, got {got}.*correct the gener"):
+        draw(task, generator, tmp_path)
+
+
 def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
 

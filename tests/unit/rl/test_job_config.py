@@ -39,6 +39,7 @@ BAD_VALUES = [
     ({"rl__overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
     ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
     ({"rl__advantage__name": "none", "rl__advantage__std": True}, "rl.advantage.std divides"),
+    ({"model__value_head": True}, "got model.value_head = True; set it to false"),
     ({"rl__loss__name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
     ({"rl__loss__agg_mode": "mean"}, "rl.loss.agg_mode must be one of"),
     (

@@ -297,6 +297,14 @@ def test_tokens_may_be_spelled_as_ids(server):
     [
         ({"token_ids": None}, 'log-prob of every new token, got .*"token_ids": null.*; use a serv'),
         ({"logprobs": None}, 'log-prob of every new token, got .*"logprobs": null.*; use a server'),
+        (
+            {
+                "token_ids": None,
+                "logprobs": {"tokens": ["4", " 2"], "token_logprobs": [-1.0, -1.0]},
+            },
+            r'log-prob of every new token, got .*"tokens": \["4", " 2"\].*; use a server',
+        ),
+        ({"token_ids": 4}, 'log-prob of every new token, got .*"token_ids": 4.*; use a server'),
         ({"token_ids": [1, 2, 3, 32]}, r"of the model's 32 tokens, got \[32\]; check that rl.gen"),
         ({"token_ids": [1, 2, "5", -1]}, r"of the model's 32 tokens, got \['5', -1\]; check"),
     ],

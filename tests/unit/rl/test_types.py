@@ -58,7 +58,15 @@ def test_sample_that_would_count_something_else_is_refused():
     TrainingSample(tokens, labels, torch.tensor([True, False]), ones, ones)
 
 
-@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
+@pytest.mark.parametrize("temperature", [-1.0, 1e-21, float("inf"), float("nan")])
+def test_temperature_that_is_not_finite_or_too_small_is_refused(temperature):
+    with pytest.raises(
+        ValueError, match="temperature must be 0, or at least 1e-20 and finite, got"
+    ):
+        SamplingConfig(temperature=temperature)
+
+
+@pytest.mark.parametrize("betas", [(), (0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
 def test_bad_betas_are_refused_by_name(betas):
     with pytest.raises(ValueError, match="^betas"):
         OptimParams(betas=betas)

@@ -212,6 +212,12 @@ class LocalTrainingClient(AsyncNames):
         """Save a state under `sampler_weights/<name>`, for `create_sampling_client`."""
         return self.save_state(os.path.join("sampler_weights", name))
 
+    def save_external(
+        self, name: str, rank: int | None = None
+    ) -> ClientFuture[SaveWeightsResponse]:
+        """Save with `external`, see `save_state`."""
+        return self.save_state(name, rank=rank, external=True)
+
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[str]:
         """Yield a new folder, which replaces the saved state `name` if the block succeeds."""
@@ -263,6 +269,10 @@ class LocalTrainingClient(AsyncNames):
     def load_state_with_optimizer(self, path: str | None) -> ClientFuture[bool]:
         """Load weights and optimizer of a saved state, to continue exactly from there."""
         return self.load_state(path, optimizer=True)
+
+    def load_initial_state(self) -> ClientFuture[bool]:
+        """Load the config's newest checkpoint, else its initial one; False if there is none."""
+        return self.load_state_with_optimizer(None)
 
     @on_thread
     def load_sampler_weights(self, sampler: LocalSamplingClient) -> None:
@@ -436,7 +446,7 @@ class LocalServiceClient(AsyncNames):
     def __init__(self, job_config: JobConfig):
         self._config = job_config
         self._training = LocalTrainingClient(job_config)
-        self._training.load_state_with_optimizer(None).result()
+        self._training.load_initial_state().result()
         self._base = self._training.save_weights_and_get_sampling_client(pinned=True).result()
 
     def create_lora_training_client(

@@ -32,7 +32,9 @@ from torchtitan.tools.logging import logger
 BASE = "base"
 """The name of the sampler for the weights that the server started with."""
 
-_NEW = "new model"  # the name of a model while it is being initialised or loaded
+MOST_SAMPLERS = 4096
+
+_NEW = "new model"  # the name of a model until it is complete
 
 # How long a command waits for further commands that can run together with it.
 _SECONDS_TO_GATHER = 0.01
@@ -49,7 +51,7 @@ class Policy:
 
     def __init__(self, client: LocalTrainingClient, job_config: JobConfig):
         self._client, self._config = client, job_config
-        client.load_state_with_optimizer(None).result()
+        client.load_initial_state().result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
@@ -162,10 +164,12 @@ class Policy:
         """Create a sampler for the model's current weights."""
         self._use(model)
         self._samplers[sampler] = self._client.save_weights_and_get_sampling_client().result()
+        drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def open(self, sampler: str, path: str) -> None:
         """Create a sampler for a saved state."""
         self._samplers[sampler] = self._client.create_sampling_client(path).result()
+        drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def sample(
         self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
@@ -267,6 +271,13 @@ class CommandLoop:
         if command is not None:
             self._waiting.add(command)
         return True
+
+
+def drop_oldest(entries: dict[str, Any], most: int) -> None:
+    """Keep the newest entries of a dict that threads share, and BASE."""
+    for name in list(entries)[:-most]:
+        if name != BASE:
+            entries.pop(name, None)
 
 
 def attempt(call: Callable[[], Any], job_config: JobConfig) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan.integrations.tinker import wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import adapters_of, has_output_adapter
-from torchtitan.integrations.tinker.policy import BASE
+from torchtitan.integrations.tinker.policy import BASE, MOST_SAMPLERS, drop_oldest
 from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import (
     Refused,
@@ -215,8 +215,7 @@ class Service:
             self._make_room(model_id)
             self._models[model_id], self._trained_name = (rank, base_model), base_model
             self._runs[model_id] = metadata
-            for old in list(self._runs)[:-_MAX_SESSIONS]:
-                del self._runs[old]
+            drop_oldest(self._runs, _MAX_SESSIONS)
         logger.info("model %s trains the policy under the name %r", model_id, base_model)
         result = result | {"model_id": model_id}
         command = self._command(name, model_id, **arguments)
@@ -399,7 +398,7 @@ class Service:
             return self._save(values, "sampler_weights", "save_weights_for_sampler")
         model_id, number = self._model(values), take(values, "sampling_session_seq_id", int)
         sampler = f"{model_id.partition(':')[0]}:sample:{number}"
-        self._samplers[sampler] = sampler
+        self._add_sampler(sampler, sampler)
         result = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         command = self._command("snapshot", model_id, sampler=sampler)
         return self._results.submit(self._seq_id(values), values, command, lambda _: Answer(result))
@@ -411,7 +410,7 @@ class Service:
         path = take(values, "model_path", str, None)
         if path is not None and sampler not in self._samplers:
             arguments = {"sampler": sampler, "path": self.files.loadable(path)}
-            self._samplers[sampler] = sampler
+            self._add_sampler(sampler, sampler)
             self._put(Command("open", arguments, lane=sampler))
         elif path is None:
             # A training client may use any base_model name; its session may sample under that name too.
@@ -423,8 +422,12 @@ class Service:
                     f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
                     "is this one"
                 )
-            self._samplers[sampler] = BASE
+            self._add_sampler(sampler, BASE)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    def _add_sampler(self, session: str, source: str) -> None:
+        self._samplers[session] = source
+        drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def _sampler(self, session: str) -> str:
         source = self._samplers.get(session)

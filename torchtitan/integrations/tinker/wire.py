@@ -4,8 +4,10 @@ forward_backward requests, their results, and the results of sampling are protob
 is JSON.
 """
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ _FLOAT32 = 1
 _DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType number in messages -> numpy dtype
 _STOP_REASONS = {"stop": 0, "length": 1}
 _EMPTY_CELL = 0, -99999.0  # token id and log-prob
-# Limit for the number of Datums, chunks and loss inputs of one request, together.
+# Limit for the fields of one request and of its Datums, which are chunks and loss inputs.
 MOST_ENTRIES = 2**18
 
 # Message -> its fields, numbered from 1; "*" marks a repeated field. Map entries are messages, as in protobuf.
@@ -94,17 +96,16 @@ def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> For
 
     Raises ValueError for bytes that are not a request, and any exception of check_model.
     """
+    # Counted before they are parsed, which takes up to 20 times their bytes.
+    entries = itertools.islice(_entries(memoryview(body)), MOST_ENTRIES + 1)
+    if sum(1 for _ in entries) > MOST_ENTRIES:
+        what = "Datums, chunks and loss inputs together"
+        raise ValueError(f"a request may have {MOST_ENTRIES} {what}; send less at once")
     try:
         message = _MESSAGES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
         raise ValueError(f"the request is not a message of the tinker client: {error}") from error
     check_model(message.model_id)
-    n_entries = len(message.data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
-    if n_entries <= MOST_ENTRIES:
-        n_entries += sum(len(x.model_input) + len(x.loss_fn_inputs) for x in message.data)
-    if n_entries > MOST_ENTRIES:
-        what = "Datums, chunks and loss inputs together"
-        raise ValueError(f"a request may have {MOST_ENTRIES} {what}; send less at once")
     data: list[Datum] = []
     config, problem = {}, None
     try:
@@ -127,6 +128,39 @@ def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> For
         forward_only=message.forward_only,
         problem=problem,
     )
+
+
+def _entries(request: memoryview) -> Iterator[Any]:
+    """Yield the fields of a request and of its Datums."""
+    for number, content in _fields(request):
+        yield content
+        if number == 3:
+            yield from _fields(content)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the (number, content) of each field until one is malformed; content: empty for a varint."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = message[place]
+            place += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                break
+        return value
+
+    with contextlib.suppress(IndexError):
+        while place < len(message):
+            number, kind = divmod(varint(), 8)
+            if kind == 0:
+                varint()
+            length = varint() if kind == 2 else {1: 8, 5: 4}.get(kind, 0)
+            yield number, message[place : place + length]
+            place += length
 
 
 def _datum(message: Any) -> Datum:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from torchtitan.tools.logging import logger
+
 
 def register_engines(workers_engine: ModuleType) -> None:
     """Register our engines as verl's "torchtitan" backend, on CPU and CUDA."""
@@ -25,8 +27,10 @@ def register_engines(workers_engine: ModuleType) -> None:
 
 
 def explain_wrong_choices(workers_config: ModuleType) -> None:
-    """Make verl's engine config raise ConfigError with a remedy instead of AssertionError."""
-    config_cls = workers_config.TorchtitanEngineConfig
+    """Raise ConfigError with a remedy where verl's engine config only asserts."""
+    config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
+    if config_cls is None:
+        return  # a verl without a torchtitan engine
     check = config_cls.__post_init__
 
     def check_and_explain(self: Any) -> None:
@@ -77,6 +81,18 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-sys.meta_path.insert(0, _AfterImport())
-after_import("verl.workers.config", explain_wrong_choices)
-after_import("verl.workers.engine", register_engines)
+try:
+    sys.meta_path.insert(0, _AfterImport())
+    after_import("verl.workers.engine", register_engines)
+    after_import("verl.workers.config", explain_wrong_choices)
+except Exception as error:
+    # verl ignores plug-ins that fail, and logs it only at the level DEBUG.
+    logger.error(
+        "verl cannot use torchtitan, because torchtitan's plug-in failed (%s: %s); it was made for "
+        "verl 0.9.1 and found %s: install that version, or turn plug-ins off with "
+        "VERL_USE_EXTERNAL_PLUGINS=none",
+        type(error).__name__,
+        error,
+        getattr(sys.modules.get("verl"), "__version__", None),
+    )
+    raise
