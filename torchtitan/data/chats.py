@@ -39,7 +39,7 @@ class ChatEncoder:
 
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
-    of messages or both texts. Other keys, and keys whose value is None, are ignored. Trained are:
+    of messages or both texts. Other keys, and keys whose value is None, are ignored. Trained tokens:
 
     - with `messages`: the text between {% generation %} marks. Without marks: each assistant turn, from
       behind its header through the control token that ends the turn, or that begins the next turn.

@@ -29,7 +29,7 @@ class PackedDataset(IterableDataset):
     rows: number of rows of this rank per step, each with its own row stream. With a
         `datasets.IterableDataset` the number of row streams is the greatest common divisor of its files
         and the rows of the global batch. None: one row stream for this rank, whatever its batch size.
-    infinite: repeat the data without end. Otherwise iteration ends, and a new one starts over.
+    infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
     planned: plan the rows so that every document is read as often as its source's limit says; the last
         step is filled with padding. Collective, because all ranks count the documents together.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
