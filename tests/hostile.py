@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,13 @@ def safetensors_file(path: Path, header: Any, data: bytes = b"") -> None:
     """header: its JSON, as an object or as bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def deflated(content: bytes) -> bytes:
+    """Return an archive of torch.save compressed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as plain:
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in plain.namelist():
+                archive.writestr(name, plain.read(name))
+    return buffer.getvalue()

@@ -46,7 +46,7 @@ from torchtitan.tools.logging import init_logger, logger
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-# Patterns for the beginnings of torch's warnings that are ignored.
+# Torch's harmless warnings, which are hidden: regexes for their beginnings.
 _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE
     "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
@@ -99,7 +99,7 @@ def _quiet_libraries() -> None:
     """Silence library warnings that a user cannot act on, and progress bars in log files."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message, UserWarning)
-    # Not needed for single texts; and `tokenizers` would warn about its threads when workers are forked.
+    # The tokenizer gets one text at a time; with threads it would warn of forked data workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

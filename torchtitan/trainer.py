@@ -26,6 +26,7 @@ from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
 from torchtitan.step.runner import on_error
 from torchtitan.step.update import OptimStepResult
@@ -120,8 +121,8 @@ class Trainer(TrainingEngine):
                 f"{self.num_steps}"
             )
         dataset.log_chats()
-        # Source losses would replace a client's own loss.
-        if len(dataset.source_names) > 1 and self.train_spec.fact("has_token_loss"):
+        is_own_loss = self.train_spec.build_loss_fn is not build_cross_entropy_loss
+        if len(dataset.source_names) > 1 and not is_own_loss:
             backend = self.job_config.compile.backend_of("loss")
             self.source_losses = SourceLosses(dataset.source_names, self.device, backend)
 

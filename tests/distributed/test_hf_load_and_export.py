@@ -105,5 +105,10 @@ def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path, ar
 def test_multimodal_weights_come_in_and_go_out_with_a_copy_of_the_vision_tower(tmp_path):
     weights = hf_weights("llama4", llama4_args())
     files = {f"language_model.{name}": tensor.contiguous() for name, tensor in weights.items()}
-    files["vision_model.layernorm_pre.weight"] = torch.ones(3)
+    files |= {
+        "vision_model.layernorm_pre.weight": torch.ones(3),
+        "vision_model.logit_scale": torch.tensor(2.5),
+        "vision_model.position_ids": torch.arange(5)[None],
+        "vision_model.mask": torch.tensor([True, False]),
+    }
     assert_same_bits(after_two_ranks("llama4", llama4_args(), files, tmp_path), files)

@@ -50,6 +50,24 @@ def meet(config_of_rank, timeout_seconds=20):
     return peers
 
 
+def test_paths_may_differ_and_settings_may_not():
+    own_paths = [{"job": {"dump_folder": f"/disk{n}"}, "training": {"steps": 5}} for n in (0, 1)]
+    assert run_ranks(first_answer, 2, own_paths, init_process_group=False) == [None, None]
+    own_paths[1]["training"]["steps"] = 6
+    for answer in run_ranks(first_answer, 2, own_paths, init_process_group=False):
+        assert "training.steps is 5 on rank 0 and 6 on rank 1" in answer
+
+
+def first_answer(configs):
+    answer = meet(configs)
+    if isinstance(answer, str):
+        return answer
+    if answer.rank == 0:  # its store has to outlive the others' calls
+        time.sleep(0.5)
+    answer.leave()
+    return None
+
+
 def compare_what_differs(version_of_rank, record_of_rank):
     rank = int(os.environ["RANK"])
     torchtitan.__version__ = version_of_rank[rank]
@@ -187,6 +205,51 @@ def heard_by_rank_0(peers):
 def test_strangers_at_the_port_are_not_listened_to_and_keep_no_rank_out(attack):
     answer, _ = run_ranks(hear_of_failure_though, 2, attack, init_process_group=False)
     assert answer == "rank 0 ends because rank 1 failed: the disk is gone"
+
+
+def hear_of_what_no_rank_sends(line):
+    peers = meet([{}] * 2)
+    if peers.rank == 1:
+        (connection,) = peers._connections
+        connection.sendall(line)
+        peers._leaving.set()
+        peers._store.wait(["heard"], LIMIT)
+        peers._store.set("done", "")
+        return None
+    return heard_by_rank_0(peers)
+
+
+@pytest.mark.parametrize(
+    "line", [b"7\n", b"f\xff\n", b"f3\n", b"f" + b"[" * 200_000 + b"\n", b"f[1,"], ids=range(5)
+)
+def test_rank_that_sends_what_no_rank_sends_is_named(line):
+    answer, _ = run_ranks(hear_of_what_no_rank_sends, 2, line, init_process_group=False)
+    assert answer.startswith(
+        "rank 0 ends because rank 1 failed: it sent a message that no rank sen"
+    )
+
+
+def fail_in_the_watch():
+    peers = meet([{}] * 2)
+    if peers.rank == 1:
+        peers._read = lambda *_: 1 / 0
+        peers._store.set("ready", "")
+    else:
+        peers._store.wait(["ready"], LIMIT)
+        peers._send(b"a")
+    if peers.rank == 0:
+        return heard_by_rank_0(peers)
+    text = peers.describe_failure(wait_seconds=20)
+    peers._leaving.set()
+    peers._store.wait(["heard"], LIMIT)
+    peers._store.set("done", "")
+    return text
+
+
+def test_watch_that_fails_itself_ends_all_ranks_with_its_error():
+    for rank, answer in enumerate(run_ranks(fail_in_the_watch, 2, init_process_group=False)):
+        assert answer.startswith(f"rank {rank} ends because rank 1 failed: its watch of other ran")
+        assert "ZeroDivisionError" in answer
 
 
 def test_second_process_of_a_rank_is_refused():

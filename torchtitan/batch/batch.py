@@ -14,10 +14,10 @@ Entries = dict[str, Any]
 
 
 class Batch(TypedDict, total=False):
-    """The batch that callers give, and that their loss and output functions get.
+    """The batch that a caller passes to the engine; the caller's loss and output functions get it too.
 
     Entries also go to the model's `get_attention_masks`, and to its forward if that has a parameter of
-    the name. For a type checker a caller adds its own entries in a subclass.
+    the name. Callers declare their own entries in a subclass, for type checkers.
     """
 
     input: Required[Tensor]  # [B, T] token ids

@@ -180,8 +180,8 @@ class DocumentMask:
         return replace(self, part=part)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
-        """Return where documents begin: starts [B, T], or [1, T] of zeros if each row is one document, or
-        1-D cumulative lengths through all rows laid end to end; None if it is unknown.
+        """Return `starts` [B, T] ([1, T] zeros if each row is one document), or the 1-D cumulative document
+        lengths of the flattened rows; None if the boundaries are unknown.
         """
         if self.rows_are_documents or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")

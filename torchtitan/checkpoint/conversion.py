@@ -1,6 +1,7 @@
 """Weights on the CPU without an engine, for the scripts that convert and generate."""
 
 import os
+import shutil
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,26 +11,36 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import remove_failed_save
+from torchtitan.checkpoint.folder import GIB, UNFINISHED_MARKER, WEIGHT_FILES
+from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
 from torchtitan.checkpoint.selection import at_path
 from torchtitan.checkpoint.states import check_same_model, keys_outside_model, shapes_of
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.tools.host import total_ram_bytes
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
     """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
 
-    Raises ValueError if the sizes are impossible.
+    Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
     """
     try:
         with torch.device("meta"):
-            weights = model_cls(model_args).state_dict(keep_vars=True)
-        distinct = {id(weight): weight.detach() for weight in weights.values()}
-        zeros = {key: torch.zeros_like(w, device="cpu") for key, w in distinct.items()}
-    except RuntimeError as error:  # sizes that do not fit together, or into memory
+            model = model_cls(model_args)
+    except RuntimeError as error:  # sizes that do not fit together, or whose product overflows
         raise ValueError(f"A model of these sizes cannot be built: {error}") from error
+    weights = model.state_dict(keep_vars=True)
+    distinct = {id(weight): weight for weight in weights.values()}
+    n_bytes = sum(weight.nbytes for weight in distinct.values())
+    memory = total_ram_bytes()
+    if memory and n_bytes > memory:
+        raise ValueError(
+            f"The weights of this model take {n_bytes / GIB:.1f} GiB in fp32, and this machine has "
+            f"{memory / GIB:.1f} GiB of memory"
+        )
+    zeros = {key: torch.zeros_like(w.detach(), device="cpu") for key, w in distinct.items()}
     return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
 
 
@@ -79,10 +90,11 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
 
 @contextmanager
 def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator[str, None, None]:
-    """Yield `folder`, to write a checkpoint to. If the block fails, what it has written is removed.
+    """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
 
-    overwrite: allow `folder` to hold files. Its weights are replaced, its other files stay.
+    overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
     sources: folders that are read; `folder` can neither lie in one of them nor contain one.
+    If the block fails, `folder` stays as it was. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
@@ -91,14 +103,41 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
-    if not overwrite and target.is_dir() and (names := sorted(os.listdir(target))):
+    entries = []
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"{target} is a file; give a folder to write to")
+        entries = list(target.iterdir())
+    if entries and not overwrite:
         raise ValueError(
-            f"{target} holds files already ({shorten(names)}); give another folder, or --overwrite "
-            "to replace the weights in it"
+            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
+            "another folder, or --overwrite to replace the weights in it"
         )
+    if folders := [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]:
+        raise ValueError(
+            f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
+            "overwritten; give another folder"
+        )
+    if target.is_mount():
+        raise ValueError(
+            f"{folder} is a mounted volume, which cannot be replaced; give a folder in it"
+        )
+    beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
+    before = target.with_name(f"{target.name}.before-{os.getpid()}")
+    beside.mkdir(parents=True)
     try:
-        yield str(target)
+        for file in entries:
+            if file.is_dir():
+                shutil.copytree(file, Path(beside, file.name), symlinks=True)
+            elif not any(file.match(pattern) for pattern in (UNFINISHED_MARKER, *WEIGHT_FILES)):
+                shutil.copy2(file, beside, follow_symlinks=False)
+        yield str(beside)
+        if target.exists():
+            target.rename(before)
+        beside.rename(target)
     except BaseException:
-        if target.is_dir():
-            remove_failed_save(str(target))
+        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists() and not target.exists():
+            before.rename(target)
         raise
+    shutil.rmtree(before, ignore_errors=True)

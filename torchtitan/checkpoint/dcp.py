@@ -12,9 +12,10 @@ import operator
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -116,6 +117,14 @@ METADATA_NAMES: Names = (
 )
 
 
+class _EntryView(torch_parts.FileView):
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            # torch's version subtracts the offset, but zipfile passes a negative offset.
+            offset, whence = self.len + offset, os.SEEK_SET
+        return super().seek(offset, whence)
+
+
 class SafeReader(torch_dcp.FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
 
@@ -141,6 +150,25 @@ class SafeReader(torch_dcp.FileSystemReader):
         metadata.storage_meta = _StorageMeta(load_id=self.load_id)
         self._metadata = metadata
         return metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """The bytes of one entry. torch calls this method of its reader for each entry
+        (`torch_parts.read_entry`).
+
+        Raises ValueError for an entry that would take more memory than it has bytes: a zip archive
+        can be compressed, and a pickle can make a bytearray of any length.
+        """
+        entry = _EntryView(file, sinfo.offset, sinfo.length)
+        if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
+            with zipfile.ZipFile(entry) as archive:
+                parts = archive.infolist()
+                if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
+                    raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
+                pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
+                if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
+                    raise ValueError(refusal("bytearray"))
+        entry.seek(0)
+        return entry
 
     def read_data(self, plan: torch_dcp.LoadPlan, planner: torch_dcp.LoadPlanner) -> Future[None]:
         """Read file by file, to name the file in an error."""

@@ -67,7 +67,7 @@ def load_from_hf(
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
     state_dict: the model's own entries. Returns the entries that were read.
-    chosen_args: fields that the user chose against the files' config.json; None if all are.
+    chosen_args: fields that may differ from the files' config.json; None: any may, with a warning.
     untrained_weights: the setting of this name.
     Raises ValueError if files, their config.json and the model do not match.
     """
@@ -145,7 +145,7 @@ def _open_reader(
 def _remedy(
     saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
 ) -> str:
-    """What to do if weights don't fit; "" for the usual. difference: the model's from config.json."""
+    """Return advice for weights that do not fit; "" for the default. difference: from config.json."""
     if missing_files:
         return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
     if are_quantized(saved):
@@ -162,7 +162,7 @@ def _remedy(
 def _check_config(
     difference: Mapping[str, tuple[Any, Any]], chosen_args: Collection[str] | None, path: str
 ) -> None:
-    """Raise ValueError if the weights' config.json differs from the model in a field nobody chose."""
+    """Raise ValueError if config.json differs from the model in a field that the user did not set."""
     if found := [
         f"{name} = {theirs}, not {ours}"
         for name, (ours, theirs) in difference.items()
@@ -184,7 +184,7 @@ def _check_ignored(
     path: str,
     untrained_weights: str,
 ) -> None:
-    """Say what becomes of tensors that are not read. ValueError for those that must not be dropped."""
+    """Log the tensors that are not loaded. Raises ValueError if `untrained_weights` forbids them."""
     aliases = adapter.hf_aliases().items()
     entries = metadata.state_dict_metadata
     copies = {name: copy for name, copy in aliases if name in entries and copy in names}
@@ -192,14 +192,14 @@ def _check_ignored(
         from_rank_zero(lambda: _check_copies(copies, metadata, path))
     untrained = {name for name in names if adapter.holds_untrained_part(name)}
     if useless := sorted({*names} - untrained):
-        logger.info(f"Without a use in the model, so not read: {_counted(useless)}")
+        logger.info(f"Tensors that the model does not use, so not read: {_counted(useless)}")
     if not untrained:
         return
     parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
     if untrained_weights == "refuse":
         raise ValueError(
-            f"{parts}; checkpoint.untrained_weights = 'refuse' refuses them: set it to 'copy' or "
-            "'drop', which is what exports do with them"
+            f"{parts}; checkpoint.untrained_weights = 'refuse' forbids them: set it to 'copy' to "
+            "keep them in exports, or to 'drop' to leave them out"
         )
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
@@ -211,7 +211,7 @@ def _check_ignored(
 
 
 def _counted(names: Iterable[str]) -> str:
-    """The names; those that differ only in numbers are one, with their count."""
+    """Return the names as text; names that differ only in numbers become one, with a count."""
     counts = Counter(to_template(name)[0] for name in sorted(names))
     one = {to_template(name)[0]: name for name in names}
     return shorten([f"{t} ({n} times)" if n > 1 else one[t] for t, n in counts.items()])
@@ -301,14 +301,14 @@ def save_to_hf(
         for part in _parts_of(state_dict):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
-        if untrained is not None:
-            yield from untrained.tensors()
 
     if dist.is_initialized():
         names = _write_over_ranks(parts(), adapter, folder)
         hashes = hash_over_ranks(folder, names)
     else:
         hashes = _write_alone(parts, adapter, folder)
+    if untrained is not None:
+        hashes |= untrained.copy_to(folder)
 
     def write_the_rest() -> None:
         if (model_args := getattr(adapter, "model_args", None)) is not None:
@@ -422,9 +422,9 @@ def _write_alone(
 
 
 def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """The beginning of a safetensors file: 8 bytes with the length of the JSON header, and this.
+    """Return the start of a safetensors file: the JSON header's length in 8 bytes, then the header.
 
-    entries: name -> dtype, shape, bytes, in the order of the tensors.
+    entries: name -> (dtype, shape, bytes), in the order of the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

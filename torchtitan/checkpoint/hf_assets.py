@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: those with weights, and those that `transformers` needs beside.
+"""The files of a Hugging Face folder: weight files, and the other files that `transformers` needs.
 
 `checkpoint.untrained_weights` says what becomes of parts of a model that no family here trains, such
 as towers for images.
@@ -6,7 +6,7 @@ as towers for images.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +14,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, own_share, path_inside
+from torchtitan.checkpoint.folder import (
+    HF_INDEX,
+    HF_SINGLE_FILE,
+    hash_file,
+    own_share,
+    path_inside,
+)
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
 from torchtitan.tools import torch_parts
-from torchtitan.tools.files import find_shipped, open_file, read_json_object, regular_file
+from torchtitan.tools.files import (
+    find_shipped,
+    open_file,
+    read_json_object,
+    regular_file,
+    save_tensors,
+)
 from torchtitan.tools.logging import logger
 
 SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
@@ -33,7 +46,7 @@ NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the 
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# Fields of a model's config.json that are not true of what a run exports: its weights are not
+# Fields of a model's config.json that do not apply to an export: exported weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
 
@@ -60,7 +73,7 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
                 "remove one of them"
             )
     if others := sorted(set(names) - listed):
-        logger.info(f"Not files of the model in {folder}, so not read: {shorten(others)}")
+        logger.info(f"Files in {folder} that are not used, so not read: {shorten(others)}")
     names = [name for name in names if name in listed]
     file_of: dict[str, str] = {}
     for name in names:
@@ -95,11 +108,39 @@ class UntrainedParts(NamedTuple):
     folder: str
     names: dict[str, list[str]]
 
-    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's share, file by file, bit for bit."""
-        for source in own_share(list(self.names)):
-            with safe_open(regular_file(path_inside(self.folder, source)), "pt") as file:
-                yield {name: file.get_tensor(name) for name in self.names[source]}
+    def copy_to(self, folder: str) -> dict[str, str]:
+        """Copy the tensors, bit for bit, to files of their own, and list them in the export's index.
+
+        Returns file name -> SHA-256 of the files written. Collective.
+        """
+        copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
+
+        def copy_own_share() -> dict[str, tuple[str, int]]:
+            """Return file name -> SHA-256, bytes of its tensors."""
+            written = {}
+            for source in own_share(list(self.names)):
+                path = path_inside(self.folder, source)
+                with safe_open(regular_file(path), framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in self.names[source]}
+                path = os.path.join(folder, copies[source])
+                save_tensors(tensors, path)
+                written[copies[source]] = hash_file(path), sum(t.nbytes for t in tensors.values())
+            return written
+
+        written = {
+            name: entry for part in on_all_ranks(copy_own_share) for name, entry in part.items()
+        }
+        index_path = Path(folder, HF_INDEX)
+
+        def write_index() -> dict[str, str]:
+            index = read_json_object(index_path)
+            for source, names in self.names.items():
+                index["weight_map"] |= dict.fromkeys(names, copies[source])
+            index["metadata"]["total_size"] += sum(n_bytes for _, n_bytes in written.values())
+            write_json(index_path, index)
+            return {HF_INDEX: hash_file(str(index_path))}
+
+        return {name: digest for name, (digest, _) in written.items()} | from_rank_zero(write_index)
 
 
 def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:
@@ -176,9 +217,9 @@ def write_model_files(
 def differences_from_config(
     adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, tuple[Any, Any]] | None:
-    """Return field -> (the model's value, that of the folder's config.json), if they differ.
+    """Return field -> (the model's value, config.json's value) for the fields that differ.
 
-    None: the folder has no config.json, or the model is of no family with one.
+    None: the folder has no config.json, or the model's family has none.
     Raises ValueError for a config.json that no model here matches.
     """
     path, args = Path(folder, "config.json"), getattr(adapter, "model_args", None)
@@ -188,12 +229,12 @@ def differences_from_config(
         return differing(args, from_hf_config(path).model_args)
     except ValueError as error:
         raise ValueError(
-            f"{error}. Weights without a config.json beside them are read without this comparison"
+            f"{error}. To skip this check, remove the config.json beside the weights"
         ) from error
 
 
 def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> dict[str, Any]:
-    """Return a config.json of these args, with the further fields of the first that fits."""
+    """Return config.json for `model_args`, plus other fields of the first in `folders` that matches."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue
@@ -215,7 +256,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
             left_out += sorted(config.keys() - {"text_config"})
             config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
         if left_out:
-            logger.info(f"Not true of the exported weights, so left out of {path}: {left_out}")
+            logger.info(f"Fields of {path} that do not apply to the export, left out: {left_out}")
         # Fields that only one of transformers 4 and 5 writes, for readers of the other.
         config = to_hf_config(model_args) | config if "text_config" not in config else config
         if config.get("rope_parameters") and config.get("rope_scaling"):

@@ -256,15 +256,15 @@ class PackedDataset(IterableDataset):
         n = self._num_streams
         if len(saved) != num_saved:
             raise ValueError(
-                f"the data position has {len(saved)} of {num_saved} rows of the global batch: the "
+                f"the data position has {len(saved)} of {num_saved} row streams: the "
                 f"checkpoint is damaged; {_BEGIN_AGAIN}"
             )
         if not all(source.is_indexed for source in self.sources):
             raise ValueError(
-                f"the data position of a stream in {num_saved} parts does not divide among {n}: resume on "
+                f"the data position of a stream cannot go from {num_saved} row streams to {n}: resume on "
                 f"as many ranks with the same training.global_batch_size, or {_BEGIN_AGAIN}"
             )
-        logger.info(f"Dealt the data position of {num_saved} rows out to {n}")
+        logger.info(f"Redistributed the data position of {num_saved} row streams over {n}")
         all_places, all_feeds, all_tokens, *_ = zip(
             *(saved[number] for number in range(num_saved)), strict=False
         )

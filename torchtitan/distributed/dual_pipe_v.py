@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from torchtitan.distributed.expert_parallel import ExpertParallel
+
 
 def get_dual_pipe_v_flag(job_config: Any, parallel_dims: Any) -> bool:
     return False
@@ -20,7 +22,12 @@ def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-DualPipeExpertParallel = HookCoordinator = overlap_callback
+class DualPipeExpertParallel(ExpertParallel):
+    __init__ = overlap_callback
+
+
+class HookCoordinator:
+    __init__ = overlap_callback
 
 
 class SyncHook:

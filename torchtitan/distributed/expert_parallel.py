@@ -180,7 +180,8 @@ class ReordererSequenceParallel(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=own_tokens, output_fn=number_in_all)
 
 
-DeepEPExpertParallel = dispatch_tokens
+class DeepEPExpertParallel(ExpertParallel):
+    __init__ = dispatch_tokens
 
 
 def _split(

@@ -42,6 +42,7 @@ from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.numerics.linear import Linear, project
+from torchtitan.numerics.norm import RMSNorm, rms_norm
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -165,7 +166,7 @@ def _compute_locally(name: str, module: nn.Module) -> None:
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = LocalLinear
-    elif type(module) is nn.RMSNorm:
+    elif type(module) in (nn.RMSNorm, RMSNorm):
         module.__class__ = LocalRMSNorm
     elif type(module) is nn.Embedding:
         module.__class__ = VocabularyEmbedding
@@ -189,7 +190,7 @@ def _compute_locally(name: str, module: nn.Module) -> None:
 
 class LocalRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
+        return rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
 
 
 class LocalLinear(Linear):

@@ -47,6 +47,7 @@ from torchtitan.models.rope import (
     select_positions,
 )
 from torchtitan.numerics.linear import Linear, project
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
 
@@ -87,8 +88,8 @@ class Attention(nn.Module):
         self.mask_name = mask_name
 
         has_qk_norm = qk_norm_eps is not None
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
         self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
         self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
@@ -166,8 +167,8 @@ class TransformerBlock(nn.Module):
             self.moe = feed_forward
         else:
             self.feed_forward = feed_forward
-        self.attention_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.attention_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.ffn_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
 
     def forward(
         self,
@@ -259,7 +260,7 @@ class Decoder(ModelProtocol):
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
             self.layers[str(i)] = TransformerBlock(i, model_args, *parts)
-        self.norm = nn.RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
         self.output = self.score = None
         if model_args.value_head:
             self.score = ValueHead(model_args.dim)

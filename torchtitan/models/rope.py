@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-B rows, T tokens, D head size, L table length. Position p turns pair i of a head by the angle
+B rows, T tokens, D head size, L table length. Position p rotates pair i of a head by the angle
 p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers differently:
     neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of numbers
         of magnitude 1 with these angles
@@ -19,7 +19,7 @@ from torchtitan.tools.torch_parts import assert_on_device
 
 @dataclass
 class RoPEScalingArgs:
-    """Llama 3.1's stretching of slow frequencies to longer contexts.
+    """Llama 3.1's scaling of low frequencies for longer contexts.
 
     Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
     scaling_factor, those shorter than .../ high_freq_factor stay; between them the two are blended.
@@ -32,7 +32,7 @@ class RoPEScalingArgs:
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         """Return frequencies [D/2], in radians per token, stretched; theta is not used."""
-        # The number of turns of each pair within the context that the model was first trained on.
+        # Rotations of each pair within the context that the model was first trained on.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         slow = frequencies / self.scaling_factor
         span = self.high_freq_factor - self.low_freq_factor
@@ -44,11 +44,11 @@ class RoPEScalingArgs:
 
 @dataclass
 class YaRNArgs:
-    """YaRN's stretching to longer contexts (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+    """YaRN's scaling for longer contexts (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
-    A pair that turns beta_fast times or more within original_seq_len tokens keeps its frequency, a
-    pair that turns beta_slow times or fewer is slowed down by `factor`, and the pairs between them
-    are blended linearly. truncate: the blend begins and ends at whole pairs, as in DeepSeek's models.
+    A dimension pair that rotates beta_fast times or more within original_seq_len tokens keeps its
+    frequency; at beta_slow times or fewer the frequency is divided by `factor`; between, the two are
+    interpolated linearly. truncate: round the bounds to whole pairs, as in DeepSeek's models.
     """
 
     factor: float
@@ -64,7 +64,7 @@ class YaRNArgs:
         n_pairs = len(frequencies)
 
         def pair_with(turns: float) -> float:
-            """Return the index, a real number, of the pair with this many turns in the context."""
+            """Return the fractional index of the pair that rotates `turns` times in the context."""
             wavelength = self.original_seq_len / turns
             return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
@@ -167,7 +167,7 @@ def _rotate_by_real_numbers(x: Tensor, rows: Tensor) -> Tensor:
 def apply_rotary_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, with neighbouring pairs turned by their token's position.
+    """Return queries and keys, with neighbouring pairs rotated by their token's position.
 
     xq: [B, T, H, D], xk: [B, T, K, D]. freqs_cis and positions as in `reshape_for_broadcast`.
     """

@@ -60,11 +60,11 @@ class BaseStateDictAdapter(ABC):
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """True if an export must not cast the tensor: rounded router weights may choose other experts."""
+        """True if an export keeps the dtype, as for routers: rounding may change their choices."""
         return ".router." in name
 
     def hf_aliases(self) -> dict[str, str]:
-        """Return HF name -> another HF name of the same tensor (tied weights) that `to_hf` leaves out."""
+        """Return HF name -> HF name of a tensor tied to it, which `to_hf` does not write."""
         return {}
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterable[tuple[str, LocalShard]]:
@@ -79,15 +79,15 @@ class BaseStateDictAdapter(ABC):
         return self
 
     def for_export(self, has_untrained_parts: bool) -> "BaseStateDictAdapter":
-        """Return an adapter for an export, whose names may depend on `has_untrained_parts`."""
+        """Return an adapter with an export's names, if these depend on its untrained parts."""
         return self
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        """True for an unused tensor that loading ignores; other unexpected tensors make it fail."""
+        """True if a load skips this tensor; any other tensor that the model lacks fails the load."""
         return False
 
     def holds_untrained_part(self, hf_key: str) -> bool:
-        """True if the ignored tensor is a weight of a part that this package does not build."""
+        """True if the ignored tensor is a weight of a part that our model lacks."""
         return False
 
 
@@ -114,7 +114,7 @@ class StateDictAdapter(BaseStateDictAdapter):
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():
-            if (match := re.search(r"\d{1,9}", shard)) is None:
+            if (match := re.search(r"(?<!\d)\d{1,9}(?!\d)", shard)) is None:
                 raise ValueError(f"{path}: expected a number in the shard's name, got {shard!r}")
             self.fqn_to_index_mapping[name] = int(match.group())
 

@@ -3,7 +3,7 @@
 An attribute of this module imports and returns a part of the table below. A method or a field of a torch
 object is a function of the object, as in `torch_parts.version_of(x)`. If the installed torch has no such part,
 a RunError names the feature, the part, this torch and a remedy; `check` raises it at start-up, for the
-features that a job uses.
+features that a job uses. `python -m torchtitan.tools.torch_parts` prints the table.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,31 +21,45 @@ import torch
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.torch_versions import TESTED, minor_version
 
+VERSIONS = tuple(map(minor_version, TESTED))  # the versions of torch whose source was read
+
+
+class Feature(NamedTuple):
+    title: str  # as a user knows it
+    otherwise: str  # what to do without it
+
 
 class Part(NamedTuple):
     """One private part.
 
-    feature: its title for a user, and what to do without it.
-    spellings: names, as "module:attribute.attribute" or a module; the first that is there is used.
+    spellings: each name, as "module:attribute.attribute" or a module, with the first and the last version
+        in which it was read; the first that is there is used.
     members: names in it that are used too.
     instead: what happens without it, if that is no error.
     """
 
     feature: str
-    spellings: list[str]
+    spellings: dict[str, tuple[str, str]]
     members: list[str]
     instead: str
 
+    def spelling_in(self, version: str) -> str | None:
+        """Return the name that the part has in one of `VERSIONS`."""
+        position = VERSIONS.index
+        for name, (first, last) in self.spellings.items():
+            if position(first) <= position(version) <= position(last):
+                return name
+        return None
 
-# "feature: title; what to do without it", then its parts, "part name members | without it". A part that
-# has another name in some versions of torch has a row for each.
+
+# "feature: title; what to do without it", then its parts, "part [versions] name members | without it".
 _TABLE = """
 job: every job
     world torch.distributed.distributed_c10d:_world pg_map
     default_store torch.distributed.distributed_c10d:_get_default_store
     group_of_name torch.distributed.distributed_c10d:_resolve_process_group
-    backend_of torch.distributed:ProcessGroup.get_backend
-    backend_of torch.distributed:ProcessGroup._get_backend
+    backend_of 2.14-2.15 torch.distributed:ProcessGroup.get_backend
+    backend_of 2.11-2.13 torch.distributed:ProcessGroup._get_backend
     start_abort torch.distributed:ProcessGroupNCCL._group_start | groups are aborted one by one
     end_abort torch.distributed:ProcessGroupNCCL._group_end | groups are aborted one by one
     collectives_so_far torch.distributed:ProcessGroup._get_sequence_number_for_group
@@ -73,8 +88,8 @@ documents on cpu: attention to packed documents on a CPU; train on a GPU
     flash_on_cpu torch:ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_on_cpu_backward torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 optimizer offload: optimizer states in host memory
-    empty_host_cache torch.accelerator:empty_host_cache
-    empty_host_cache torch._C:_host_emptyCache
+    empty_host_cache 2.12-2.15 torch.accelerator:empty_host_cache
+    empty_host_cache 2.11-2.11 torch._C:_host_emptyCache
 data workers: a data worker that reads a stream of `datasets`; set training.dataloader.num_workers = 0
     worker_info torch.utils.data._utils.worker:_worker_info
 plain files: reading a pickled dataloader state
@@ -102,13 +117,13 @@ ddp: DDP (parallelism.data_parallel_replicate_degree); shard the model with data
 fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with data_parallel_shard_degree = 1
     fsdp_state torch.distributed.fsdp:FSDPModule._get_fsdp_state
     fsdp_is_root torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root
-    fsdp_groups torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups
-    fsdp_groups torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group
+    fsdp_groups 2.12-2.15 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups
+    fsdp_groups 2.11-2.11 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group
     fsdp_forward_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info
     fsdp_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info
     fsdp_communication torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.comm_ctx
-    fsdp_reset torch.distributed.fsdp:FSDPModule.reset_iter_state
-    fsdp_reset torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
+    fsdp_reset 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
+    fsdp_reset 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
     fsdp_training_state torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState
     fsdp_post_backward torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward
     fsdp_end_backward torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback
@@ -153,6 +168,8 @@ pinned save: checkpoint.async_mode = 'async_with_pinned_mem'; set it to 'async'
 checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
+    FileView torch.distributed.checkpoint.utils:_ReaderView
+    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
@@ -175,7 +192,8 @@ def _is_ddp(config: Any) -> bool:
     )
 
 
-# Whether a job, with this config and number of ranks, uses a feature. Other parts raise at first use.
+# Whether a job, with this config and number of ranks, uses a feature. For the others no setting tells: a
+# missing part raises at its first use.
 _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
@@ -200,7 +218,7 @@ _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "fake ranks": lambda c, n: c.comm.mode == "local_tensor",
 }
 
-_TITLES: dict[str, str] = {}  # feature -> "title; what to do without it"
+_FEATURES: dict[str, Feature] = {}
 PARTS: dict[str, Part] = {}
 
 
@@ -208,11 +226,17 @@ def _read_table() -> None:
     feature = ""
     for line in _TABLE.strip().splitlines():
         if not line.startswith(" "):
-            feature, _, _TITLES[feature] = line.partition(": ")
+            feature, _, rest = line.partition(": ")
+            title, _, otherwise = rest.partition("; ")
+            _FEATURES[feature] = Feature(title, otherwise)
             continue
         row, _, instead = line.partition(" | ")
         name, spelling, *members = row.split()
-        PARTS.setdefault(name, Part(feature, [], members, instead)).spellings.append(spelling)
+        versions = VERSIONS[0], VERSIONS[-1]
+        if spelling[0].isdigit():
+            versions, spelling, members = tuple(spelling.split("-")), members[0], members[1:]
+        part = PARTS.setdefault(name, Part(feature, {}, members, instead))
+        part.spellings[spelling] = versions
 
 
 _read_table()
@@ -238,13 +262,13 @@ def get(name: str) -> Any:
 
 
 def place(name: str) -> tuple[Any, str]:
-    """Return the module or class that holds a part, and its name there, to replace it."""
+    """Return the module or class that holds a part, and the attribute, to replace the part there."""
     return _find(name)
 
 
 def attribute(name: str) -> str:
     """Return the last component of a part's name, to read or set that field of an object."""
-    return re.split("[.:]", PARTS[name].spellings[0])[-1]
+    return re.split("[.:]", next(iter(PARTS[name].spellings)))[-1]
 
 
 def field_of(owner: Any, name: str) -> Any:
@@ -331,11 +355,11 @@ def _find(name: str) -> tuple[Any, str]:
         first_missing = first_missing or missing
     if part.instead:
         return None, ""
-    title, _, otherwise = _TITLES[part.feature].partition("; ")
-    oldest, *_, newest = map(minor_version, TESTED)
-    remedy = f"install torch {oldest} to {newest}" + (f", or {otherwise}" if otherwise else "")
+    feature = _FEATURES[part.feature]
+    remedy = f"install torch {VERSIONS[0]} to {VERSIONS[-1]}"
+    remedy += f", or {feature.otherwise}" if feature.otherwise else ""
     raise RunError(
-        f"{title} needs {first_missing}, which torch {torch.__version__} does not have; {remedy}"
+        f"{feature.title} needs {first_missing}, which torch {torch.__version__} does not have; {remedy}"
     )
 
 
@@ -372,3 +396,44 @@ def _has(owner: Any, attribute: str) -> bool:
 def _shown(spelling: str) -> str:
     module, _, path = spelling.partition(":")
     return path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
+
+
+_USE = re.compile(
+    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\(\s*(?:[^()\"]*, )?\"(\w+)\""
+    r"|torch_parts\.([A-Za-z]\w*)"
+    r"|torch_parts import (\w+)"
+)
+
+
+def uses() -> dict[str, list[str]]:
+    """Return part -> the package's files that use it."""
+    found: dict[str, list[str]] = {name: [] for name in PARTS}
+    package = Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        names = {name for groups in _USE.findall(path.read_text()) for name in groups}
+        for name in names & PARTS.keys():
+            found[name].append(path.relative_to(package).as_posix())
+    return found
+
+
+def main() -> None:
+    """Print the table of parts."""
+    users = uses()
+    print(f"torch {torch.__version__}; read: {', '.join(VERSIONS)}\n")
+    for name, part in PARTS.items():
+        feature = _FEATURES[part.feature]
+        try:
+            is_there = _find(name)[0] is not None
+        except RunError:
+            is_there = False
+        for spelling in part.spellings:
+            read = [x if part.spelling_in(x) == spelling else " -  " for x in VERSIONS]
+            print(f"{name:25} {' '.join(read)}  {_shown(spelling)} {' '.join(part.members)}")
+        print(
+            f"    here: {'yes' if is_there else 'no'}; for {feature.title}; "
+            f"without it: {part.instead or 'an error'}; used by {', '.join(users[name])}"
+        )
+
+
+if __name__ == "__main__":
+    main()

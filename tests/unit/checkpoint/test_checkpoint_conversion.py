@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ from scripts.checkpoint_conversion.convert_from_hf import convert_from_hf
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
 from tests import hostile
 from torchtitan.checkpoint import hf
-from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, zero_weights
+from torchtitan.checkpoint.conversion import (
+    load_weights,
+    prepare_conversion,
+    replacing,
+    zero_weights,
+)
 from torchtitan.checkpoint.folder import find_damage, mark_unfinished
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -206,22 +212,36 @@ def test_source_is_never_written_to(folders, tmp_path, direction, way):
 
 @pytest.mark.parametrize("direction", SCRIPTS)
 @pytest.mark.parametrize("there", [True, False])
-def test_write_that_fails_leaves_no_weights_and_all_other_files(
-    folders, tmp_path, direction, there
-):
+def test_write_that_fails_leaves_everything_as_it_was(folders, tmp_path, direction, there):
     source, target = folders[direction]
     target = target if there else tmp_path / "new"
-    if there:
-        (target / "notes.txt").write_text("mine")
+    before = contents(target) if there else None
     others = {path.name for path in tmp_path.iterdir()}
     said = convert(direction, source, target, "--overwrite", limit_bytes=100 * 1024)
     assert f"{target} could not be written" in said and "too large" in said
-    assert not there or {file.name for file in target.iterdir()} <= {".incomplete", "notes.txt"}
+    assert before is None or contents(target) == before
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_folder_of_something_else_is_not_overwritten(tmp_path):
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for name, message in (("home", r"holds folders \(letters\)"), ("file", "is a file")):
+        with pytest.raises(ValueError, match=message), replacing(str(tmp_path / name), True, []):
+            raise AssertionError("writing has begun")
+
+
+def test_kill_while_writing_leaves_the_old_target(folders, tmp_path):
+    source, target = folders["from"]
+    before = contents(target)
+    with pytest.raises(KeyboardInterrupt), replacing(str(target), True, [str(source)]) as new:
+        (Path(new) / "half").touch()
+        raise KeyboardInterrupt
+    assert contents(target) == before and not Path(new).exists()
 
 
 def test_model_that_no_machine_has_memory_for_is_refused():
     spec = get_train_spec("llama3")
     args = dataclasses.replace(spec.model_args["debugmodel"], dim=2**22, n_layers=1, vocab_size=10)
-    with pytest.raises(ValueError, match="cannot be built: .*memory"):
+    with pytest.raises(ValueError, match="GiB in fp32, and this machine has"):
         zero_weights(spec.model_cls, args)

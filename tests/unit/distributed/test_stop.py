@@ -101,3 +101,13 @@ def test_time_limit_counts_from_the_start_of_the_process():
     stop = request(time_limit_minutes=1, started_now=False)
     age = time.monotonic() + 60 - stop._deadline
     assert 0.1 < age < 24 * 3600  # torch was imported meanwhile
+
+
+def test_hangup_is_left_ignored_as_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with request() as stop:
+            send(signal.SIGHUP)
+            assert stop.answer() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

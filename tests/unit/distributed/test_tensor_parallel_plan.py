@@ -151,3 +151,15 @@ def test_asynchronous_tensor_parallelism_needs_compiled_blocks(inductor, caplog)
     maybe_enable_async_tp(config, mesh())
     assert inductor._micro_pipeline_tp
     assert "has no effect on 'cpu'" in caplog.text
+
+
+def test_linear_of_another_class_is_refused_rather_than_computed_wrongly():
+    class Float8Linear(nn.Linear):
+        pass
+
+    model = tiny_model()
+    model.layers["0"].feed_forward.w1 = Float8Linear(32, 48, bias=False, device="meta")
+    with pytest.raises(
+        ValueError, match=r"cannot split 'layers.0.feed_forward.w1', a Float8Linear"
+    ):
+        apply_tp(model, mesh(), loss_parallel=True)

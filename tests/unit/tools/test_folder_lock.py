@@ -87,3 +87,12 @@ def test_lock_lasts_until_its_last_holder_in_the_process_releases_it(tmp_path):
     second.release()
     assert not is_refused(tmp_path)
     assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    FolderLock(str(tmp_path)).release()
+    assert "cannot be locked (No locks available)" in caplog.text

@@ -252,6 +252,39 @@ def test_entry_of_which_nobody_says_where_it_lies_is_named(folder, name):
         saved_shapes_in(str(folder))
 
 
+# Entries that unpack to more bytes than they have
+
+
+class _Allocates:
+    def __reduce__(self):
+        return bytearray, (10**7,)
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.lr", lambda: hostile.deflated(saved("a" * 10**6)), "entry of .* unpacks to 100"),
+        (
+            "weight",
+            lambda: hostile.deflated(saved(torch.zeros(10**6))),
+            "entry of .* unpacks to 400",
+        ),
+        ("state.blob", lambda: saved(_Allocates()), "it names bytearray, which is not plain data"),
+    ],
+)
+def test_entry_takes_no_more_memory_than_it_has_bytes(folder, name, content, message):
+    torch.load(io.BytesIO(content()), weights_only=True)  # torch unpacks it
+    hostile.replace_entry(folder, name, content())
+    with pytest.raises(dcp.CheckpointException, match=message):
+        dcp.load(emptied(contents()) | {"state": contents()["state"]}, checkpoint_id=str(folder))
+
+
 def test_entry_that_a_stream_unpacks_is_refused(folder):
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     next(iter(metadata.storage_data.values())).transform_descriptors = ("zstd",)

@@ -1,4 +1,4 @@
-"""Finds settings that differ from their defaults, but have no effect with the rest of the config."""
+"""Settings that differ from their defaults but have no effect with the rest of the config."""
 
 import re
 
@@ -6,8 +6,8 @@ from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.logging import logger
 
-# `section: keys if condition`: the keys ("*" for all) have an effect if the condition is true. It is a
-# Python expression of the config's sections and of `datasets`, a list of names, and appears in the log.
+# `section: keys if condition`: the keys ("*" for all) are read only if the condition holds: a Python
+# expression of the config's sections and `datasets`, the dataset names. The log shows it.
 _READ_IF = """
 profiling: profile_freq if profiling.enable_profiling or profiling.enable_memory_snapshot
 profiling: save_traces_folder profiler_active profiler_warmup if profiling.enable_profiling
@@ -63,7 +63,7 @@ debug: deterministic_warn_only if debug.deterministic
 
 
 def without_effect(job_config: JobConfig) -> dict[str, str]:
-    """Return key -> unmet condition, for each setting that is changed but has no effect."""
+    """Return key -> the unmet condition, for settings that differ from their defaults."""
     built_in = {setting.key for setting in settings_of(JobConfig())}
     changed = [x.key for x in settings_of(job_config) if x.key in built_in and x.value != x.default]
     training, validation = job_config.training, job_config.validation

@@ -11,4 +11,8 @@ def dispatch_tokens(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-combine_tokens = sync_combine = DispatchState = dispatch_tokens
+combine_tokens = sync_combine = dispatch_tokens
+
+
+class DispatchState:
+    __init__ = dispatch_tokens

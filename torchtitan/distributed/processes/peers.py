@@ -40,6 +40,7 @@ _SETTINGS_PER_RANK = set(
 _MOST_KEYS_SHOWN = 8
 # Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
 _ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
+_LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 _SECONDS_TO_SAVE = 25  # after a helper's failure; torchrun kills ranks 30 s after its SIGTERM
 _SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
@@ -212,21 +213,26 @@ class Peers:
 
     def _read(self, connection: socket.socket) -> None:
         """Handle one message of a rank, or the end of its connection, which is a failure."""
-        rank = self._connections[connection]
+        rank, problem = self._connections[connection], ""
         self._heard_at[rank] = time.monotonic()
         try:
             kind = connection.recv(1)
             if kind == _ALIVE:
                 return
             if kind == _FAILED:
-                return self._fail(*json.loads(connection.makefile("rb").readline()))
-        except OSError:  # the connection was reset
+                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
+                return self._fail(int(failed), str(text))
+            if kind not in (_LEAVES, b""):
+                raise ValueError(kind)
+        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
+            problem = f"it sent a message that no rank sends: {error!r}"
+        except OSError:
             kind = b""
         self._selector.unregister(connection)
         del self._connections[connection]
         connection.close()
         if kind != _LEAVES:
-            self._fail(rank, "")
+            self._fail(rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
         """Record the first failure, forward it, and end this process if it doesn't end itself."""

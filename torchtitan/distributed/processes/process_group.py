@@ -145,7 +145,7 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
     seconds, something_answers = timeout.total_seconds(), False
     deadline = time.monotonic() + seconds
     try:
-        # Wait here until rank 0, or torchrun, is reachable: torch logs pages while it waits.
+        # Wait here until rank 0, or torchrun, is reachable: torch's own wait logs many warnings.
         while rank != "0":
             try:
                 socket.create_connection((address, int(port)), timeout=5).close()

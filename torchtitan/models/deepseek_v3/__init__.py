@@ -27,6 +27,7 @@ from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
 from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.numerics.linear import Linear
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.state_dict_adapter import to_template
 from torchtitan.protocols.train_spec import TrainSpec
 
@@ -108,10 +109,10 @@ class Attention(nn.Module):
             self.wq = Linear(args.dim, q_width, bias=False)
         else:
             self.wq_a = Linear(args.dim, args.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_norm = RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
             self.wq_b = Linear(args.q_lora_rank, q_width, bias=False)
         self.wkv_a = Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
         kv_width = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
         self.wkv_b = Linear(args.kv_lora_rank, kv_width, bias=False)
         self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)

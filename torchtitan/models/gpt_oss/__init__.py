@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, windows in even layers, RoPE of halves with YaRN, experts everywhere.
+"""gpt-oss: attention sinks, windows in even layers, rotate-half RoPE with YaRN, MoE in all layers.
 
 Letters as in `models.decoder` and, for experts, in `models.moe.moe`. Initialisation differs from the
 decoder's table: all weights of a block, and the biases and sinks of attention and experts, have the std
@@ -183,7 +183,7 @@ class Attention(decoder.Attention):
 
 
 class GptOssModel(Decoder):
-    """gpt-oss: sinks, windows in even layers, RoPE of halves with YaRN, experts in every layer."""
+    """gpt-oss: sinks, windows in even layers, rotate-half RoPE with YaRN, experts in every layer."""
 
     model_args: GptOssModelArgs
     rope_buffer_name = "rope_cache"

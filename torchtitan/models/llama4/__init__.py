@@ -1,4 +1,4 @@
-"""Llama 4's text model: layers with RoPE see chunks, layers without it whole documents; experts.
+"""Llama 4's text model: RoPE layers attend within chunks, other layers within documents; experts.
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """

@@ -1,4 +1,4 @@
-"""Qwen 3, dense and mixtures of experts, Qwen 2 and 2.5: RoPE on halves, SwiGLU or experts."""
+"""Qwen 3 (dense and MoE), Qwen 2 and 2.5: rotate-half RoPE, SwiGLU or experts."""
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from dataclasses import dataclass
