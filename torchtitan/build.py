@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from a config, a train spec and a layout, in the order of events."""
+"""Builds the parts of an engine, in order, from a config, a train spec and a layout of ranks."""
 
 import copy
 import dataclasses
@@ -57,29 +57,29 @@ if TYPE_CHECKING:
 
 
 class EngineParts:
-    """The parts of an engine, each made of parts before it."""
+    """The parts of an engine; each is built from earlier ones."""
 
-    # What the engine sets before it is built.
+    # Set by the engine before `build`.
     job_config: JobConfig
     train_spec: TrainSpec
     device: torch.device
     layout: RankLayout
     parallel_dims: ParallelDims
     seed: int
-    num_steps: int  # the last step: training.steps, or where training.epochs end
+    num_steps: int  # the last step: training.steps, or the step at which training.epochs end
     forward_only: bool
-    # `Trainer` sets these; an engine has no data.
+    # Set by `Trainer`; a plain engine has no data.
     builds_data = False
     tokenizer: Any = None
     dataloader: Any = None
 
-    # What `build` sets.
+    # Set by `build`.
     context_sharding: ContextSharding | None
     model_args: Any
     model_converters: Any
     num_params: int
-    num_flops_per_token: float  # for rows of `training.seq_len` tokens
-    flops_without_attention: float  # for the same rows
+    num_flops_per_token: float  # in rows of `training.seq_len` tokens
+    flops_without_attention: float  # per token
     loss_fn: LossFunction
     has_token_loss: bool
     model_parts: list[nn.Module]
@@ -105,7 +105,7 @@ def build(
     groups_before: Collection[dist.ProcessGroup],
     client_inputs: Callable[[TokenBatch], ModelInputs | None],
 ) -> None:
-    """Set the parts of an engine. groups_before: not the engine's. client_inputs: see `Runner`."""
+    """Set the parts of an engine. groups_before: earlier process groups. client_inputs: see `Runner`."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
     dp_group = layout.dp_group if layout.dp_size > 1 else None
@@ -167,7 +167,7 @@ def build(
 
 
 def build_model(engine: EngineParts) -> None:
-    """Build the model on the meta device, convert it, and cut and wrap it for the layout."""
+    """Build the model on the meta device, convert it, split it into stages and parallelize it."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     dims, seq_len = layout.parallel_dims, config.training.seq_len
     engine.context_sharding = ContextSharding.from_parallelism(dims, config.parallelism)
@@ -178,7 +178,7 @@ def build_model(engine: EngineParts) -> None:
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
-        # Its backward computes both gradients at once, and such a pipeline asks for one at a time.
+        # Not if a pipeline computes gradients of inputs and weights separately: oneDNN computes both.
         use_onednn(model, layout.device)
     engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     engine.has_token_loss = bool(spec.fact("has_token_loss"))
@@ -213,7 +213,7 @@ def build_checkpointer(engine: EngineParts) -> CheckpointManager:
 
 
 def describe_run(engine: EngineParts) -> None:
-    """Give the checkpointer what its checkpoints record of the run beside states."""
+    """Give the checkpointer the facts about the run that checkpoints record besides states."""
     config, checkpointer = engine.job_config, engine.checkpointer
     template = config.training.chat_template
     with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
@@ -221,7 +221,7 @@ def describe_run(engine: EngineParts) -> None:
     checkpointer.tokenizer = engine.tokenizer
     if template and os.path.isfile(template):
         checkpointer.chat_template = read_text(template)
-    # None: all args are the user's choice.
+    # None: all model args are the user's choice.
     chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
     checkpointer.chosen_args = chosen_args
     dataset = getattr(engine.dataloader, "dataset", None)
@@ -238,7 +238,7 @@ def describe_run(engine: EngineParts) -> None:
 
 
 def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy) -> None:
-    """Log how documents are kept apart, and warn of a setting that the layout makes useless."""
+    """Log how documents are separated, and warn if the layout makes defer_gradient_sync useless."""
     if training.defer_gradient_sync and dims.pp_enabled:
         logger.warning(
             "training.defer_gradient_sync has no effect under pipeline parallelism, whose "
@@ -260,9 +260,9 @@ def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy)
 def average_gradients(engine: EngineParts) -> float:
     """Make backward average gradients over ranks if needed; return a factor for the engine's losses.
 
-    It is needed for gradient_reduction = "mean", and for a client of torchtitan 0.2.x (a trainer without
-    a dataloader): its backward expects DDP to average, and it multiplies its loss by the number of ranks.
-    For such a client, the factor does the same to the engine's own losses.
+    Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader:
+    there a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
+    and multiplies its loss by the number of ranks. The factor does this for the engine's losses.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
     is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1
@@ -276,7 +276,7 @@ def average_gradients(engine: EngineParts) -> float:
 
 
 def warn_of_shared_folder(checkpointer: CheckpointManager) -> None:
-    """Warn if another engine of this process saves in the same folder."""
+    """Warn if another engine of this process saves to the same folder."""
     for engine in host.engines():
         other = getattr(engine, "checkpointer", None)
         if other in (None, checkpointer):
@@ -299,7 +299,7 @@ def job_of_hf(
 ) -> tuple[JobConfig, TrainSpec]:
     """Return (config, train spec) of the model in a Hugging Face folder; see `TrainingEngine.from_hf`.
 
-    builds_data: the job reads rows of `training.seq_len` tokens.
+    builds_data: True if the job reads rows of `training.seq_len` tokens.
     """
     match = from_hf_config(folder)
     job_config = JobConfig() if job_config is None else copy.deepcopy(job_config)
@@ -309,13 +309,13 @@ def job_of_hf(
     spec = spec or get_train_spec(match.family)
     args, seq_len = match.model_args, job_config.training.seq_len
     if seq_len == Training.seq_len and not builds_data:
-        # The default, and the caller makes the rows: a warning that it is too long would be wrong.
+        # The caller makes the rows, so the default seq_len must not cause a warning.
         args = dataclasses.replace(args, max_seq_len=max(args.max_seq_len, seq_len))
     return job_config, dataclasses.replace(spec, model_args={flavor: args})
 
 
 def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> int:
-    """Return the seed of the parameters. The host's generators are seeded only if `debug.seed` is set."""
+    """Return the seed for parameters. Seeds the host's generators only if `debug.seed` is set."""
     debug = config.debug
     if debug.seed is not None:
         return set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])
@@ -329,7 +329,7 @@ def choose_seed(config: JobConfig, dims: ParallelDims, device: torch.device) -> 
 
 
 def derive_model_args(config: JobConfig, spec: TrainSpec) -> Any:
-    """Return the flavor's arguments with the config's choices; the shared table stays as it is."""
+    """Return a copy of the flavor's args, updated from the config."""
     model_args = copy.deepcopy(spec.model_args[config.model.flavor])
     model_args.update_from_config(config)
     described = json.dumps(dataclasses.asdict(model_args), default=str)
@@ -345,7 +345,7 @@ def build_on_meta(
         model = spec.model_cls(model_args)
     converters = build_model_converters(config, dims)
     converters.convert(model)
-    if spec.fact("optimizer_names") is not None:  # otherwise a client's optimizers
+    if spec.fact("optimizer_names") is not None:  # otherwise the client builds its own optimizers
         check_groups(model, config.optimizer)
     return model, converters
 
@@ -353,7 +353,7 @@ def build_on_meta(
 def materialize(
     model_parts: list[nn.Module], config: JobConfig, device: torch.device, seed: int
 ) -> None:
-    """Allocate the parameters and fill them from the seed; the layout changes no bit."""
+    """Allocate and initialise the parameters; values depend on the seed, not on the layout."""
     init_device, buffer_device = device, None
     if config.checkpoint.create_seed_checkpoint:
         init_device = torch.device("cpu")

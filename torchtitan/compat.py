@@ -1,7 +1,7 @@
-"""Hooks of torchtitan 0.2.x that a client may override or call, served from this package's own forms.
+"""Hooks of torchtitan 0.2.x that a client may override or call.
 
-There a batch is (input_dict, labels). Here the trainer's loop passes whole `Step`s of `TokenBatch`es,
-and only a client's own method gets a dict.
+In 0.2.x a batch is (input_dict, labels). Here the trainer's loop passes `Step`s of `TokenBatch`es;
+only a method that a client overrides gets a dict.
 """
 
 import time
@@ -22,8 +22,8 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 class Batches:
     """Iterator over (input_dict, labels) on the CPU, for `Trainer.batch_generator`.
 
-    The trainer's own loop uses it too, and calls `next_step`.
-    count: called with the number of labels of each batch that was read, and the seconds it took.
+    The trainer's own loop calls `next_step` instead.
+    count: called after each read with a list, the number of labels of each batch, and the seconds.
     Raises DataloaderExhaustedError at the end of the data.
     """
 
@@ -49,7 +49,7 @@ class Batches:
         return input_dict, labels
 
     def next_step(self) -> Step:
-        """Return the next step that was read ahead."""
+        """Return the next step, which was read ahead."""
         assert self.steps is not None
         started = time.perf_counter()
         step = self.steps.next_step()

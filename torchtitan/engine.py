@@ -1,24 +1,24 @@
 """The training engine: model, optimizer, schedule and checkpoints of one job, without data.
 
-A program that has its own batches, loss and loop builds a `TrainingEngine` inside its own process;
+A program with its own batches, loss and loop builds a `TrainingEngine` in its own process;
 `torchtitan.train.Trainer` is this engine plus tokenizer, data, metrics and a loop.
 
-In its host process an engine is a guest: it draws no random numbers from the host's generators, and
-seeds them only if `debug.seed` is set. The last `close()` of the process's engines restores the settings
-that they changed, and destroys a default process group that they made.
+An engine draws no random numbers from the host program's generators, and seeds them only if
+`debug.seed` is set. When the last engine of a process closes, the settings that the engines changed are
+restored, and a default process group that they created is destroyed.
 
 B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
 
-    microbatches    one batch, or a list of batches whose rows and T may differ. Data-parallel ranks may
-                    have lists of different lengths, empty ones too; all ranks of a pipeline give the
+    microbatches    one batch, or a list of batches whose B and T may differ. Data-parallel ranks may
+                    pass lists of different lengths, also empty lists; all ranks of a pipeline pass the
                     same list.
-    labels          [B, T], or one tensor per microbatch; None takes each batch's entry "labels".
-    head            computed in place of logits, such as `TokenLogProbs()`, so that the logits never
-                    exist whole; functions get its outputs.
-    functions       of the caller, for outputs or a loss: they get logits [B, T, V], or values
-                    [B, T, 1] from a model with `model.value_head`, and the batch. Under tensor
-                    parallelism logits are whole. Under context parallelism they are those of this
-                    rank's tokens, [B, T/cp, ...], and so are the batch's tensors [B, T, ...].
+    labels          [B, T], or one tensor per microbatch; None uses each batch's entry "labels".
+    head            computes outputs in place of logits, such as `TokenLogProbs()`, so the whole
+                    logits never exist; output_fn and loss_fn get these outputs.
+    output_fn,      functions of the caller. They get logits [B, T, V], or values [B, T, 1] from a model
+    loss_fn         with `model.value_head`, and the batch. Tensor parallelism gives them whole logits.
+                    Context parallelism gives them this rank's tokens only: logits [B, T/cp, ...], and
+                    a batch whose tensors are sliced likewise.
 """
 
 import contextlib
@@ -55,45 +55,45 @@ Result = TypeVar("Result")
 
 
 class EngineState(build.EngineParts):
-    """The parts of an engine, its place among the ranks, its counters and its checkpoints."""
+    """An engine's parts, layout of ranks, counters and checkpoints."""
 
     step: int = 0
     ntokens_seen: int = 0
-    _loaded = (0, 0)  # step and weights_version of the checkpoint that was loaded last
+    _loaded = (0, 0)  # (step, weights_version) of the last loaded checkpoint
     watch = Watch()
-    _said: set[Any]  # what is said once per engine
+    _said: set[Any]  # warnings that this engine has logged already
 
     # ---- the layout ----
 
     @property
     def dp_size(self) -> int:
-        """The number of groups of ranks that read different batches."""
+        """The data-parallel size: how many different batches the ranks read at a time."""
         return self.layout.dp_size
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among them; ranks of the same place read the same batches."""
+        """This rank's data-parallel rank; ranks with an equal dp_rank read the same batches."""
         return self.layout.dp_rank
 
     @property
     def dp_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that read different batches of one step; None if there is only one."""
+        """The data-parallel group: ranks that read different batches of one step; None if dp_size is 1."""
         return self.layout.dp_group if self.dp_size > 1 else None
 
     @property
     def loss_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks whose shares of the loss add up to the global batch's; None if this rank has all."""
+        """The ranks whose losses add up to the global batch's loss; None if this rank has all of it."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
     @property
     def has_outputs(self) -> bool:
-        """True if this rank gets the model's outputs: not on a pipeline's earlier stages."""
+        """True if this rank gets the model's outputs: without a pipeline, or with its last stage."""
         return self.runner.has_outputs
 
     @property
     def lr(self) -> float:
-        """The learning rate that the schedule has for the next step."""
+        """The schedule's learning rate for the next step."""
         return float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
 
     # ---- state ----
@@ -107,7 +107,7 @@ class EngineState(build.EngineParts):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counters; torchtitan 0.2.x counts steps only. Raises ValueError for no count."""
+        """Restore the counters; torchtitan 0.2.x saves no weights_version. ValueError for a bad count."""
         state_dict = {"weights_version": state_dict["step"], **state_dict}
         for name in ("step", "ntokens_seen", "weights_version"):
             count = state_dict[name]
@@ -121,27 +121,27 @@ class EngineState(build.EngineParts):
         self._loaded = (self.step, state_dict["weights_version"])
 
     def add_state(self, name: str, state: Any) -> None:
-        """Have full checkpoints save and restore an object of the caller's.
+        """Add an object of the caller to full checkpoints, which save and restore it.
 
-        state: has `state_dict()`, of numbers, strings, tensors and containers of these, and
-            `load_state_dict()`. All ranks add the same names before they save or load; only one rank's
-            state is saved. A checkpoint without it loads with "user_state" in
+        state: has `load_state_dict()` and `state_dict()`, made of numbers, strings, tensors and
+            containers of these. All ranks add the same names before saving or loading; only one rank's
+            state is saved. To load a checkpoint that lacks it, add "user_state" to
             `checkpoint.exclude_from_loading`.
-        Raises ValueError for a name that is taken, and for a state that holds other data.
+        Raises ValueError for a name that is taken, and for other data in the state.
         """
         self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
 
     @property
     def _steps_done(self) -> int:
-        """`step` if the caller sets it, else the loaded step plus the optimizer steps since the load."""
+        """`step` if the caller sets it, else the loaded step plus the optimizer steps since loading."""
         step, version = self._loaded
         return self.step if self.step != step else step + self.weights_version - version
 
     @property
     def weights_version(self) -> int:
-        """The number of optimizer steps, and of loads that restore only weights.
+        """The number of optimizer steps, plus the number of loads that restored only weights.
 
-        Waits for the device's verdict on the last step, and raises as the next `optim_step` would.
+        Waits until the device knows whether the last step was skipped; raises the errors of `optim_step`.
         """
         return self.update.weights_version
 
@@ -152,8 +152,8 @@ class EngineState(build.EngineParts):
     def save(self, path: str | None = None, *, force: bool = True) -> None:
         """Save model, optimizer, schedule and counters. Collective.
 
-        path: the folder to write; retention never deletes it. None is `step-N` of `checkpoint.folder`.
-        force: False saves only when a save is due, see `CheckpointManager.save`.
+        path: the folder to write, which `keep_latest_k` never deletes. None: `step-N` of
+            `checkpoint.folder`. force: False saves only if a save is due, see `CheckpointManager.save`.
         """
         self.update.settle()
         self.checkpointer.save(self._steps_done, path=path, force=force)
@@ -161,10 +161,9 @@ class EngineState(build.EngineParts):
     def save_hf(self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
         """Write the model to a folder that `transformers` opens. Collective.
 
-        The folder gets safetensors files with an index, config.json and the tokenizer; those of the
-        last two that are in it already are kept.
-        dtype: floating-point tensors are cast to it; None keeps the dtype of each.
-        Raises ValueError without a state_dict_adapter, RunError if it fails.
+        The folder gets safetensors files with an index, config.json and the tokenizer files; existing
+        config.json and tokenizer files are kept. dtype: cast floating-point tensors to this; None: keep
+        each tensor's dtype. Raises ValueError without a state_dict_adapter, RunError if writing fails.
         """
         self.update.settle()
         self.checkpointer.save_hf(os.fspath(path), dtype)
@@ -172,13 +171,14 @@ class EngineState(build.EngineParts):
     def save_peft(self, path: str | os.PathLike[str], *, base_model: str | None = None) -> None:
         """Write the adapters to a folder that the library `peft` opens. Collective.
 
-        base_model: its name or folder, for adapter_config.json; None is the one loaded. Raises ValueError without adapters, and for experts that PEFT's files have no place for.
+        base_model: the base model's name or folder, for adapter_config.json; None: the loaded model.
+        Raises ValueError without adapters, and for experts that PEFT's format cannot store.
         """
         self.update.settle()
         self.checkpointer.save_peft(os.fspath(path), base_model)
 
     def load_peft(self, path: str | os.PathLike[str]) -> None:
-        """Read only the adapters, from a folder in PEFT's format, and zero gradients. Collective.
+        """Load the adapters from a folder in PEFT's format, and zero gradients. Collective.
 
         Raises ValueError for a model without adapters, and if layers, ranks, scales or sizes differ.
         """
@@ -188,34 +188,34 @@ class EngineState(build.EngineParts):
         self._forget_gradients()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes without its adapters, as a KL reference does.
+        """Return a context in which the model runs without its adapters, e.g. as the reference of a KL.
 
-        Nothing trains in it. Raises ValueError without adapters, and if other weights train, too.
+        Training steps are refused in it. Raises ValueError without adapters, or if other weights train.
         """
         return self.checkpointer.adapters.off()
 
     def load(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint, and return whether there was one. Collective.
 
-        path: the folder of one checkpoint, DCP or Hugging Face files. None loads the checkpoint that a
-            run starts with: `checkpoint.load_step` of its own folder, else the config's initial one.
-        model_only: leave optimizer, schedule and counters as they are. Gradients are zeroed.
+        path: the folder of one checkpoint, with DCP or Hugging Face files. None: the checkpoint that a
+            run starts from: `checkpoint.load_step` in its own folder, else the config's initial one.
+        model_only: keep optimizer, schedule and counters. Gradients are zeroed.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
-            self.update.settle()  # a bad last step does not matter: its weights are replaced
+            self.update.settle()  # ignore a bad last step, because its weights are replaced
         loaded_before = self._loaded
         found = self.checkpointer.load(step, path=path, model_only=model_only)
         if found and self._loaded is loaded_before:  # the counters were not restored
             self.weights_version += 1
             step, version = self._loaded
-            self._loaded = (step, version + 1)  # the change is no optimizer step
+            self._loaded = (step, version + 1)  # do not count the load as an optimizer step
         if found:
             self._forget_gradients()
         return found
 
     def _forget_gradients(self) -> None:
-        """Begin the step again, because its gradients belong to weights that are replaced."""
+        """Discard the gradients of the current step, which belong to replaced weights."""
         self.optimizers.zero_grad()
         self.update.forget_microbatches()
 
@@ -227,9 +227,9 @@ class EngineState(build.EngineParts):
         optimizer: bool = True,
         grad: bool = True,
     ) -> None:
-        """Move states to host memory ("cpu"), or back to the engine's device; on the CPU, nothing.
+        """Move states to host memory ("cpu") or back to the device. No effect for an engine on the CPU.
 
-        model: parameters, which stay the same objects, and buffers. optimizer: its state.
+        model: move parameters (they stay the same objects) and buffers. optimizer: move its state.
         States in host memory can be saved, loaded and exported; steps need them on the device.
         Raises ValueError for another device, and if hooks on parameters would be lost.
         """
@@ -243,8 +243,8 @@ class EngineState(build.EngineParts):
     ) -> WeightStream:
         """Return an iterator over (HF name, tensor) of all weights, with a version and a digest.
 
-        dtype: parameters, except routers, are cast to it. sharded: only this rank's blocks, without
-        communication; whole tensors are collective. Raises ValueError without a state_dict_adapter.
+        dtype: cast parameters, except routers, to this. sharded: True yields only this rank's shards,
+        without communication; False is collective. Raises ValueError without a state_dict_adapter.
         """
         adapter = self.checkpointer.require_adapter()
         return WeightStream.from_engine(self, adapter, dtype=dtype, sharded=sharded)
@@ -253,12 +253,12 @@ class EngineState(build.EngineParts):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Wrap a step: this engine's warnings are said once, and a failure reaches all ranks."""
+        """Wrap a step: log each warning once per engine, and report a failure to all ranks."""
         with saying_once_per(self._said), self.watch.call():
             yield
 
     def _check_ready(self, step: str, *needs: str, trains: bool = True) -> None:
-        """Raise if the engine was closed, or cannot train, or `needs` are not on the device."""
+        """Raise if the engine is closed, cannot train (if `trains`), or lacks `needs` on the device."""
         if self not in host.engines():
             raise RuntimeError(f"{step} was called after close(), so build a new one")
         if trains and self.forward_only:
@@ -277,26 +277,26 @@ class EngineState(build.EngineParts):
         """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
         self.watch.close()
         try:
-            if hasattr(self, "checkpointer"):  # the construction may have failed before it
+            if hasattr(self, "checkpointer"):  # the constructor may have failed earlier
                 self.checkpointer.close()
         finally:
             host.move_out(self)
 
 
 class TrainingEngine(EngineState):
-    """Everything between a config and an optimizer step, wired once.
+    """A model with optimizer, schedule and checkpoints, built from a config; the caller runs the steps.
 
-    Never builds a tokenizer, dataloader or validator. An existing default process group is reused. The
-    config is checked before a device or a process group is touched; `job_config` is a frozen copy.
+    Builds no tokenizer, dataloader or validator. Reuses an existing default process group. Checks the
+    config before it touches a device or a process group; `job_config` is a frozen copy.
     As a context manager the engine closes itself.
-    train_spec: in place of the registered spec of `model.name`.
-    layout: from `RankLayout.join`, whose groups this engine then shares; None makes new groups.
-    forward_only: an engine for scoring, without optimizer and training steps; in checkpoints it reads
-        and writes only weights and counters.
-    Raises ConfigError for a config that cannot run, ValueError for a layout of other degrees.
+    train_spec: replaces the registered spec of `model.name`.
+    layout: from `RankLayout.join`; the engine shares its groups. None creates new groups.
+    forward_only: True makes an engine for scoring, without optimizer and training steps, which loads and
+        saves only weights and counters.
+    Raises ConfigError for a config that cannot run, ValueError for a layout with other parallel degrees.
     """
 
-    metrics_processor: Any = None  # a `Trainer`'s
+    metrics_processor: Any = None  # set by `Trainer`
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class TrainingEngine(EngineState):
         torch_versions.warn_if_newer(torch.__version__)
         host.move_in(self)
         with saying_once_per(self._said), on_error(self.close):
-            # The failure watch needs the groups that this engine makes.
+            # The failure watch watches only the groups that this engine creates.
             groups_before = set(torch_parts.world.pg_map)
             self.device = set_device() if layout is None else layout.device
             self.parallel_dims = self.init_distributed()
@@ -334,10 +334,10 @@ class TrainingEngine(EngineState):
     ) -> Self:
         """Return an engine with the model and the weights of a Hugging Face folder. Collective.
 
-        folder: with config.json and safetensors files.
-        job_config: everything but the model; its `model.name`, `.flavor` and `.hf_assets_path` are
-            ignored. options: those of the constructor.
-        Raises ValueError for a folder that describes no model of ours, or whose files do not fit it.
+        folder: has config.json and safetensors files.
+        job_config: all other settings; its `model.name`, `.flavor` and `.hf_assets_path` are ignored.
+        options: arguments of the constructor.
+        Raises ValueError if the model is not supported, or if the files do not fit its config.json.
         """
         spec = options.pop("train_spec", None)
         job_config, spec = build.job_of_hf(folder, job_config, spec, cls.builds_data)
@@ -353,20 +353,20 @@ class TrainingEngine(EngineState):
         return rank_layout.join_ranks(self.job_config, self.train_spec, self.device)
 
     def build_data(self) -> None:
-        """Hook for subclasses that own data; called before the model is built."""
+        """Hook for subclasses that read data; called before the model is built."""
 
     @property
     def packing(self) -> DocumentPolicy:
-        """How the job treats documents in a batch (not `training.packing`), with the current tokenizer."""
+        """The document policy of the job with the current tokenizer; unrelated to `training.packing`."""
         config, said = self.job_config, self._said
         return DocumentPolicy.from_job(config.training, self.model_args, self.tokenizer, said)
 
     def train_mode(self) -> contextlib.ExitStack:
-        """Put the model into training mode, at once; as a context manager, until its end."""
+        """Put the model into training mode, at once; a `with` block restores the mode at its end."""
         return self.runner.mode(training=True)
 
     def eval_mode(self) -> contextlib.ExitStack:
-        """Put the model into evaluation mode, at once; as a context manager, until its end."""
+        """Put the model into evaluation mode, at once; a `with` block restores the mode at its end."""
         return self.runner.mode(training=False)
 
     # ---- one step ----
@@ -380,20 +380,20 @@ class TrainingEngine(EngineState):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Under context parallelism all hold this rank's tokens, [B, T/cp]. An override gets a dict.
+        Under context parallelism all tensors are this rank's slice, [B, T/cp]. An override gets a dict.
         """
         batch = self.packing.token_batch(input_dict, labels)
         return model_inputs(self.packing, batch, self.model_parts[0], self.context_sharding)
 
     def _client_inputs(self, batch: TokenBatch) -> ModelInputs | None:
-        """Return what a client's own `post_dataloading_process` makes of the batch, else None."""
+        """Return the result of a client's `post_dataloading_process`; None if it is not overridden."""
         if not is_overridden(self, "post_dataloading_process", TrainingEngine):
             return None
         as_dict: Any = batch.as_dict()
         return ModelInputs(*self.post_dataloading_process(as_dict, batch.labels))
 
     def _step_parts(self) -> Step:
-        """The parts for one call; a client may have replaced the loss or the tokenizer since the last."""
+        """Return the parts for one call, made each time: a client may replace loss_fn or tokenizer."""
         config, loss = self.job_config, (self.loss_fn, self.has_token_loss, self.loss_group)
         return Step(config, self.packing, self.runner, self.update, *loss)
 
@@ -438,22 +438,21 @@ class TrainingEngine(EngineState):
     ) -> list[Any] | None:
         """Return the model's output for each microbatch, in order, without gradients.
 
-        For callers; `Trainer` itself calls `forward_backward_step` and its validator.
-        output_fn: (logits, batch) -> a result that is returned instead, so that logits need not be kept.
-            Under context parallelism its tensors [B, T/cp, ...] are joined to [B, T, ...].
-        Returns None on a pipeline's ranks without the last stage. Raises ValueError for a head with a
-        batch without labels, or with a value head. If output_fn fails on some ranks, the others raise
-        RunError and the engine stays usable.
+        output_fn: (logits, batch) -> result, which is returned in place of the logits, to save memory.
+            Under context parallelism the result's tensors [B, T/cp, ...] are joined to [B, T, ...].
+        Returns None on a pipeline's ranks without the last stage. Raises ValueError if `head` is given
+        and a batch has no labels, or the model has a value head. If output_fn fails on some ranks, the
+        other ranks raise RunError, and the engine stays usable.
         """
         self._check_ready("forward_step", "model", trains=False)
         with self._call():
             return self._step_parts().forward(microbatches, labels, output_fn, head)
 
     def from_last_stage(self, outputs: Result | None) -> Result:
-        """Return on all ranks the `outputs` of the rank with the pipeline's last stage.
+        """Return, on all ranks of a pipeline, the `outputs` of the rank with the last stage.
 
-        outputs: of tensors, which are returned on the engine's device, and of objects that can be
-            pickled; ignored on the other ranks. Collective over the pipeline, if there is one.
+        outputs: tensors and picklable objects; ignored on the other ranks. Tensors are returned on the
+            engine's device. Collective over the pipeline, if there is one.
         """
         schedule: Any = self.pp_schedule
         whole: Any = outputs
@@ -496,30 +495,30 @@ class TrainingEngine(EngineState):
         whole_rows: bool = False,
         metrics: Reductions | None = None,
     ) -> torch.Tensor | StepOutput:
-        """Accumulate gradients of one or several microbatches until `optim_step`.
+        """Add the gradients of one or several microbatches to those accumulated for `optim_step`.
 
         input_dict, labels: see the top of this module. A pipeline splits one batch, not a list.
-        global_valid_tokens: the loss denominator, counted over all microbatches of the step and once
-            per data-parallel rank. None does not divide a loss_fn's sums: for weights that hold the
-            denominator already, or for `optim_step(denominator=...)`.
+        global_valid_tokens: the loss denominator: the count over all microbatches of the step and all
+            data-parallel ranks. None does not divide the sums of loss_fn; use None if its weights
+            include the denominator, or with `optim_step(denominator=...)`.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
-            (sum, metrics, output), see `StepOutput`. None is the train spec's loss, which under tensor
-            parallelism gets a DTensor split along V, unless `disable_loss_parallel` is set; or, with a
-            head, minus the sum of its log-probs.
-        whole_rows: under context parallelism loss_fn gets whole rows, gathered for it, logits included.
-            All ranks that share rows compute the whole loss; each has the gradient of its own tokens,
-            and an equal part of the loss.
-        metrics: name -> "sum" or "max": how the numbers of loss_fn, which are not divided, are reduced
-            over microbatches and ranks.
+            (sum, metrics, output), see `StepOutput`. None: with a head, minus the sum of its
+            log-probabilities; else the train spec's loss, which under tensor parallelism gets a DTensor
+            sharded along V, unless `disable_loss_parallel` is set.
+        whole_rows: under context parallelism, gather whole rows of logits and batch for loss_fn. All
+            context-parallel ranks compute the whole loss; each one gets the gradient of its own tokens,
+            and an equal share of the loss.
+        metrics: name -> "sum" or "max": how a metric of loss_fn, which is not divided, is reduced over
+            microbatches and ranks.
         Returns this rank's sum divided by the denominator, fp32; summed over `loss_group` it is the
-        loss of the global batch. All ranks of a pipeline return the same. With `metrics`, returns a
-        `StepOutput`, which has the loss of the global batch.
+        loss of the global batch. All ranks of a pipeline return the same value. With `metrics`, returns
+        a `StepOutput`, which has the loss of the global batch.
         Raises ValueError for the default loss without `global_valid_tokens` or on a value head, for
-        metrics that `metrics` does not name, and under `optimizer.early_step_in_backward` for a second
-        microbatch before `optim_step`. If loss_fn fails on some ranks, the others raise RunError at the
-        end of the call; the engine stays usable, but gradients lack some microbatches: call
-        `optimizers.zero_grad()`. If anything else fails on some ranks, all ranks raise, and the engine
-        is lost. See `torchtitan.distributed.processes.failure_watch`.
+        a metric of loss_fn that `metrics` lacks, and under `optimizer.early_step_in_backward` for a
+        second microbatch before `optim_step`. If loss_fn fails on some ranks, the other ranks raise
+        RunError at the end of the call. The engine stays usable, but gradients lack some microbatches:
+        call `optimizers.zero_grad()`. If anything else fails on some ranks, all ranks raise, and the
+        engine is unusable. See `torchtitan.distributed.processes.failure_watch`.
         """
         self._check_ready("forward_backward_step", "model", "grad")
         with self._call():
@@ -530,27 +529,27 @@ class TrainingEngine(EngineState):
     def prepare(
         self, batch: Batch, labels: torch.Tensor | None = None, *, head: Head[Any] | None = None
     ) -> Microbatch:
-        """Return the inputs for a forward of the caller's own, in every layout without a pipeline.
+        """Return the inputs for the caller's own forward pass; works in all layouts without a pipeline.
 
         with engine.train_context(), engine.maybe_enable_amp:
             outputs = engine.model_parts[0](microbatch.inputs, **microbatch.kwargs)
             loss = ...  # from outputs, microbatch.labels, microbatch.batch
         engine.backward(loss)
 
-        Arguments are those of `forward_backward_step`. Under context parallelism inputs, labels and
-        batch hold this rank's tokens, and `microbatch.join` makes whole rows of outputs.
-        Raises ValueError under a pipeline, and as `forward_backward_step` does for bad batches.
+        For the arguments see `forward_backward_step`. Under context parallelism inputs, labels and batch
+        hold this rank's tokens; `microbatch.join` joins outputs to whole rows.
+        Raises ValueError under a pipeline, and for batches that `forward_backward_step` refuses.
         """
         self._check_ready("prepare", trains=False)
         with saying_once_per(self._said):
             return self._step_parts().prepare(batch, labels, head)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradients of a loss that the caller computed, for `optim_step`.
+        """Add the gradients of a loss that the caller computed to those accumulated for `optim_step`.
 
         loss: this rank's share, divided by the denominator of the whole step; summed over `loss_group`
-            it is the loss of the global batch. Each forward is followed by its backward, equally
-            often on all ranks.
+            it is the loss of the global batch. Every rank must alternate forward and backward passes,
+            and run equally many.
         Raises ValueError under a pipeline, and for a loss that is not a scalar with a gradient.
         """
         self._check_ready("backward", "model", "grad")
@@ -567,29 +566,30 @@ class TrainingEngine(EngineState):
     ) -> OptimStepResult:
         """Clip, update the weights, advance the schedule and zero the gradients.
 
-        lr, max_norm: of this step, in place of the config's; groups keep their multiples of lr.
-        denominator: this rank's share of a number that the gradients are divided by first: its sum
-            over the data-parallel ranks, or its mean if `training.gradient_reduction` is "mean"; not
-            if that is 0.
+        lr, max_norm: replace the config's values in this step; parameter groups keep their multiples
+            of lr.
+        denominator: gradients are first divided by the sum of `denominator` over the data-parallel
+            ranks, or by its mean if `training.gradient_reduction` is "mean"; a result of 0 divides
+            nothing.
         advance_schedule: False leaves the learning rate to `lr_schedulers.step()`.
 
-        `training.nonfinite_grad_norm` decides on a norm that is not finite: "skip" leaves weights and
-        optimizer state as they are (at most 10 times in a row), "stop" raises FloatingPointError,
-        "ignore" updates all the same. On an accelerator the host learns of it a step late.
-        Raises ValueError if no rank has a gradient and there was no `forward_backward_step`, for an
-        argument outside its range, and for any of the first three under early_step_in_backward.
+        `training.nonfinite_grad_norm` decides about a non-finite norm: "skip" leaves weights and
+        optimizer state unchanged (at most 10 times in a row), "stop" raises FloatingPointError,
+        "ignore" updates anyway. On an accelerator the host learns of such a norm a step late.
+        Raises ValueError if no rank has a gradient and `forward_backward_step` was not called, for an
+        argument outside its range, and for lr, max_norm or denominator under early_step_in_backward.
         """
         self._check_ready("optim_step", "model", "optimizer", "grad")
         self.update.check_arguments(lr, max_norm, denominator)
-        # All ranks have the same verdicts and raise together, so the watch need not compare them.
+        # Outside `_call`: all ranks see the same norm and raise together.
         self.update.settle()
         # A caller that sets `step` does so before this call.
         number = self._steps_done + (self.step == self._loaded[0])
         with self._call():
-            # Parameters that a client's forward left gathered have no gradients.
+            # Parameters that a client's forward pass left gathered have no gradients.
             self.runner.reshard()
             grad_norm, skip = self.update.decide(number, max_norm, denominator)
-        if not isinstance(skip, torch.Tensor):  # the host knows it
+        if not isinstance(skip, torch.Tensor):  # the host already knows whether to skip
             self.update.settle()
         with self._call():
             return self.update.apply(grad_norm, skip, lr, advance_schedule)

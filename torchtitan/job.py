@@ -1,4 +1,4 @@
-"""From a config to the train spec it names, with all checks that need no device or process group."""
+"""Finds the train spec of a config, and runs all checks that need no device or process group."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ class ResolvedJob(NamedTuple):
     train_spec: "train_spec_module.TrainSpec"
     builds_data: bool
     world_size: int
-    settings: dict[str, Any]  # that were checked; lists in the config can still be changed
+    settings: dict[str, Any]  # the checked values, because lists in a frozen config can change
 
 
 def resolve_job(
@@ -39,9 +39,8 @@ def resolve_job(
 ) -> ResolvedJob:
     """Return a checked and frozen copy of the config with its spec; ConfigError if it cannot run.
 
-    A config that is resolved already is not checked again.
-    builds_data: False leaves out the rules for tokenizer and data. train_spec: of `model.name`, if not
-        the registered one.
+    A resolved config is not checked again. builds_data: False skips the rules for tokenizer and data.
+    train_spec: replaces the registered spec of `model.name`.
     """
     known, world_size = resolved_job(job_config), _world_size(job_config)
     if known is not None and train_spec is None and known.world_size == world_size:
@@ -58,7 +57,8 @@ def resolve_job(
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
     if builds_data:
-        # functools.wraps copies the wrapped builder's attribute, but the wrapper may take other datasets.
+        # Skip builders made with functools.wraps: these have the wrapped builder's attribute, but may
+        # take other datasets.
         builder, known_datasets = train_spec.build_dataloader_fn, train_spec.registered_datasets
         if known_datasets is None and builder is not None and inspect.unwrap(builder) is builder:
             known_datasets = train_spec.fact("registered_datasets")
@@ -70,10 +70,13 @@ def resolve_job(
 
 
 def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
-    """Return the train spec of `model.name`, with sizes of model.hf_config and args; ConfigError if none."""
+    """Return the spec of `model.name`, with the sizes of model.hf_config and model.args.
+
+    Raises ConfigError for an unknown name and for invalid sizes.
+    """
     _import_custom_module(job_config)
     try:
-        # Through the module, because embedders replace its `get_train_spec`.
+        # Looked up in the module, because clients replace its `get_train_spec`.
         spec = train_spec_module.get_train_spec(job_config.model.name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -82,7 +85,7 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 
 def model_of_file(config_file: str) -> dict[str, Any]:
     """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file."""
-    from torchtitan.config import ConfigManager  # loads the command line's parser
+    from torchtitan.config import ConfigManager  # slow: loads the command-line parser
 
     try:
         config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
@@ -94,7 +97,7 @@ def model_of_file(config_file: str) -> dict[str, Any]:
 
 
 def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
-    """Return the spec with the sizes that model.hf_config and model.args give to the flavor."""
+    """Return the spec with the flavor's sizes replaced by those of model.hf_config and model.args."""
     model = job_config.model
     args = spec.model_args.get(model.flavor)
     if model.hf_config is not None:
@@ -108,7 +111,7 @@ def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
                 f"{model.name!r}; set it to {family!r}"
             )
     if args is None or not (model.args or model.hf_config):
-        return spec  # an unknown flavor is refused later
+        return spec  # a later check refuses an unknown flavor
     args = with_values(args, model.args, "model.args")
     refuse(model_sizes(args))
     return dataclasses.replace(spec, model_args={**spec.model_args, model.flavor: args})

@@ -1,4 +1,4 @@
-"""This rank's place in a job's layout, which is known before there is a model."""
+"""This rank's place in the layout of a job's ranks, before a model exists."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ from torchtitan.tools import host, utils
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """This rank's device and place, and the groups of ranks around it.
+    """This rank's device, its place in the meshes, and their process groups.
 
-    `TrainingEngine(config, layout=...)` uses its groups. As a context manager it closes itself.
-    has_outputs: True on the last pipeline stage, which has the model's outputs.
+    `TrainingEngine(config, layout=...)` uses these groups. As a context manager it closes itself.
+    has_outputs: True on ranks with the last pipeline stage, which have the model's outputs.
     """
 
     device: torch.device
     parallel_dims: ParallelDims
     has_outputs: bool
-    _tenant: object = dataclasses.field(default=None, repr=False)  # see tools.host
+    _tenant: object = dataclasses.field(default=None, repr=False)  # see `_Tenant`
 
     @classmethod
     def join(cls, job_config: JobConfig, train_spec: TrainSpec | None = None) -> Self:
@@ -38,7 +38,7 @@ class RankLayout:
         May be called before the model is known. Raises ConfigError for a config that cannot run.
         """
         job_config, train_spec, *_ = resolve_job(job_config, False, train_spec)
-        tenant = _Tenant()  # `close` restores the host's settings that change here
+        tenant = _Tenant()  # `close` restores the settings that are changed here
         host.move_in(tenant)
         try:
             device = set_device()
@@ -49,7 +49,7 @@ class RankLayout:
             raise
 
     def close(self) -> None:
-        """Restore the settings that `join` changed, once all engines are closed. Safe to call twice."""
+        """Restore the settings that `join` changed, after all engines are closed. Safe to call twice."""
         host.move_out(self._tenant)
 
     def __enter__(self) -> Self:
@@ -60,7 +60,7 @@ class RankLayout:
 
     @property
     def dp_size(self) -> int:
-        """The number of groups of ranks that read different batches."""
+        """The data-parallel size: how many different batches the ranks read at a time."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     @property
@@ -69,7 +69,7 @@ class RankLayout:
 
     @functools.cached_property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that read different batches of one step."""
+        """The data-parallel group: ranks that read different batches of one step."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is not None:
             return mesh.get_group()
@@ -79,7 +79,7 @@ class RankLayout:
 
     @property
     def is_output_source(self) -> bool:
-        """True on one rank per batch: last stage, TP rank 0, CP rank 0."""
+        """True on one rank per batch: last pipeline stage, TP rank 0, CP rank 0."""
         return self.has_outputs and self._rank_on("tp") == 0 and self._rank_on("cp") == 0
 
     def _rank_on(self, axis: str) -> int:
@@ -87,7 +87,7 @@ class RankLayout:
         return 0 if mesh is None else mesh.get_local_rank()
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
-        """Return the meshes; raises ValueError if the config sets other degrees."""
+        """Return the meshes; raises ValueError if the config has other parallel degrees."""
         dims = self.parallel_dims
         wanted = parallel_dims_of(job_config, train_spec, self.device, dims.world_size)
         names = [field.name for field in dataclasses.fields(ParallelDims) if field.repr]
@@ -101,15 +101,15 @@ class RankLayout:
 
 
 class _Tenant:
-    """Keeps a layout's changes of the host alive, as an engine keeps its own."""
+    """Registered in `tools.host` for a layout, so the host's settings stay changed until it is closed."""
 
 
 def set_device() -> torch.device:
-    """Make this rank's device the current one, and return it."""
+    """Select this rank's device as the current device, and return it."""
     device_type, device_module = utils.get_device_info()
     if device_type == "cpu":
         return torch.device("cpu")
-    # Without a launcher, keep the device that the host program has chosen.
+    # Without a launcher, keep the host program's current device.
     index = os.environ.get("LOCAL_RANK")
     index = device_module.current_device() if index is None else int(index)
     if index >= device_module.device_count():
@@ -124,7 +124,7 @@ def set_device() -> torch.device:
 def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
     """Join or reuse the process group and return the layout of ranks.
 
-    Raises ConfigError if the config sets ranks apart for generation and they are not divided yet.
+    Raises ConfigError if the config reserves ranks for generation, and they are not separated yet.
     """
     if config.ranks_apart and not dist.is_initialized():
         raise ConfigError(
@@ -159,7 +159,7 @@ def parallel_dims_of(
 
 
 def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.device) -> bool:
-    """True if FSDP also holds the parameters of a single rank."""
+    """True if FSDP wraps the model even if there is nothing to shard."""
     degrees = config.parallelism
     if degrees.always_fsdp is not None:
         return degrees.always_fsdp
@@ -167,7 +167,7 @@ def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.devi
         return True
     if device.type == "cpu" or degrees.data_parallel_replicate_degree > 1:
         return False
-    # Autocast would keep an fp32 residual stream, and cast all weights in every step.
+    # The alternative, autocast, keeps an fp32 residual stream and casts all weights in every step.
     return bool(spec.fact("shards_one_rank"))
 
 

@@ -1,7 +1,6 @@
 """Train from the command line: `torchrun -m torchtitan.train --job.config_file job.toml`.
 
-`Trainer` is loaded on first use, so that a config mistake or --help is answered before anything heavy
-is imported.
+`Trainer` is loaded on first use, so config errors and --help need no slow imports.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # before seconds of imports
+    signals.at_start.start()  # before the imports, which take seconds
 
 import torch
 
@@ -65,16 +64,16 @@ def main(
     config_cls: type[JobConfig] = JobConfig,
     check_config: Callable[[Any], None] | None = None,
 ) -> None:
-    """Read the command line and train. Several ranks compare their configs, and end together.
+    """Read the command line and train. Several ranks compare their configs, and exit together.
 
-    trainer_class: called with the config; returns an object with `train()`, `close()` and a
-        `checkpointer`. config_cls, check_config: an extended config and its own rules.
+    trainer_class: called with the config; returns an object with `train()`, `close()` and
+        `checkpointer`. config_cls, check_config: an extended config, and a function with its rules.
     Exit code 2: the config cannot run; 1: data, files, memory or another rank failed.
     """
-    # Imported here, because programs that import `Trainer` from this module need no parser.
+    # Imported here, because programs that only import `Trainer` need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
-    if not torch.distributed.is_initialized():  # a host program handles its own signals
+    if not torch.distributed.is_initialized():  # otherwise a host program handles its own signals
         signals.at_start.start()
     init_logger()
     _quiet_libraries()
@@ -97,7 +96,7 @@ def main(
 
 
 def _quiet_libraries() -> None:
-    """Silence warnings and progress bars of libraries that a user can do nothing about."""
+    """Silence library warnings that a user cannot act on, and progress bars in log files."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message, UserWarning)
     # The tokenizer gets one text at a time; with threads it would warn of forked data workers.

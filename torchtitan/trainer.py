@@ -36,21 +36,21 @@ from torchtitan.tools.logging import logger, saying_once_per
 
 
 class Trainer(TrainingEngine):
-    """Trains as its config says. Tokenizer, dataloader and validator are optional parts.
+    """Trains a model as the config says. Tokenizer, dataloader and validator are optional.
 
-    Without a `build_dataloader_fn` in the train spec the caller feeds batches to its steps.
+    Without a `build_dataloader_fn` in the train spec, the caller passes batches to the engine's steps.
     """
 
     builds_data = True
-    source_losses: SourceLosses | None = None  # of a mixture
-    _stop: StopRequest | None = None  # while it trains
+    source_losses: SourceLosses | None = None  # set for a mixture
+    _stop: StopRequest | None = None  # set during `train`
 
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
         with on_error(self.close):
             job_config = self.job_config
             tell_settings_without_effect(job_config)
-            self._attended_pairs = self._attending_tokens = 0  # since the last log
+            self._attended_pairs = self._attending_tokens = 0  # counts since the last log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
             metrics.num_flops_per_token = self.num_flops_per_token
@@ -102,7 +102,7 @@ class Trainer(TrainingEngine):
             self._count_documents()
 
     def _count_documents(self) -> None:
-        """Set the steps of `training.epochs`, log what is trained of chats, and measure a mixture."""
+        """Derive num_steps from `training.epochs`, log chat statistics, and set up `source_losses`."""
         training = self.job_config.training
         dataset = getattr(self.dataloader, "dataset", None)
         if not isinstance(dataset, PackedDataset):
@@ -156,7 +156,7 @@ class Trainer(TrainingEngine):
     def batch_generator(
         self, data_iterable: Iterable[tuple[Batch, torch.Tensor]] | StepsAhead
     ) -> Batches:
-        """Return an iterator over batches on the CPU, which counts tokens and the time of reading.
+        """Return an iterator over batches on the CPU that counts tokens and reading time.
 
         Raises ValueError without a dataloader; the iterator raises DataloaderExhaustedError at the end.
         """
@@ -164,15 +164,15 @@ class Trainer(TrainingEngine):
         return Batches(data_iterable, self._count_read)
 
     def _count_read(self, labels: list[int], seconds: float) -> None:
-        """labels: the number of labels of each batch that was read in this time."""
+        """Count batches that were read within `seconds`. labels: the number of labels of each batch."""
         self.ntokens_seen += sum(labels)
         self.metrics_processor.ntokens_since_last_log += sum(labels)
         self.metrics_processor.data_loading_times += [seconds / max(len(labels), 1)] * len(labels)
 
     @contextlib.contextmanager
     def _data(self) -> Iterator[Iterator[tuple[Batch, torch.Tensor]]]:
-        """Yield the batches, read one step ahead of training; checkpoints get their position."""
-        # A client's own method gets the dataloader itself, because it may make other batches.
+        """Yield an iterator over batches that reads one step ahead; checkpoints save its position."""
+        # A client's own method gets the plain dataloader, because it may make other batches.
         if is_overridden(self, "batch_generator", Trainer):
             yield self.batch_generator(self.dataloader)
             return
@@ -197,12 +197,12 @@ class Trainer(TrainingEngine):
             steps.close()
 
     def next_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> Step:
-        """Return the next step's batches, read ahead or now, with the number of labels that count.
+        """Return the next step: its batches, and their number of labels over all ranks.
 
-        All ranks stop at the same step: DataloaderExhaustedError is raised on every rank; an error of
-        reading on its own rank, and ValueError on the others.
+        All ranks stop at the same step. At the end of the data every rank raises
+        DataloaderExhaustedError; if reading fails on a rank, the other ranks raise ValueError.
         """
-        # The loop's own iterator has whole steps, a client's (input_dict, labels).
+        # The trainer's iterator holds whole steps; a client's iterator yields (input_dict, labels).
         if isinstance(data_iterator, Batches) and data_iterator.steps is not None:
             step = data_iterator.next_step()
         else:
@@ -258,19 +258,19 @@ class Trainer(TrainingEngine):
                 )
             losses.append(loss)
         if self._stop is not None:
-            self._stop.ask()  # answered while the optimizer steps
+            self._stop.ask()  # all ranks agree while the optimizer steps
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
-            self.update.settle()  # the norm is read below, so this waits for nothing more
+            self.update.settle()  # costs nothing: the log below waits for the gradient norm anyway
             self._log_step(read, torch.stack(losses).sum(), result)
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
-        """loss: this rank's token losses summed and divided by the global token count."""
+        """loss: the sum of this rank's token losses, divided by the global token count."""
         dims, rows_loss = self.parallel_dims, loss
-        if dims.cp_enabled:  # ranks that share rows take the mean of the rows
+        if dims.cp_enabled:  # sum the loss of whole rows over the context-parallel ranks
             rows_loss = loss.clone()
             torch.distributed.all_reduce(rows_loss, group=dims.get_mesh("cp").get_group())
-        # The mean of a rank without any valid token is 0, not NaN.
+        # At least 1, so the mean loss of a rank without valid tokens is 0, not NaN.
         own_tokens = max(read.num_valid_on_this_rank, 1)
         loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
@@ -291,7 +291,7 @@ class Trainer(TrainingEngine):
         )
 
     def _count_flops(self) -> None:
-        """Set the FLOPs per token by the lengths of the documents since the last log."""
+        """Set the FLOPs per token from the lengths of the documents since the last log."""
         if self.packing.separates_documents and self._attending_tokens:
             attended_length = self._attended_pairs / self._attending_tokens
             share = attended_length / self.job_config.training.seq_len
@@ -339,7 +339,7 @@ class Trainer(TrainingEngine):
             logger.info("training completed")
 
     def _plan_steps(self, num_steps_left: int) -> None:
-        """Set the last step of a resumed run, which may have had another global batch before."""
+        """Set the last step of a resumed run, whose global batch size may have changed."""
         self.num_steps = self.metrics_processor.num_steps = self.step + num_steps_left
         if isinstance(self.lr_schedulers, LRSchedulersContainer):
             config, build = self.job_config.lr_scheduler, self.train_spec.build_lr_schedulers_fn
@@ -376,7 +376,7 @@ class Trainer(TrainingEngine):
                 save_and_stop(self, reason)
                 return
             if self.checkpointer._should_save(self.step, is_last_step):
-                self.update.settle()  # a step that stops the run is not saved
+                self.update.settle()  # raises, before the save, if this step stops the run
             started = time.monotonic()
             self.checkpointer.save(self.step, last_step=is_last_step)
             stop.saved(time.monotonic() - started)
@@ -385,7 +385,7 @@ class Trainer(TrainingEngine):
             for profiler in profilers:
                 profiler.step()
             if self.step == first_step:
-                # The first step compiles and connects; start-up is over: use the short time-out.
+                # The first step, which compiles and connects, is over: use the short timeout.
                 timeout = timedelta(seconds=config.comm.train_timeout_seconds)
                 dist_utils.set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
 
@@ -396,10 +396,10 @@ class Trainer(TrainingEngine):
 
 
 def save_and_stop(engine: TrainingEngine, reason: str) -> None:
-    """Save everything, so that the run can go on later, and log that. Collective."""
+    """Save a full checkpoint, so the run can be resumed, and log the reason. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
-    engine.save()  # and wait for the files
+    engine.save()  # waits for the files, because async_mode is off
     checkpointer.async_mode = usual_mode
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
@@ -417,15 +417,15 @@ def refuse_missing_dataloader(dataloader: Any) -> None:
 
 
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
-    """Continue from the newest checkpoint, if any; False if the run is complete already.
+    """Resume from the newest checkpoint, if any; return False if the run is already complete.
 
-    Raises ValueError if it holds weights only: step 0 again would overwrite the run's checkpoints.
+    Raises ValueError if it holds only weights: starting at step 0 would overwrite the run's checkpoints.
     """
     config, checkpointer = engine.job_config, engine.checkpointer
     checkpointer.claim_folder()
     newest = checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
     continues = newest > 0
-    # The steps of epochs that are left are known once the position is loaded.
+    # With training.epochs, the last step is known only after the data position is loaded.
     is_over = config.training.epochs is None or checkpointer.holds_weights_only(newest)
     if continues and newest >= engine.num_steps and is_over:
         logger.info(

@@ -1,9 +1,9 @@
-"""A check during training that the documents of a batch don't see each other.
+"""A check during training that attention does not cross document boundaries.
 
-The batch goes through the model twice, the second time with one token exchanged for another. Logits of
-other rows, other documents and earlier tokens must stay the same to the last bit (except under dynamic
-float8, whose scale serves a whole tensor). With a mixture of experts the check may fail for a correct
-model, because the number of an expert's tokens decides how each result is rounded.
+The model runs on a batch twice, the second time with one token replaced. The logits of other rows, other
+documents and earlier tokens must be bitwise equal. A correct model may fail the check under dynamic
+float8, because a scale depends on a whole tensor, and with a mixture of experts, because rounding depends
+on the number of tokens of an expert.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -27,13 +27,13 @@ from torchtitan.tools.logging import logger, warn_once
 
 @dataclasses.dataclass
 class IsolationProbe:
-    """Exchanges a token of a batch and finds the logits that change.
+    """Replaces a token of a batch and finds the logits that change.
 
     forward: batch -> logits [B, T, V], without gradients, or None on a pipeline rank without the
-        last stage. All ranks call it together.
-    models: the model, or this rank's parts of it; their blocks are in `layers`.
-    seed: with the step, it decides which token is exchanged.
-    pipeline_group: the ranks that hold the parts of one model; None if this rank holds all of it.
+        last stage. Collective over all ranks.
+    models: the model, or this rank's pipeline stages; their blocks are in `layers`.
+    seed: seed and step determine which token is replaced.
+    pipeline_group: the ranks of one pipeline; None without pipeline parallelism.
     """
 
     forward: Callable[[TokenBatch], Tensor | None]
@@ -52,7 +52,7 @@ class IsolationProbe:
             )
 
     def check(self, step: int, batch: Batch | TokenBatch) -> None:
-        """Run two forwards of `batch`, each rank of its own; random states stay as they are.
+        """Check this rank's batch with two forward passes; random states stay unchanged.
 
         Raises RuntimeError on every rank if a rank finds a leak; that rank's message says where.
         """
@@ -79,7 +79,7 @@ class IsolationProbe:
         if not self._on_any_rank(bool(moved.any())):
             return
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        # The first block whose output changes where it must not.
+        # The first block with a changed output at a position that must stay equal.
         leaks = (x for x in before if (self._moved(before[x], after[x]) & must_stay).any())
         layer = next(leaks, None)
         if self.pipeline_group is not None:
@@ -96,11 +96,11 @@ class IsolationProbe:
     def _choose_token(
         self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
     ) -> tuple[int, int] | None:
-        """Return (row, column), the same on every rank with this batch; None if all is padding."""
+        """Return (row, column), equal on all ranks with this batch; None if no token can be replaced."""
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
-        # Prefer a token with a later document in its row, which may see it; else one with earlier tokens.
+        # Prefer a token followed by another document, into which it may leak; else one with earlier tokens.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         for wanted in (usable & has_document_behind, usable & has_token_before, usable):
@@ -111,7 +111,7 @@ class IsolationProbe:
         return None
 
     def _exchange(self, batch: TokenBatch, place: tuple[int, int] | None) -> TokenBatch:
-        """Return a copy of the batch with another token at this place."""
+        """Return a copy of the batch with another token at `place`; without a place, the batch itself."""
         if place is None:
             return batch
         tokens = batch.tokens.clone()
@@ -122,7 +122,7 @@ class IsolationProbe:
     # ---- what moved ----
 
     def _moved(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return bool [B, T] on the CPU: True where [B, T, n] differs; nan is equal to nan."""
+        """Return bool [B, T] on the CPU, True where two tensors [B, T, n] differ; nan equals nan."""
         rows = zip(before, after, strict=True)  # row by row, because logits are large
         return torch.stack(
             [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
@@ -141,7 +141,7 @@ class IsolationProbe:
         return bool(flag)
 
     def _layer_outputs(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return name of a block -> its output for whole rows. Blocks are called with (x, rope, masks)."""
+        """Return block name -> output for whole rows [B, T, n]. Blocks are called with (x, rope, masks)."""
         outputs: dict[str, Tensor] = {}
         seq_len = batch.tokens.shape[1]
 
@@ -149,7 +149,7 @@ class IsolationProbe:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 output = output[0] if isinstance(output, tuple) else output
                 _, rope, masks = (*args, None, None)[:3]
-                if rope is not None:  # under tensor parallelism each rank holds some of the tokens
+                if rope is not None:  # tensor-parallel ranks may hold only some of the tokens
                     sequence = getattr(self.models[0], "sequence", WholeSequence())
                     output = sequence.join(output, rope.shape[1])
                 if (shards := shards_of(masks)) is not None:

@@ -35,8 +35,8 @@ DeviceMemStats = namedtuple(
 class DeviceMemoryMonitor:
     """Reads the device's peak memory since the last reset.
 
-    device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is this process's resident
-    memory now, "reserved" its peak, which is never reset, and the capacity is the machine's RAM.
+    device: e.g. "cuda:0"; None is the current device. On a CPU, "active" is this process's current
+    resident memory, "reserved" its peak since the start, and the capacity is the machine's RAM.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -87,7 +87,7 @@ def build_device_memory_monitor() -> DeviceMemoryMonitor:
 
 
 class BaseLogger:
-    """Takes metrics and drops them."""
+    """A logger that discards all metrics; the base class of the others."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         pass
@@ -115,7 +115,7 @@ class TensorBoardLogger(BaseLogger):
 
 
 class WandBLogger(BaseLogger):
-    """Sends metrics to Weights & Biases, to the run that the WANDB_* variables describe."""
+    """Sends metrics to Weights & Biases; the environment variables WANDB_* choose the run."""
 
     def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         try:
@@ -150,14 +150,14 @@ class WandBLogger(BaseLogger):
 class JsonlLogger(BaseLogger):
     """Appends one JSON object per call to a file: `step`, `wall_time` (Unix seconds), metrics.
 
-    NaN and infinities become strings that float() reads. A resumed run appends, and may repeat a step,
-    whose later line is then the valid one.
+    NaN and infinities become strings that float() reads. A resumed run appends to the file; if a step
+    occurs twice, the later line is valid.
     """
 
     def __init__(self, path: str, tag: str | None = None) -> None:
         self.tag = tag
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if os.path.exists(path):  # drop an unfinished last line of a killed run
+        if os.path.exists(path):  # remove a partial last line that a killed run left
             with open_file(path, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self.file = open_file(path, "a", encoding="utf-8")
@@ -203,10 +203,10 @@ class LoggerContainer(BaseLogger):
 def ensure_pp_loss_visible(
     parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
 ) -> None:
-    """Warn if LOG_RANK hides the console lines of the rank that has the pipeline's loss."""
+    """Warn if LOG_RANK hides the console output of the rank that has the pipeline's loss."""
     shown_ranks = os.environ.get("LOG_RANK")
     loss_rank = _get_metrics_rank(parallel_dims, job_config)
-    # V-shaped schedules have the loss on rank 0.
+    # In V-shaped schedules rank 0 computes the loss.
     if not shown_ranks or is_one_of(job_config.parallelism.pipeline_parallel_schedule, V_SCHEDULES):
         return
     if str(loss_rank) not in shown_ranks.split(","):
@@ -217,10 +217,10 @@ def ensure_pp_loss_visible(
 
 
 class MetricsProcessor:
-    """Turns a step's numbers into metrics for the console and the loggers.
+    """Computes a step's metrics, and passes them to the console and the loggers.
 
     The trainer adds to `ntokens_since_last_log` (labels of this rank) and `data_loading_times` (seconds
-    per microbatch), sets the attributes that begin as None, and calls `start(step)`.
+    per microbatch), sets the attributes that are None at first, and calls `start(step)`.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class MetricsProcessor:
         self.start(step=0)
 
     def start(self, step: int) -> None:
-        """Start measuring now, after `step` steps."""
+        """Start measuring time and tokens, after `step` training steps."""
         self.step_last_log = step
         self.data_loading_times: list[float] = []
         self._restart()
@@ -321,7 +321,7 @@ class MetricsProcessor:
         self.time_last_log = time.perf_counter()
 
     def _throughput(self) -> tuple[float, float]:
-        """Return (seconds since the last log, tokens per second and device)."""
+        """Return (seconds since the last log, tokens per second per device)."""
         seconds = max(1e-9, time.perf_counter() - self.time_last_log)  # a coarse clock may return 0
         devices = self.parallel_dims.non_data_parallel_size
         return seconds, self.ntokens_since_last_log / (seconds * devices)
@@ -339,7 +339,7 @@ class MetricsProcessor:
             f"{color.turquoise}{memory}",
             f"{color.blue}tps: {round(metrics['throughput(tps)']):,}",
         ]
-        if self.device_memory_monitor.device.type != "cpu":  # there it would round to 0.0
+        if self.device_memory_monitor.device.type != "cpu":  # a CPU's TFLOPS would round to 0.0
             fields.append(f"{color.cyan}tflops: {metrics['tflops']:,.2f}")
         if "mfu(%)" in metrics:
             fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
@@ -359,7 +359,7 @@ def build_metrics_processor(
 
 
 def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int:
-    """Return the rank that writes metrics: the first rank with the pipeline's last stage."""
+    """Return the rank that writes metrics: the first rank that owns the last pipeline stage."""
     if not parallel_dims.pp_enabled:
         return 0
     pp, schedule = parallel_dims.pp, job_config.parallelism.pipeline_parallel_schedule
@@ -378,7 +378,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # names this writer if the job has several
+    owner = []  # subfolders or suffix that identify this writer if the job has several
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:
@@ -386,7 +386,7 @@ def _build_metric_logger(
     now = datetime.now().strftime("%Y%m%d-%H%M")
     log_dir = os.path.join(folder, config.save_tb_folder, now, *owner)
     if config.enable_wandb:
-        try:  # a failure of W&B does not end the run
+        try:  # the run continues without W&B if W&B fails
             container.add_logger(WandBLogger(log_dir, job_config, tag))
         except Exception as error:
             logger.error("Weights & Biases is not used in this run: %s", error)
@@ -403,7 +403,7 @@ def _tagged(tag: str | None, key: str) -> str:
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
-    """Return name of a metric -> peak."""
+    """Return metric name -> value."""
     return {
         "memory/max_active(GiB)": memory.max_active_gib,
         "memory/max_active(%)": memory.max_active_pct,

@@ -18,7 +18,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# Allocator events in a snapshot.
+# Number of allocator events that a snapshot holds.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 
@@ -111,7 +111,7 @@ class MemorySnapshot:
     step_num: int
 
     def step(self, exit_ctx: bool = False) -> None:
-        """Count one step, and write a snapshot if it is due; `exit_ctx` only writes, at once."""
+        """Count one step, and write a snapshot if due. exit_ctx: write now, without counting a step."""
         if not exit_ctx:
             self.step_num += 1
             if self.step_num % self.freq:

@@ -1,4 +1,4 @@
-"""The tokens and the mean loss of each source of a mixture, beside a step's other metrics."""
+"""Metrics of a data mixture: the tokens and the mean loss of each source."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 
 
 class SourceLosses:
-    """A loss function of a step that also adds up the loss of each source since the last log.
+    """A loss function that also accumulates the loss of each source between logs.
 
-    The step has to take `head`; the batch needs "sources" [B, T], the number of each token's source.
+    Pass `head` to the same step; the batch needs "sources" [B, T], the index of each token's source.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class SourceLosses:
     ) -> None:
         self.head = TokenLogProbs(compile_backend=compile_backend)
         self._names = names
-        # [2, number of sources]: sums of losses and numbers of labels, on this rank.
+        # [2, number of sources]: this rank's sum of losses and number of labels.
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
 
     def __call__(self, outputs: TokenOutputs, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -32,7 +32,7 @@ class SourceLosses:
         return losses.sum()
 
     def read(self, loss_group: dist.ProcessGroup | None, schedule: Any | None) -> dict[str, float]:
-        """Return the metrics of the global batches since the last call. Collective over all ranks."""
+        """Return the metrics of all ranks since the last call. Collective over all ranks."""
         sums = self._sums.clone()
         self._sums.zero_()
         if loss_group is not None:

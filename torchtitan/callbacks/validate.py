@@ -33,11 +33,11 @@ class BaseValidator:
         self.job_config = job_config
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """Evaluate the model as it is after `step` training steps."""
+        """Evaluate the model. step: number of training steps so far."""
         raise NotImplementedError(f"{type(self).__name__} must define validate")
 
     def should_validate(self, step: int) -> bool:
-        """True after the first step and every `validation.freq` steps."""
+        """True for step 1 and every `validation.freq` steps."""
         is_due = step % self.job_config.validation.freq == 0
         return is_due or step == 1
 
@@ -45,7 +45,7 @@ class BaseValidator:
 class Validator(BaseValidator):
     """Reports the mean loss per token over the validation batches of all ranks.
 
-    The division into batches and ranks does not matter, and every validation reads the same batches.
+    The loss does not depend on batch size or number of ranks; every validation reads the same batches.
     """
 
     validation_dataloader: BaseDataLoader
@@ -92,7 +92,7 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        Under context parallelism all hold this rank's tokens, [B, T/cp]. An override gets a dict.
+        Under context parallelism all tensors are this rank's slice, [B, T/cp]. An override gets a dict.
         """
         policy = self._policy(model_parts)
         sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
@@ -134,7 +134,7 @@ class Validator(BaseValidator):
             num_tokens = 0.0
             if losses:
                 mesh = self.parallel_dims.get_optional_mesh("loss")
-                # In fp64, because this may be the sum over a whole validation set.
+                # In fp64, because the validation set may be large.
                 loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
                 num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
             if not num_tokens:
@@ -146,15 +146,15 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield as many batches on every rank; one without data repeats its last one without labels."""
-        # The same text each time, so that losses are comparable, even with those of a resumed run.
+        """Yield equally many batches on every rank; a rank without data repeats its last, unlabelled."""
+        # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
         else:
             self.validation_dataloader.load_state_dict(self._start_of_data)
         batches = iter(self.validation_dataloader)
         config = self.job_config.validation_data
-        # The dummy of a rank whose share of the data has no batch.
+        # A dummy batch, for a rank whose share of the data has no batch at all.
         tokens = torch.zeros(config.local_batch_size, config.seq_len, dtype=torch.int64)
         input_dict, labels = {"input": tokens}, tokens
         max_batches, global_batch_size = config.steps, self.job_config.training.global_batch_size
@@ -175,7 +175,7 @@ class Validator(BaseValidator):
                 self.metrics_processor.ntokens_since_last_log += labels.numel()
             num_batches += 1
             if num_batches != max_batches:
-                # Started before this batch's work is queued, so that reading it does not wait for that.
+                # The all-reduce starts before this batch's forward, so reading its result is not delayed.
                 batch = next(batches, None)
                 is_over = self._all_ranks_finished(batch is None)
             yield input_dict, labels
@@ -183,7 +183,7 @@ class Validator(BaseValidator):
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's summed loss and number of valid labels; in a pipeline, all ranks' same."""
+        """Return this rank's summed loss and number of labels, equal on all ranks of a pipeline."""
         policy = self._policy(runner.model_parts)
         batches = [policy.training_batch(input_dict, labels)]
         if self.pp_schedule is not None:
@@ -194,7 +194,7 @@ class Validator(BaseValidator):
         losses = runner.run(
             microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
         )
-        # This rank's part of the labels, so that the sum over ranks that share rows has each once.
+        # This rank's slice of the labels, so the sum over context-parallel ranks counts each label once.
         num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
         loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
         if self.pp_schedule is not None:
@@ -202,7 +202,7 @@ class Validator(BaseValidator):
         return loss, num_tokens
 
     def _all_ranks_finished(self, is_finished: bool) -> Callable[[], bool]:
-        """Start to ask all ranks whether they are out of data; the returned function returns it."""
+        """Start an all-reduce; the returned function returns True if all ranks are out of data."""
         mesh = self.parallel_dims.get_optional_mesh("batch")
         group = None if mesh is None else mesh.get_group()
         n_more = num_dummies(int(not is_finished), group, torch.device(get_device_type()))
@@ -214,7 +214,7 @@ build_validator = Validator
 
 @contextmanager
 def _measured_apart(metrics_processor: MetricsProcessor) -> Iterator[None]:
-    """Keep the block's tokens and seconds out of the next training metrics."""
+    """Exclude the tokens and the time of this context from the next training metrics."""
     num_tokens = metrics_processor.ntokens_since_last_log
     seconds = time.perf_counter() - metrics_processor.time_last_log
     metrics_processor.ntokens_since_last_log = 0

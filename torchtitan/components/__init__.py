@@ -1,1 +1,1 @@
-"""The import path in torchtitan 0.2.xs. The package itself doesn't import from here."""
+"""Import paths of torchtitan 0.2.x, for clients. This package itself does not import from here."""

@@ -1,4 +1,4 @@
-"""The import path of `torchtitan.checkpoint` in 0.2.x."""
+"""The import path in torchtitan 0.2.x of `torchtitan.checkpoint`."""
 # ruff: noqa: F401
 
 import torch.distributed as dist
@@ -19,5 +19,5 @@ from torchtitan.checkpoint.states import (
     ModelWrapper,
 )
 
-# Programs for 0.2.x replace `DefaultStager` here, so it is looked up at each call.
+# Looked up at each call, because clients written for 0.2.x replace `DefaultStager` in this module.
 saver.make_stager = lambda options: DefaultStager(options)

@@ -26,7 +26,7 @@ TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 
-# `import *` finds the lazy name ConfigManager here.
+# Lists ConfigManager, too, which is loaded on access, for `import *`.
 __all__ = [
     "JobConfig",
     "ConfigManager",

@@ -1,4 +1,4 @@
-"""What the config's sections are made of: `Section`, nested tables, and types with a range."""
+"""Building blocks of config sections: `Section`, nested tables, and numbers with a range."""
 
 import dataclasses
 import functools
@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 
 class Section:
-    """A table of settings. `freeze` ends its changes; a copy of it can be changed again."""
+    """A table of settings. `freeze` makes it read-only; copies of a frozen section can be changed."""
 
-    __slots__ = ("_job",)  # what froze it
+    __slots__ = ("_job",)  # the `job` argument of `freeze`
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "_job"):
@@ -21,20 +21,20 @@ class Section:
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        self.__setattr__(name, None)  # refused if it is frozen
+        self.__setattr__(name, None)  # raises if the section is frozen
         object.__delattr__(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # of copies, which are not frozen
+        return self.__dict__  # without `_job`, so copies are not frozen
 
 
 def resolved_job(config: Any) -> Any:
-    """Return what `torchtitan.job.resolve_job` made of a config; None if it can still be changed."""
+    """Return the `job` with which `freeze` froze a config; None if the config is not frozen."""
     return getattr(config, "_job", None)
 
 
 def freeze(config: Any, job: Any) -> None:
-    """Refuse changes of a section and the sections in it from here on. job: see `resolved_job`."""
+    """Make a section and its nested sections read-only. job: returned by `resolved_job`."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for part in value if isinstance(value, list) else [value]:
@@ -49,20 +49,20 @@ def section(kind: type, text: str = "") -> Any:
 
 
 class Setting(NamedTuple):
-    key: str  # dotted
+    key: str  # dotted, such as "training.steps"
     value: Any
     annotation: Any
     default: Any
 
 
-# Each rule about all settings reads the hints of all sections, which takes 2 ms.
+# Cached, because reading the type hints of all sections takes 2 ms, and several rules read them.
 _hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
     functools.partial(get_type_hints, include_extras=True)
 )
 
 
 def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Iterator[Setting]:
-    """Yield the settings of a section and those inside it; in_lists: also optimizer.groups[0].lr."""
+    """Yield the settings of a section and its nested sections; in_lists: also optimizer.groups[0].lr."""
     hints = _hints_of(type(config))
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)
@@ -80,9 +80,9 @@ def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Ite
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a number may have; stands in the annotation of a setting.
+    """The range of a number, for the annotation of a setting.
 
-    excluded: an end of the range that is not part of it. special: a value outside that is allowed.
+    excluded: an end of the range that is not allowed. special: a value outside that is allowed.
     """
 
     smallest: float
@@ -91,11 +91,11 @@ class Range:
     special: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """Return what a value outside must be, such as "at most 10"; None for a value inside."""
+        """Return what the value must be, such as "at most 10", if it is not allowed; else None."""
         is_number = isinstance(value, numbers.Real)
         if value == self.special or not is_number:
             return "a number" if not is_number else None
-        # Comparisons with nan are false, so the condition states what is allowed: nan then fails.
+        # The condition states what is allowed, so nan fails, because all comparisons with nan are false.
         if self.smallest <= value <= self.largest and value != self.excluded:
             return None
         besides = "" if self.special is None else f", or {self.special}"
@@ -110,6 +110,6 @@ Positive = Annotated[int, Range(1, 10**9)]
 NumSteps = Annotated[int, Range(1, 10**12)]
 Count = Annotated[int, Range(0, 10**9)]
 PositiveFloat = Annotated[float, Range(0, 10**9, excluded=0)]
-NotNegative = Annotated[float, Range(0, 1e38)]  # fp32 holds 3e38
+NotNegative = Annotated[float, Range(0, 1e38)]  # the largest fp32 number is 3e38
 Fraction = Annotated[float, Range(0, 1)]
-Decay = Annotated[float, Range(0, 1, excluded=1)]  # of an average
+Decay = Annotated[float, Range(0, 1, excluded=1)]  # decay of a moving average

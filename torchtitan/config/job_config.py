@@ -31,14 +31,14 @@ from torchtitan.tools.logging import logger
 
 @dataclass
 class Job(Section):
-    config_file: str | None = None  # TOML file to read; flags on the command line win over it
+    config_file: str | None = None  # TOML file to read; command-line flags override its values
     dump_folder: str = "./outputs"  # Root folder of everything this job writes
     # Free text about the purpose of this job; logged when it starts
     description: str = "default job"
     print_config: bool = False  # Log the resolved config when the job starts
     # Write the resolved config as JSON to this file, under the dump folder
     save_config_file: str | None = None
-    # Module with a dataclass JobConfig, whose sections and fields are merged over the built-in ones
+    # Module with a dataclass JobConfig, whose sections and fields extend or replace the built-in ones
     custom_config_module: str = ""
 
 
@@ -62,7 +62,7 @@ class Metrics(Section):
     disable_color_printing: bool = False
     # Folder for TensorBoard and Weights & Biases files, under the dump folder
     save_tb_folder: str = "tb"
-    # Every rank writes its own metrics, instead of one rank for all
+    # Every rank writes its own metrics, instead of one rank only
     save_for_all_ranks: bool = False
     enable_wandb: bool = False  # Send metrics to Weights & Biases
     enable_jsonl: bool = True  # Append metrics to a file, one JSON object per line
@@ -84,12 +84,12 @@ class Model(Section):
     # Model converters to apply, in this order, e.g. quantize.linear.float8
     converters: list[str] = field(default_factory=list)
     print_after_conversion: bool = False  # Log the model's modules after the conversion
-    # Attention kernel; None takes the flavor's. On a GPU varlen needs 16-bit numbers
+    # Attention kernel; None takes the flavor's. On a GPU varlen needs a 16-bit dtype
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
-    # Tokens attend to earlier ones of their row (causal) or document, which ends with the end-of-text
-    # token (block_causal) or where positions do not go up by one. None takes the flavor's
+    # Tokens attend to earlier tokens of their row (causal) or document. Documents end at end-of-text tokens
+    # (block_causal), or where positions do not go up by one (position_block_causal). None: the flavor's
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
-    # Output values [B, T, 1] in place of logits, for critics; needs a loss function of your own
+    # Output values [B, T, 1] in place of logits, for critics; needs your own loss function
     value_head: bool = False
     # Compute the output projection in fp32; at |logit| 26 bf16 changes log-probs by up to 0.09
     fp32_head: bool = False
@@ -97,31 +97,31 @@ class Model(Section):
 
 @dataclass
 class ParameterGroup(Section):
-    # Regular expression, such as "norm|bias", that is searched for in the names of parameters; a
-    # parameter belongs to the first table that fits
+    # Regular expression, such as "norm|bias", searched for in parameter names; a parameter belongs to
+    # the first table whose pattern matches
     pattern: str = ""
-    # Settings of these parameters in place of those of [optimizer]; None takes [optimizer]'s
+    # Settings for these parameters; None takes the value in [optimizer]
     lr: NotNegative | None = None
     beta1: Decay | None = None
     beta2: Decay | None = None
     eps: NotNegative | None = None
     weight_decay: NotNegative | None = None
-    muon: bool = True  # With optimizer.name = "Muon": false updates their matrices by AdamW, too
+    muon: bool = True  # With optimizer.name = "Muon": false makes AdamW update the group's matrices
 
 
 @dataclass
 class Muon(Section):
-    """The options of torch.optim.Muon, by its names."""
+    """Options of torch.optim.Muon, under the same names."""
 
     momentum: Decay = 0.95  # Decay of the average of gradients
-    nesterov: bool = True  # Update by the average as it would be one step later
+    nesterov: bool = True  # Use Nesterov momentum
     # Coefficients a, b, c of the Newton-Schulz iteration: x <- a x + (b (x x^T) + c (x x^T)^2) x
     ns_coefficients: list[float] = field(default_factory=lambda: [3.4445, -4.775, 2.0315])
     ns_steps: Annotated[int, Range(1, 99)] = 5  # Newton-Schulz iterations
     # Factor on the learning rate of a matrix [m, n]: sqrt(max(1, m / n)) (original), or
-    # 0.2 sqrt(max(m, n)), with which rates and weight decay for AdamW fit (match_rms_adamw)
+    # 0.2 sqrt(max(m, n)), so AdamW's learning rate and weight decay can be used (match_rms_adamw)
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    # Type in which the iteration computes; layouts agree to 1e-6 in float32 only
+    # Dtype of the iteration; results agree to 1e-6 between parallel layouts only in float32
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
@@ -136,9 +136,9 @@ class Optimizer(Section):
     weight_decay: NotNegative = 0.1  # Weight decay
     # Update all parameters in one kernel, in a few batched ones, or one by one (for debugging)
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # Update each parameter as soon as its gradient is complete; saves memory, and clips nothing
+    # Update each parameter as soon as its gradient is complete; saves memory, without gradient clipping
     early_step_in_backward: bool = False
-    # Type in which the moments are kept, with stochastic rounding; None takes that of the parameters
+    # Dtype of the moments, with stochastic rounding; None takes the dtype of the parameters
     state_dtype: Literal["bfloat16"] | None = None
     muon: Muon = section(Muon, 'Muon; for optimizer.name = "Muon"')
     # Settings of some parameters, one [[optimizer.groups]] table for each group
@@ -150,12 +150,12 @@ class LRScheduler(Section):
     # Steps over which the learning rate rises linearly to its peak
     warmup_steps: Annotated[int, Range(0, 10**12)] = 200
     total_steps: NumSteps | None = None  # Steps the schedule spans; None takes training.steps
-    # Share of the steps that decay, at the end; None decays from the end of the warm-up on
+    # Fraction of the steps, at the end, in which the rate decays; None decays right after the warm-up
     decay_ratio: Fraction | None = None
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # Shape of the decay
     # Learning rate at the end of the decay, as a fraction of the peak
     min_lr_factor: Fraction = 0.0
-    # With 0 the first step has 1/warmup_steps of the peak, with -1 it changes nothing, as in verl
+    # Learning rate of the first step: 0 gives 1/warmup_steps of the peak, -1 gives 0, as in verl
     step_offset: Literal[0, -1] = 0
     # Learning rate where the warm-up begins, as a fraction of the peak
     init_lr_factor: Fraction = 0.0
@@ -179,7 +179,7 @@ class MixtureSource(Section):
     dataset_path: str | None = None  # File or folder of the dataset
     # Share of the mixture's tokens, relative to the weights of the other sources
     weight: Annotated[float, Range(0, 1e38, excluded=0)] = 1.0
-    # Passes over this source, after which the others go on without it
+    # Passes over this source; afterwards the mixture continues without it
     epochs: PositiveFloat | None = None
 
 
@@ -195,55 +195,55 @@ class Training(Section):
     local_batch_size: Positive = 8
     # Sequences per optimizer step over all ranks; -1 accumulates no gradients
     global_batch_size: Annotated[int, Range(1, 10**9, special=-1)] = -1
-    # Sum gradients over data-parallel ranks only after a step's last microbatch: less communication;
-    # under FSDP each rank then holds the gradients of the whole model, 4 bytes per parameter
+    # Sum gradients over data-parallel ranks only after a step's last microbatch. Saves communication,
+    # but under FSDP each rank holds the gradients of the whole model, 4 bytes per parameter
     defer_gradient_sync: bool = False
     seq_len: Positive = 2048  # Tokens per sequence
-    # Scale gradients down to this norm if theirs is larger
+    # Clip the gradient norm to this value
     max_norm: Annotated[float | int, Range(0, 1e38, excluded=0, special=math.inf)] = 1.0
     steps: NumSteps = 10000  # Optimizer steps to train for
     # Save and end before the process has run this long; 0 is no limit. Needs checkpoint.enable
     time_limit_minutes: Annotated[float, Range(0, 10**8)] = 0.0
     # Keep parameters, gradients and optimizer state in host memory (with FSDP)
     enable_cpu_offload: bool = False
-    # Type of the parameters, in which the optimizer updates them
+    # Dtype in which parameters are stored and updated
     dtype: Literal["bfloat16", "float32"] = "float32"
-    # Type that parameters are cast to for compute, by FSDP, or by autocast without FSDP
+    # Dtype of parameters in forward and backward: FSDP casts them, or autocast without FSDP
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     mixed_precision_reduce: Literal["float32"] = "float32"  # Type in which FSDP sums gradients
-    # How gradients of data-parallel ranks are combined: their sum, if the loss is divided by a
-    # count over all ranks, or their mean, if your program computes a mean loss on each rank
+    # How to reduce gradients over data-parallel ranks: sum, if the loss is divided by a count over all
+    # ranks, or mean, if your program computes a mean loss on each rank
     gradient_reduction: Literal["sum", "mean"] = "sum"
-    # If a step's gradient norm is inf or nan: leave the weights unchanged and go on (skip), stop the
-    # job, or update all the same (ignore)
+    # If a step's gradient norm is inf or nan: leave the weights unchanged and continue (skip), stop the
+    # job (stop), or update anyway (ignore)
     nonfinite_grad_norm: Literal["skip", "stop", "ignore"] = "skip"
     # Count RoPE positions from 0 in each document, if the attention mask keeps documents apart
     restart_positions: bool = True
-    # Leave the last token of a document out of the loss, because its label is of the next document;
-    # None does so if the attention mask keeps documents apart
+    # Mask the label of a document's last token, which belongs to the next document; None masks it if
+    # the attention mask keeps documents apart
     mask_boundary_loss: bool | None = None
-    # Compute the loss in the output projection, with the logits of this many tokens at a time; 0: of the
-    # whole microbatch; -1: 1,024 on a CPU and 4,096 elsewhere, from a vocabulary of 32,768 on, else 0
+    # Compute the loss in the output projection, with the logits of this many tokens at a time; 0: of all
+    # tokens; -1: 1,024 on a CPU and 4,096 elsewhere, but 0 if the vocabulary is smaller than 32,768
     loss_chunk: Annotated[int, Range(-1, 10**12)] = -1
     gc_freq: NumSteps = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
     dataloader: DataLoader = section(DataLoader, "How training data is loaded")
-    # Read the documents of every pass in another order, drawn from data_seed; else as they lie
+    # Shuffle the documents, differently in every pass, with data_seed
     shuffle: bool = False
-    data_seed: Annotated[int, Range(0, 2**53)] = 0  # Seed of that order
-    # Passes over the data to train for, in place of steps, which follow from it
+    data_seed: Annotated[int, Range(0, 2**53)] = 0  # Seed for training.shuffle
+    # Passes over the data to train for; replaces training.steps
     epochs: PositiveFloat | None = None
-    # How documents are laid into rows: end to end (concat), whole ones fitted into rows and cut only if
-    # longer than a row (fit), or one per row (none). Rows of the last two are padded
+    # How to pack documents into rows: end to end (concat), whole documents that are split only if longer
+    # than a row (fit), or one document per row (none). With fit and none, rows are padded
     packing: Literal["concat", "fit", "none"] = "concat"
     # Jinja template of chats; None takes the chat template in model.hf_assets_path
     chat_template: str | None = None
-    # Names in chat files for keys and roles, such as "conversations=messages", "from=role",
-    # "human=user"; a role for a key makes its text a turn
+    # Rename keys and roles of chat files, such as "conversations=messages", "from=role", "human=user".
+    # A key of a sample that is renamed to a role becomes a turn
     chat_keys: list[str] = field(default_factory=list)
-    # A chat of more than seq_len tokens stops the run (error), loses its end (cut), or is left out
+    # A chat of more than seq_len tokens stops the run (error), is truncated (cut), or dropped (skip)
     too_long: Literal["error", "cut", "skip"] = "error"
-    # Several datasets in place of training.dataset, one [[training.mixture]] table each
+    # Several datasets in place of training.dataset: one [[training.mixture]] table per dataset
     mixture: list[MixtureSource] = field(default_factory=list)
 
 
@@ -253,13 +253,13 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Positive = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
-    # Free a layer's gathered weights after its forward: always, never, or default: always except under
-    # pipeline parallelism, and on one rank. A number keeps them sharded over that many ranks
+    # Reshard a layer's weights after its forward: always, never, or default (always, but never under
+    # pipeline parallelism or on one rank). A number reshards them over that many ranks
     fsdp_reshard_after_forward: int | str = "default"
-    # NCCL allocates FSDP's buffers and registers them for zero-copy transfers, if it can
+    # Let NCCL allocate and register FSDP's buffers for zero-copy transfers, if supported
     fsdp_register_buffers: bool = False
-    # Wrap the model in FSDP even if there is nothing to shard. None does so for a train spec without a
-    # dataloader, and on an accelerator without replicas, where FSDP is faster than autocast
+    # Wrap the model in FSDP even if there is nothing to shard. None wraps it if the train spec has no
+    # dataloader, or on an accelerator without replicas, where FSDP is faster than autocast
     always_fsdp: bool | None = None
     tensor_parallel_degree: Positive = 1  # Ranks that split each matrix multiplication; 1 is off
     # Gather the logits before the loss instead of computing it on vocabulary shards
@@ -284,14 +284,14 @@ class Parallelism(Section):
     # Accepted because configs of torchtitan 0.2.x have it; no effect in this version
     pipeline_parallel_expert_parallel_overlap: bool = True
     context_parallel_degree: Positive = 1  # Ranks that split each sequence; 1 is off
-    # How to give ranks equal work: headtail or ptrr; None gives each rank one consecutive slice
+    # How to balance attention work over ranks: headtail or ptrr; None: consecutive slices
     context_parallel_load_balancer: str | None = "headtail"
     # Collective that exchanges keys and values between context-parallel ranks
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    # What sends tokens to their experts: torch's all-to-all. "deepep" is refused
+    # How tokens are sent to experts: standard is torch's all-to-all; "deepep" is refused
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
     def __post_init__(self) -> None:
@@ -310,7 +310,7 @@ class Checkpoint(Section):
     enable_ft_dataloader_checkpoints: bool = True
     folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
     interval: NumSteps = 500  # Save every this many steps
-    # Checkpoint (the step folder itself) to start from, if this job has none of its own
+    # Step folder of a checkpoint to start from, if this job has no checkpoint of its own
     initial_load_path: str | None = None
     # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True
@@ -318,25 +318,25 @@ class Checkpoint(Section):
     initial_load_in_hf: bool = False
     # Dequantize the Hugging Face safetensors to start from
     initial_load_in_hf_quantized: bool = False
-    # What exports do with parts of the Hugging Face model that are not trained, such as a vision tower
+    # Untrained parts of the Hugging Face model, such as a vision tower, in exports
     untrained_weights: Literal["copy", "drop", "refuse"] = "drop"
     # The last checkpoint holds only the weights; no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
-    # Type of the weights in a last checkpoint that holds only the weights
+    # Dtype of the weights in a last checkpoint that holds only weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # Training waits for the whole save, only for the copy to host memory (async), or for neither
+    # Training waits for the whole save (disabled), for the copy to host memory (async), or for neither
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could leave none
+    # Number of newest checkpoints to keep; 0 keeps all. 1 is refused: a crash while saving could leave none
     keep_latest_k: Annotated[int, Range(2, 10**9, special=0)] = 10
     load_step: Annotated[int, Range(-1, 10**12)] = -1  # Step to continue from; -1 is the newest
     # Parts of a checkpoint to leave out when loading, e.g. optimizer,lr_scheduler,dataloader
     exclude_from_loading: list[str] = field(default_factory=list)
     # Settings that may differ from the checkpoint's, though they change the model, such as lora.alpha
     allow_changed: list[str] = field(default_factory=list)
-    # Save after step 1 too, as an early test that saving works
+    # Also save after step 1, to test early that saving works
     enable_first_step_checkpoint: bool = False
-    # Initialise the model, save it as step 0 and exit; on one process
+    # Initialise the model, save it as step 0 and exit; needs a single process
     create_seed_checkpoint: bool = False
     load_only: bool = False  # Load, but never save
     # Compare the files' hashes with those recorded when the checkpoint was saved
@@ -349,19 +349,19 @@ class ActivationCheckpoint(Section):
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     # For mode selective: a number n recomputes every n-th layer, "op" decides per operator
     selective_ac_option: str = "2"
-    # For option "op": parts of names of linears, whose shapes of matrix products are recomputed
+    # For option "op": parts of names of linear layers; matmuls with their weight shapes are recomputed
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
     )
     early_stop: bool = False  # Stop recomputing a layer once backward has all it needs
     # For mode memory_budget: 0 recomputes everything, 1 keeps everything. Needs compile.enable
     memory_budget: Fraction = 0.5
-    # Draw memory against recompute time, into memory_budget_pareto under the dump folder
+    # Plot memory against recompute time, into memory_budget_pareto under the dump folder
     visualize_memory_budget_pareto: bool = False
     preserve_rng_state: bool = True  # Draw the same random numbers when recomputing
-    # Check recomputed tensors against the original ones: default (metadata) or none
+    # Compare recomputed tensors with the originals: their metadata (default), or nothing (none)
     determinism_check: Literal["default", "none"] = "default"
-    debug: bool = False  # Record operators, to explain a mismatch when recomputing; slow
+    debug: bool = False  # Record operators, to explain a mismatch in recomputation; slow
 
 
 @dataclass
@@ -372,11 +372,11 @@ class Compile(Section):
     backend: str = "inductor"  # Backend of torch.compile
 
     def applies_to(self, component: str) -> bool:
-        """Return whether this component, "model" or "loss", is compiled."""
+        """True if this component, "model" or "loss", is compiled."""
         return self.enable and component in self.components
 
     def backend_of(self, component: str) -> str | None:
-        """Return the backend with which this component is compiled; None if it is not."""
+        """Return the backend that compiles this component; None if it is not compiled."""
         return self.backend if self.applies_to(component) else None
 
 
@@ -441,16 +441,16 @@ class LoRA(Section):
     # An adapter's product is multiplied by alpha / rank
     alpha: PositiveFloat = 16.0
     use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
-    # Part of an adapter's input that training sets to zero; a resumed run draws other masks
+    # Dropout probability of an adapter's input; a resumed run draws other dropout masks
     dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
     # Layers with an adapter: "all-linear", or dotted parts of their names, such as q_proj, wq, layers.0
     target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
-    # Ranks and alphas of some layers, by dotted parts of their names; the first that fits counts
+    # Ranks and alphas of some layers, by dotted parts of their names; the first match applies
     rank_pattern: dict[str, Any] = field(default_factory=dict)
     alpha_pattern: dict[str, Any] = field(default_factory=dict)
-    # Modules that train whole, such as embed_tokens; also "norms" and "biases"
+    # Modules whose own weights are trained, such as embed_tokens; also "norms" and "biases"
     also_train: list[str] | str = field(default_factory=list)
-    adapter_path: str | None = None  # Folder in PEFT's format, whose adapters training starts from
+    adapter_path: str | None = None  # Folder in PEFT's format with the initial adapters
 
     @staticmethod
     def names(setting: list[str] | str) -> list[str]:
@@ -460,16 +460,17 @@ class LoRA(Section):
 
 @dataclass
 class Comm(Section):
-    # Limit of a collective's time up to and including step 1
+    # Timeout of collectives through the end of step 1
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
-    # Limit of a collective's time after step 1
+    # Timeout of collectives after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
     # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
-    # Real communication, none (fake_backend: dry runs), or all ranks simulated in one process
+    # Real communication (default), none, for dry runs (fake_backend), or all ranks simulated in one
+    # process (local_tensor)
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
@@ -483,11 +484,11 @@ class MemoryEstimation(Section):
 class FaultTolerance(Section):
     enable: bool = False  # Train with torchft replicas; refused in this version
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
-    process_group_timeout_ms: int = 10000  # Time-out of that group, in milliseconds
+    process_group_timeout_ms: int = 10000  # Timeout of this process group, in milliseconds
     replica_id: int = 0  # Number of this replica
     group_size: int = 0  # Number of replicas
     min_replica_size: int = 1  # Replicas that have to take part in a step
-    # Algorithm of replicas that do not synchronise in every step: local_sgd or diloco
+    # Algorithm for replicas that do not synchronise every step: local_sgd or diloco
     semi_sync_method: str | None = None
 
 
@@ -500,15 +501,15 @@ class Experimental(Section):
 @dataclass
 class Validation(Section):
     enable: bool = False  # Measure the loss on held-out data
-    # Dataset, by its registered name; None takes the held-out part of training.dataset, or all of it
+    # Dataset, by its registered name; None takes training.dataset, its held-out part if there is one
     dataset: str | None = None
     # File or folder of the dataset; None takes training.dataset_path if dataset is None too
     dataset_path: str | None = None
-    local_batch_size: Positive = 8  # Sequences per data-parallel rank in one forward pass, or fewer
+    local_batch_size: Positive = 8  # Maximum sequences per data-parallel rank in one forward pass
     seq_len: Positive | None = None  # Tokens per sequence; None takes training.seq_len
     freq: NumSteps = 10  # Validate every this many steps
-    # Batches per validation, of training.global_batch_size sequences or else of local_batch_size per
-    # data-parallel rank; -1 takes all the data
+    # Batches per validation; -1 takes all data. A batch has training.global_batch_size sequences, or, if
+    # that is not set, local_batch_size per data-parallel rank
     steps: Annotated[int, Range(1, 10**12, special=-1)] = -1
     dataloader: DataLoader = section(DataLoader, "How validation data is loaded")
 
@@ -523,12 +524,12 @@ class Debug(Section):
     # Seed of all random numbers; None lets rank 0 draw one
     seed: Annotated[int, Range(0, 2**64 - 1)] | None = None
     deterministic: bool = False  # Use deterministic algorithms only; slower
-    # Warn, instead of failing, if no deterministic algorithm exists
+    # Warn instead of failing if an operation has no deterministic algorithm
     deterministic_warn_only: bool = False
     # Send the same number of tokens to every expert, whatever the router decides
     moe_force_load_balance: bool = False
-    # At the first step, and every this many steps, exchange a token of the batch, and stop if logits of
-    # another document or an earlier token change. Costs two forward passes; 0 turns it off
+    # At the first step, and every this many steps, replace a token of the batch, and stop if logits of
+    # other documents or earlier tokens change. Costs two forward passes; 0 turns it off
     check_document_isolation_freq: Annotated[int, Range(0, 10**12)] = 0
 
 
@@ -558,7 +559,7 @@ class JobConfig(Section):
 
     @property
     def validation_data(self) -> Validation:
-        """A copy of `[validation]`, where dataset, dataset_path and seq_len default to `[training]`'s."""
+        """A copy of `[validation]` with unset dataset, dataset_path and seq_len taken from `[training]`."""
         own, training = self.validation, self.training
         is_training_data = own.dataset is None and own.dataset_path is None
         return replace(
@@ -570,11 +571,11 @@ class JobConfig(Section):
 
     @property
     def ranks_apart(self) -> int:
-        """The number of a job's ranks that do not train; they are its last ranks."""
+        """The number of ranks that do not train: the last ranks of the job."""
         return 0
 
     def trainer_ranks(self, world_size: int) -> int:
-        """Return the number of ranks that train, the job's first ones. The layout covers these."""
+        """Return the number of ranks that train: the first ranks, which the parallel degrees cover."""
         return world_size
 
     def to_dict(self) -> dict[str, Any]:

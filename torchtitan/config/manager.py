@@ -1,4 +1,4 @@
-"""Reads a job's config: built-in defaults, under a TOML file, under command line flags."""
+"""Reads a job's config. Command-line flags override a TOML file, which overrides the defaults."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,14 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
 
-_FLAGS_SHOWN = 4  # suggestions for a mistyped flag
+_FLAGS_SHOWN = 4  # number of suggestions for a mistyped flag
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
-    """A TOML file that cannot be parsed; callers may catch either library's error."""
+    """A TOML file cannot be parsed. Callers may catch the error of tomli or of tomllib."""
 
     def __init__(self, path: str, line: int, reason: object) -> None:
-        # Bypasses the constructors of TOMLDecodeError, which need the text.
+        # Bypasses the constructors of TOMLDecodeError, which need the file's text.
         ValueError.__init__(self, f"{path}, line {line}: not valid TOML: {reason}")
 
 
@@ -50,10 +50,9 @@ class ConfigManager:
     def parse_args(self, args: list[str] | None = None) -> JobConfig:
         """Return the config that `args` (default: this process's arguments) describe.
 
-        Flags win over the TOML file, which wins over the defaults. Calls are independent.
-        Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file, and SystemExit(2)
-        for a mistake in the flags, after printing it; with several ranks `exit_on_config_error`
-        prints it.
+        Flags override the TOML file, which overrides the defaults. Calls are independent.
+        Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file. For a mistake in the flags,
+        prints a message (with several ranks `exit_on_config_error` prints it) and raises SystemExit(2).
         """
         args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
         toml_values = self._maybe_load_toml(args)
@@ -83,7 +82,7 @@ class ConfigManager:
             if not error.code:
                 raise
             message = _sentence_in(parser_output.getvalue())
-            if has_peers():  # then the caller prints it, once for all ranks
+            if has_peers():  # the caller prints the message, once for all ranks
                 raise _FlagMistake(message) from error
             print(message, file=sys.stderr)
             raise
@@ -123,7 +122,7 @@ class ConfigManager:
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
     ) -> type[JobConfig]:
-        # The deprecated key comes last. The check of the whole table reports a value that is no text.
+        # The deprecated key comes last. A value that is not a string is reported later.
         names = []
         for section, key in ("job", "custom_config_module"), ("experimental", "custom_args_module"):
             table = (toml_values or {}).get(section)
@@ -143,7 +142,7 @@ class ConfigManager:
 
     @staticmethod
     def _merge_configs(base: Any, custom: Any) -> type:
-        """Return a dataclass with the fields of both, `custom` first; sections are merged likewise."""
+        """Return a dataclass with the fields of both; `custom` overrides `base`. Merges sections, too."""
         base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
         fields = {f.name: f for c in (base, custom) for f in dataclasses.fields(c)}
         merged: list[tuple[str, Any, Any]] = []
@@ -175,7 +174,7 @@ class ConfigManager:
         return with_values(cls(), data) if dataclasses.is_dataclass(cls) else data
 
     def _validate_config(self) -> None:
-        """Copy values of old keys to the new ones; refuse old tokenizer files."""
+        """Copy values of deprecated keys to their new keys; refuse a tokenizer.model file."""
         job, model = self.config.job, self.config.model
         if old_name := self.config.experimental.custom_args_module:
             logger.warning(
@@ -195,7 +194,7 @@ class ConfigManager:
             )
 
     @staticmethod
-    @functools.cache  # the parser tries every rule on every key
+    @functools.cache  # register once, because the parser tries every rule on every key
     def register_tyro_rules(registry: tyro.constructors.ConstructorRegistry) -> None:
         """Add the rules for flags of lists, `a,b`, and of tables, `dim=64, n_layers=2`."""
 
@@ -243,7 +242,7 @@ custom_registry = tyro.constructors.ConstructorRegistry()
 def parse_args_or_exit(
     args: list[str] | None = None, config_cls: type[JobConfig] = JobConfig
 ) -> JobConfig:
-    """Return `ConfigManager.parse_args`; a mistake prints a message and exits with 2."""
+    """Return the config of `ConfigManager.parse_args`; on a mistake, print a message and exit with 2."""
     with exit_on_config_error():
         return ConfigManager(config_cls).parse_args(args)
 
@@ -252,7 +251,7 @@ def parse_args_or_exit(
 def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Turn the exception of a config mistake into one message on stderr and exit code 2.
 
-    tell: prints the message instead; the ranks of a process group use it to print only once.
+    tell: called with the message instead of printing it, e.g. to print once for several ranks.
     """
     try:
         yield
@@ -276,7 +275,7 @@ def _program() -> str:
 
 
 class _FlagMistake(SystemExit):
-    """The parser's exit, with its message about the flags, which nobody has printed yet."""
+    """The exit after a mistake in the flags, with the parser's message, which is not printed yet."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)
@@ -295,7 +294,7 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
 
 
 def _sentence_in(box: str) -> str:
-    """Return the parser's message about a flag, which is in a frame with help texts, in one line."""
+    """Extract the parser's message about a flag from its frame of help texts, as one line."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
     lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
     parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
@@ -311,7 +310,7 @@ def _sentence_in(box: str) -> str:
 
 
 def _expand_home(section: Any) -> None:
-    """Expand `~` at the beginning of paths, in place; a shell does not expand it behind `=`."""
+    """Expand a leading `~` of paths, in place, because a shell does not expand it after `=`."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):

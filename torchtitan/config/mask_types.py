@@ -1,7 +1,6 @@
-"""The mask types of `model.attn_mask_type`, and where each one reads the boundaries of documents.
+"""The mask types of `model.attn_mask_type`, and how each one finds document boundaries.
 
-Explicit boundaries in a batch ("document_ids", "seq_lens", "cu_seqlens") take precedence over both
-sources.
+A batch's entries "document_ids", "seq_lens" or "cu_seqlens" take precedence over END_OF_TEXT and POSITIONS.
 """
 
 END_OF_TEXT = "end-of-text tokens"
@@ -16,7 +15,7 @@ BOUNDARY_SOURCES: dict[str, str | None] = {
 
 
 def boundary_source(attn_mask_type: str) -> str | None:
-    """Return the entry of BOUNDARY_SOURCES. Raises ValueError for an unknown mask type."""
+    """Return END_OF_TEXT, POSITIONS or None. Raises ValueError for an unknown mask type."""
     if attn_mask_type not in BOUNDARY_SOURCES:
         raise ValueError(
             f"model.attn_mask_type must be one of {', '.join(BOUNDARY_SOURCES)}, got "
@@ -26,17 +25,17 @@ def boundary_source(attn_mask_type: str) -> str | None:
 
 
 def separates_documents(attn_mask_type: str) -> bool:
-    """Return True if attention stays within documents. Raises as `boundary_source` does."""
+    """True if attention stays within documents. Raises ValueError for an unknown mask type."""
     return boundary_source(attn_mask_type) is not None
 
 
 def reads_positions(attn_mask_type: str | None) -> bool:
-    """Return True if documents begin where positions do not go up by one; False for None."""
+    """True if a document begins where positions do not increase by one; False for None."""
     return attn_mask_type is not None and boundary_source(attn_mask_type) == POSITIONS
 
 
 def check_kernel(attn_type: str, attn_mask_type: str) -> None:
-    """Raise ValueError for a mask type that is unknown, or that the kernel cannot apply."""
+    """Raise ValueError if the mask type is unknown, or if the kernel does not support it."""
     if separates_documents(attn_mask_type) and attn_type == "sdpa":
         raise ValueError(
             "model.attn_type = 'sdpa' cannot keep documents apart, got model.attn_mask_type = "

@@ -7,11 +7,11 @@ from itertools import islice
 from torchtitan.config.job_config import Parallelism
 from torchtitan.tools.files import open_file
 
-# Schedules of torch.distributed.pipelining, by the stages that rank r holds:
+# Schedules of torch.distributed.pipelining, grouped by the stages that pipeline rank r owns:
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # stage r
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
-# Reads the order of its actions from parallelism.pipeline_parallel_schedule_csv.
+# Schedules that read their actions from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
@@ -19,12 +19,12 @@ _ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
-    """Return True if `name` is one of `schedules`; like torch, ignore case."""
+    """True if `name` is one of `schedules`, ignoring case as torch does."""
     return name.lower() in {schedule.lower() for schedule in schedules}
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Return True if gradients of inputs and of weights are computed by separate actions."""
+    """True if the schedule computes gradients of inputs and of weights in separate actions."""
     if path := parallelism.pipeline_parallel_schedule_csv:
         with open_file(path, encoding="utf-8") as file:
             return re.search(r"\d[IW]", file.read()) is not None
@@ -32,12 +32,12 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
-    """Return the pipeline rank that holds the end of the model."""
+    """Return the pipeline rank that owns the last stage."""
     return 0 if is_one_of(schedule, V_SCHEDULES) else pp_degree - 1
 
 
 def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
-    """Return the stages that a pipeline rank holds, in the model's order; ValueError for a misfit."""
+    """Return the stages that a pipeline rank owns, in order. ValueError if num_stages does not fit."""
     if num_stages % pp_degree:
         raise ValueError(
             f"every rank of a pipeline must hold the same number of stages, got {num_stages} stages for "
@@ -54,7 +54,7 @@ def stage_ids_of_rank(schedule: str, pp_rank: int, pp_degree: int, num_stages: i
 
 
 def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]]:
-    """Return the names of the modules in each stage of a decoder; ValueError for a misfit."""
+    """Return the module names of each stage of a decoder. ValueError if layers and stages do not fit."""
     pp, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     modules = parallelism.module_fqns_per_model_part
     per_stage = parallelism.pipeline_parallel_layers_per_stage
@@ -107,7 +107,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """Refuse lists that don't name every module once: an unlisted module would be dropped."""
+    """Raise ValueError unless every module is listed once: an unlisted module would be dropped."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     missing = [name for name in expected if name not in listed]
@@ -129,9 +129,9 @@ def generate_llm_fqn_per_model_part(
 ) -> list[list[str]]:
     """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
-    input_weight, output_weight: the cost of embedding, and of norm and output, in layers.
-    If layers cannot be spread equally, the first stages get one more. Raises ValueError if there are
-    too many stages, or if the embedding or the output weighs more than a stage's share.
+    input_weight, output_weight: the cost of the embedding, and of norm and output, as a number of layers.
+    If the layers do not divide evenly, the first stages get one more. Raises ValueError if there are too
+    many stages, or if the embedding or the output costs more than a stage's share.
     """
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, got {num_stages}")

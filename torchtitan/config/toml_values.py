@@ -1,4 +1,4 @@
-"""TOML tables become config sections, after a check of their names and of their values' types."""
+"""Converts TOML tables to config sections, and checks key names and value types."""
 
 import dataclasses
 import types
@@ -12,8 +12,8 @@ from torchtitan.tools.errors import ConfigError
 def with_values(instance: Any, table: Any, section: str = "") -> Any:
     """Return a copy of a dataclass instance with the values of a parsed TOML table.
 
-    section: the table's dotted name for errors, "" for the whole file.
-    Raises ConfigError for an unknown key, a value of another type, or one that the class refuses.
+    section: the table's dotted name in errors; "" for the whole file.
+    Raises ConfigError for an unknown key, a value of the wrong type, or a value that the class refuses.
     """
     cls = type(instance)
     if not isinstance(table, dict):
@@ -64,18 +64,18 @@ def with_values(instance: Any, table: Any, section: str = "") -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Return a TOML value as the type `annotation`; raises TypeError if it is of another type.
+    """Return a TOML value as type `annotation`; raises TypeError for a value of the wrong type.
 
-    An integer serves for a float, a list for a tuple, text for a path; other types are not checked.
+    Accepts an integer for a float, a list for a tuple, a string for a path. Other classes are not checked.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
-    kind = type(value)  # isinstance would let True pass as the integer 1
+    kind = type(value)  # isinstance would accept True as an integer
     accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
-        # int before float, so that 1 stays an integer.
+        # Try float last, so 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):
             try:
                 return convert(value, member)
@@ -85,7 +85,7 @@ def convert(value: Any, annotation: Any) -> Any:
         kinds = {type(choice) for choice in arguments}
         if value in arguments and kind in kinds:
             return value
-        if kind in kinds:  # the caller's message shows the value
+        if kind in kinds:  # without the value's type: the caller's message shows the value
             raise TypeError(f"expected {describe(annotation)}")
     elif origin in (list, tuple):
         if kind is list and origin is tuple and arguments and arguments[-1] is not Ellipsis:

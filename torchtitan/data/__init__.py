@@ -1,4 +1,4 @@
-"""From files to batches: text datasets, tokenizers, loaders. This file defines a dataset's entry."""
+"""From files to batches: datasets, tokenizers, loaders. This file defines an entry of the registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass
 class DatasetConfig:
-    """A dataset's default path, and the functions that read its documents."""
+    """An entry of `text_datasets.DATASETS`: a default path, and functions that read documents."""
 
     path: str  # the default of `dataset_path`
     loader: Callable  # path -> samples, as docs/datasets.md describes them
     sample_processor: Callable  # sample -> its text
-    # (data, tokenizer, [training]) -> a function that makes a sample `open_document.Tokens`, in place
-    # of `sample_processor`; for samples that are not texts
+    # Replaces `sample_processor` for samples that are not texts. (data, tokenizer, Training) -> a
+    # function that converts a sample to `open_document.Tokens`
     make_encoder: Callable | None = None

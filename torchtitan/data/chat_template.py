@@ -1,6 +1,6 @@
-"""Messages of a chat, rendered by a model's Jinja template into the text that it was trained on.
+"""Chat messages, rendered as text by the model's Jinja template.
 
-A template comes from a downloaded file, so `rendering` runs it in another process.
+Templates come from downloaded files, so `rendering` runs them in another process.
 """
 
 import json
@@ -22,8 +22,8 @@ Tools = Sequence[Mapping[str, Any]] | None
 Variables = Mapping[str, Any] | None
 
 SEAM = "\ufdd0"
-"""A mark in a text: the parts before and after it are tokenized separately. No text contains it, because
-it is a noncharacter of Unicode."""
+"""A mark that splits a text for the tokenizer: the parts on both sides are tokenized separately. This
+character is a Unicode noncharacter, so no ordinary text contains it."""
 
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
@@ -31,10 +31,10 @@ _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
 
 
 class CannotRenderError(ValueError):
-    """A template cannot render messages. reason: without the names of both."""
+    """A template cannot render messages. reason: the error, without template name and messages."""
 
     def __init__(self, name: str, messages: Sequence[Message], reason: str) -> None:
-        super().__init__(name, messages, reason)  # as pickle makes it again
+        super().__init__(name, messages, reason)  # unpickling passes these arguments
         self.reason = " ".join(reason.split())
 
     def __str__(self) -> str:
@@ -45,8 +45,9 @@ class CannotRenderError(ValueError):
 class ChatTemplate:
     """Renders messages, as `apply_chat_template` of Hugging Face's tokenizers does.
 
-    source: the template; ValueError if it is none. name: in errors. variables: of the template, such as
-        bos_token, beside messages, tools, documents and add_generation_prompt.
+    source: the template text; ValueError if it is not valid Jinja. name: the template's name in errors.
+    variables: template variables such as bos_token; messages, tools, documents and
+        add_generation_prompt are set by `render`.
     control_tokens: texts of tokens that the template may produce, but a reply must not.
     """
 
@@ -117,9 +118,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Variables = None,
     ) -> str:
-        """Return the text of messages and, if asked for, of the header of the model's next message.
+        """Return the messages as text, by default with the header of the model's next message.
 
-        Raises ValueError if the template cannot render it, RunError if it takes too much time or memory.
+        Raises ValueError if the template cannot render them, RunError if rendering takes too much time
+        or memory.
         """
         more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
@@ -127,7 +129,7 @@ class ChatTemplate:
     def render_each(
         self, calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]], *, tools: Tools = None
     ) -> list[str | CannotRenderError]:
-        """Return the text of each (messages, more variables), or the error of `render`."""
+        """Return, for each (messages, extra variables), the text or the error that `render` raises."""
         for_all = {"tools": tools, "documents": None}
         variables = [
             {**self._variables, **more, **for_all, "messages": messages} for messages, more in calls
@@ -151,13 +153,13 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], *, tools: Tools = None, variables: Variables = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return (the text of messages, the span [begin, end) of each part inside {% generation %}).
+        """Return (text, spans): the character span [begin, end) of each {% generation %} block.
 
-        Raises ValueError as `render` does, or if the template changes the text of a part afterwards.
+        Raises ValueError as `render` does, and if the template changes the text of a block afterwards.
         """
         plain_text = {**(variables or {}), "add_generation_prompt": False}
         text = ""
-        for _ in range(2):  # again if the text has the marks itself
+        for _ in range(2):  # a second time if the text contains the characters chosen as marks
             unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
             begin, end = next(unused), next(unused)
             marks = {"_begin_generation": begin, "_end_generation": end}
@@ -185,17 +187,17 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text without the blanks after the control token that ends it, if any."""
+        """Return the length of a text without trailing blanks, if a control token precedes these."""
         end = text.rstrip()
         return len(end if end.endswith(self._control_tokens) else text)
 
     def token_at_end(self, text: str) -> str | None:
-        """Return the control token that ends a text, blanks aside; None if there is none."""
+        """Return the control token at the end of a text, ignoring trailing blanks; None if none."""
         ends = (token for token in self._control_tokens if text.rstrip().endswith(token))
         return max(ends, key=len, default=None)
 
     def stop_token(self, text: str, rest: str) -> str:
-        """Return what a model writes behind a turn's `text` to end it: "" or the first token of `rest`."""
+        """Return the leading control token of `rest`, which ends the turn `text`; "" if `text` has one."""
         if text.rstrip().endswith(self._control_tokens):
             return ""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))
@@ -211,8 +213,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text between the model's answer to `messages` and its next answer.
 
-        replies: the messages after the answer, such as a tool's result. A `SEAM` cuts each control token
-            in them, because they come from elsewhere.
+        replies: the messages after the answer, such as a tool's result. They are untrusted, so a `SEAM`
+            splits each control token in them.
         stop: text at the end of the model's answer that the template would repeat.
         """
         written = _WRITTEN
@@ -224,7 +226,7 @@ class ChatTemplate:
 
     def _cut_tokens(self, value: Any) -> Any:
         if isinstance(value, str):
-            token_begins = f"(?={self._token.pattern})(.)"  # also within another token
+            token_begins = f"(?={self._token.pattern})(.)"  # also finds overlapping tokens
             return re.sub(token_begins, rf"\1{SEAM}", value.replace(SEAM, ""), flags=re.DOTALL)
         if isinstance(value, Mapping):
             return {self._cut_tokens(key): self._cut_tokens(v) for key, v in value.items()}
@@ -250,7 +252,7 @@ class ChatTemplate:
 
 
 def text_of(result: str | CannotRenderError) -> str:
-    """Return a text of `render_each`; raise its error."""
+    """Return the result if it is a text; raise it if it is an error."""
     if isinstance(result, CannotRenderError):
         raise result
     return result

@@ -1,9 +1,9 @@
-"""Chats, and pairs of a prompt and a completion, as token ids with the labels that the loss counts.
+"""Converts chats, and prompt-completion pairs, to token ids and a mask of the tokens to train on.
 
-The text is that of the tokenizer's chat template, and the ids [n] are those of `apply_chat_template` of
-`transformers`. Labels are the tokens of the assistant's turns. They are found by the template's
-{% generation %} marks or, if it has none, by rendering the messages before and through each turn. If
-neither way is sound, the chat is refused.
+The tokenizer's chat template renders the text; the ids [n] equal those of `apply_chat_template` of
+`transformers`. The assistant's turns are trained. They are found by the template's {% generation %}
+marks or, without marks, by rendering the chat up to the start and the end of each turn. A chat is
+refused if its turns cannot be found in either way.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from torchtitan.tools.logging import logger, warn_once
 
 _RESULT_ROLES = ("tool", "function", "ipython")
 ROLES = ("system", "developer", "user", "assistant", *_RESULT_ROLES)
-# Names of the model's thinking in a message, the first being the one that most templates read.
+# Keys of a message that hold the model's reasoning; most templates read the first key.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _IN_PLACE_OF_CONTENT = {"tool_calls", *_REASONING_KEYS}
-# Keys of a message by which other programs leave it out of the loss: 0 or false.
+# Keys by which other programs leave a message out of the loss (value 0 or false).
 _TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
 Span = tuple[int, int]  # the characters [begin, end) of a text
@@ -39,15 +39,14 @@ class ChatEncoder:
 
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
-    of messages or both texts. Other keys, and keys whose value is None, are ignored.
+    of messages or both texts. Other keys, and keys whose value is None, are ignored. Trained tokens:
 
-    - messages: the assistant's turns are trained, with the end of the turn if the marks enclose it.
-      Without marks a turn is the text behind its header, through the control token that ends it, or
-      else that begins the next turn.
-    - prompt and completion, messages: all of the completion, through the control token that ends it.
-    - prompt and completion, texts: no template; the completion and an end-of-text id.
+    - with `messages`: the text between {% generation %} marks. Without marks: each assistant turn, from
+      behind its header through the control token that ends the turn, or that begins the next turn.
+    - with `prompt` and `completion` as messages: the completion, through its final control token.
+    - with `prompt` and `completion` as texts: the completion and an end-of-text id, without a template.
 
-    A token with characters on both sides of a turn's boundary is trained, as in `transformers`.
+    A token that straddles the boundary of a turn is trained, as in `transformers`.
     template: None if the folder has none; then chats are refused. tool_template: for samples with tools.
     keys: see `renamed`.
     """
@@ -69,7 +68,7 @@ class ChatEncoder:
         backend = tokenizer.tokenizer
         processor = backend.post_processor
         if processor and b'"trim_offsets":true' in processor.__getstate__():
-            # It cuts blanks off the offsets of tokens. Without it the ids of a text are the same.
+            # This post-processor trims blanks from token offsets. Dropping it changes no ids.
             backend = type(backend).from_str(backend.to_str())
             backend.post_processor = None
         self._backend = backend
@@ -78,14 +77,14 @@ class ChatEncoder:
     def of_tokenizer(
         cls, tokenizer: HuggingFaceTokenizer, path: str = "", keys: Mapping[str, str] | None = None
     ) -> "ChatEncoder":
-        """Return an encoder with the template in a file, or, without a path, of the model's folder."""
+        """Return an encoder with the template in the file `path`, or else in the tokenizer's folder."""
         plain, with_tools = (
             ChatTemplate.of_tokenizer(tokenizer, path=path, tools=x) for x in (False, True)
         )
         return cls(tokenizer, plain, with_tools, keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Raises ValueError for a bad sample or template, and if the labels are unknown or none."""
+        """Raises ValueError for a bad sample or template, and if the trained tokens are unknown or none."""
         sample = renamed(sample, self._keys)
         if problem := _problem_of(sample):
             raise ValueError(problem)
@@ -138,7 +137,7 @@ class ChatEncoder:
         trained = np.zeros(len(ids), dtype=bool)
         offsets = chain.from_iterable(encoding.offsets)  # numpy reads pairs four times slower
         begins, ends = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2).T
-        # Several tokens may share a character. Tokens of no character have the place between others.
+        # Sorted offsets for searchsorted: tokens may share a character or have an empty span.
         begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
         for begin, end in spans:
             if begin < end:
@@ -169,11 +168,12 @@ def _warn_of_texts(chat: "_Chat") -> None:
 
 
 class ChatTokens:
-    """Converts a sample to the tokens of a document that is at most `seq_len` long.
+    """Converts a sample to a document of at most `seq_len` tokens.
 
-    too_long: of longer chats "error" refuses the first, "cut" takes the first `seq_len` tokens, and
-        "skip" none. A chat that trains nothing before the cut is skipped, too.
-    key: what the result depends on beside the tokenizer. template: its part of the chat template.
+    too_long: what to do with a longer chat: "error" raises ValueError, "cut" truncates it, "skip"
+        returns no tokens. A chat with no trained token before the truncation is skipped as well.
+    key: identifies the settings that the tokens depend on, besides the tokenizer. template: the
+        encoder's part of `key`.
     """
 
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
@@ -185,7 +185,7 @@ class ChatTokens:
         return self._fitted(*self._encoder(sample))
 
     def count(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Return the numbers of tokens, of trained tokens, and of tokens before truncation."""
+        """Return (tokens, trained tokens, tokens before truncation)."""
         ids, trained = self._encoder(sample)
         fitted = self._fitted(ids, trained)
         return len(fitted.ids), int(fitted.trained.sum()), len(ids)
@@ -208,7 +208,7 @@ class _Chat:
     def __init__(self, template: ChatTemplate, sample: Mapping[str, Any]) -> None:
         self.template = template
         tools = sample.get("tools")
-        if isinstance(tools, str):  # for files whose columns cannot hold arbitrary JSON
+        if isinstance(tools, str):  # some file formats can only hold JSON as a string
             with contextlib.suppress(ValueError, RecursionError):
                 tools = json.loads(tools)
         if tools is not None and not _is_list_of(dict, tools):
@@ -221,9 +221,9 @@ class _Chat:
                 f"'chat_template_kwargs' must be an object, got {variables!r:.80}; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
-        # (number of messages, with the assistant's header) -> the text of these first messages
+        # (n, whether the assistant's header follows) -> the text of the first n messages
         self._beginnings: dict[tuple[int, bool], str | CannotRenderError] = {}
-        self._num_prompt = 0  # messages that are no part of the completion; 0 without a completion
+        self._num_prompt = 0  # number of messages in the prompt; 0 for a sample with `messages`
         if "messages" not in sample:
             self.messages = _checked_messages(sample["prompt"], "prompt")
             self._num_prompt = len(self.messages)
@@ -252,7 +252,7 @@ class _Chat:
         return text in self._beginning(len(self.messages))
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
-        """Return the text of the chat, and the spans of its characters that are trained."""
+        """Return the text of the chat, and the character spans to train on."""
         n, n_prompt = len(self.messages), self._num_prompt
         turns = [i for i in range(n_prompt, n) if self.messages[i]["role"] == "assistant"]
         try:
@@ -309,7 +309,7 @@ class _Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend turns without a closing token through the next turn's token, which stops generation."""
+        """Extend each turn that has no closing token by the next turn's first token, as a stop token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if turn + 1 == len(self.messages):  # the user's next turn
@@ -334,7 +334,7 @@ class _Chat:
         return len(before), self.template.end_of_turn(text)
 
     def _join_parts(self) -> None:
-        """Replace contents that are lists of one text by that text, if the template takes texts only."""
+        """Replace a content [{"text": x}] by x if the template cannot render lists."""
         lists = [m["content"] for m in self.messages if _is_list_of(dict, m.get("content"))]
         lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
         if not lists:
@@ -355,7 +355,7 @@ class _Chat:
         ]
 
     def _render_beginnings(self, turns: list[int]) -> None:
-        """Render the chat, its beginnings around these turns, and the chat with one more user turn."""
+        """Render the chat, its parts before and through each of these turns, and one more user turn."""
         n = len(self.messages)
         of_turns = [key for i in turns for key in ((i, True), (i + 1, False))]
         keys = [(n, False), *of_turns, (n + 1, False)]
@@ -366,7 +366,7 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first `number` messages, with the next turn's header if `header`."""
+        """Return the text of the first `number` messages; header: with the next turn's header."""
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])
@@ -381,10 +381,10 @@ class _Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span of an assistant's turn, from behind its header to its closing token.
 
-        The text must begin with the rendering of the messages before the turn and its header, and with
-        the rendering through the turn. Templates may drop thinking once the chat goes on. Then a
-        rendering with other content finds what follows the content; it must begin as in a chat that
-        ends with the turn.
+        The span is sound if two renderings are prefixes of the text: the messages before the turn with
+        the turn's header, and the messages through the turn. The second one is no prefix if the template
+        drops reasoning from earlier turns. A rendering with other content then shows which text follows
+        the content, and this text must begin with the text that follows the content of a last turn.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)
@@ -395,7 +395,7 @@ class _Chat:
             return len(before), self.template.end_of_turn(through)
         else:
             difference = _difference(text, through) or "it is shorter than its header"
-            message = self.messages[turn]  # with another text, and another last character
+            message = self.messages[turn]  # its replacement must differ, also in the last character
             ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
             changed = list(self.messages)
             changed[turn] = {**message, "content": f"what the model wrote{ending}"}
@@ -417,7 +417,7 @@ _MARK_IT = (
 
 
 def _difference(text: str, prefix: str) -> str:
-    """Quote the first difference of text and prefix, for messages; "" if text starts with it."""
+    """Describe, for messages, where `text` differs from `prefix`; "" if it begins with it."""
     if text.startswith(prefix):
         return ""
     same = len(os.path.commonprefix([text, prefix]))
@@ -462,7 +462,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return messages without keys that are None, and thinking with the names that templates read."""
+    """Return messages without None values; reasoning gets the keys `thinking` and `reasoning_content`."""
     if not _is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
@@ -533,10 +533,11 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
 
 
 def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
-    """Return a sample with our names for the keys of the sample and of its messages, and for roles.
+    """Return a sample with its keys, its messages' keys and its roles renamed to ours.
 
-    keys: their name -> ours. A key of the sample that stands for a role holds the text of a turn; several
-        for one role are joined by a blank line. These turns, in the order of `keys`, come first.
+    keys: name in the files -> our name. If our name is a role, the value is the text of a turn of this
+        role; several texts of one role are joined by a blank line. These turns come before `messages`,
+        in the order of `keys`.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -560,7 +561,7 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
 
 
 def load_chats(path: str, keys: Mapping[str, str] | None = None) -> Any:
-    """Return the samples for a `ChatEncoder` with the same keys as `load_local_documents` does."""
+    """Return the samples in local files, checked by the rules of `ChatEncoder`. keys: see `renamed`."""
     example = '{"messages": [{"role": "user", "content": "..."}, ...]}'
     rule = SampleRule(example, (*_COLUMNS, *(keys or ())), partial(_problem_of, keys=keys))
     return load_local_documents(path, rule)

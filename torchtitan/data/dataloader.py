@@ -1,4 +1,4 @@
-"""Dataloaders whose position is saved in checkpoints, and can be loaded on another number of ranks."""
+"""Dataloaders whose position in the data is checkpointed, and can be resumed on other rank counts."""
 
 import inspect
 import itertools
@@ -27,7 +27,7 @@ _BEGIN_AGAIN = "start the data over with checkpoint.exclude_from_loading = ['dat
 
 
 class DataloaderExhaustedError(Exception):
-    """The data ended before the training did. No StopIteration, which a generator turns into RuntimeError."""
+    """The data ended before training. Not StopIteration, which generators turn into RuntimeError."""
 
 
 class BaseDataLoader(ABC):
@@ -40,10 +40,10 @@ class BaseDataLoader(ABC):
 class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
-    The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so that one checkpoint holds
-    the states of all ranks. A `PackedDataset` goes on from these on any number of ranks and data
-    workers, which share the rows of each batch. Other datasets go on on the saved numbers, and with
-    `can_reshard = True` on other numbers, where `inherit(states)` gets the states of all saved readers.
+    The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so one checkpoint holds the
+    states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers. Another
+    dataset resumes only on the saved numbers, unless it has `can_reshard = True` and a method
+    `inherit(states)`, which gets the states of all saved ranks and data workers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
-        """Remove, in place, arguments without a use here. Raises ValueError for unknown names."""
+        """Remove, in place, arguments that have no effect here. Raises ValueError for unknown names."""
         _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # self, dataset
         if unknown := sorted(set(kwargs) - set(known)):
             raise ValueError(
@@ -85,7 +85,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return map(_with_sample_ids_aside, batches)
 
     def _whole_batches(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
+        """Join the rows of a batch, of which each data worker has read a part; see `_collate_rows`."""
         while batch := list(itertools.islice(parts, max(self.num_workers, 1))):
             rows = [row for rows, _ in batch for row in rows]
             if not rows:  # no worker has a row left
@@ -117,7 +117,10 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to this rank's saved position, or to a share of all ranks'; ValueError if it is none."""
+        """Resume at this rank's saved position, or at a share of all ranks' positions.
+
+        Raises ValueError for a damaged position, and for one that these ranks cannot share.
+        """
         if not state_dict:
             return
         saved_world_size = state_dict["world_size"]
@@ -155,7 +158,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"{saved_world_size} ranks with as many data workers as before, or {_BEGIN_AGAIN}"
             )
         loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
-        super().load_state_dict({})  # drops the iterator and workers of the present position
+        super().load_state_dict({})  # drops the present iterator and its workers
         self.next_iter_state = None  # drops a position that was loaded before
         with _one_error_if_damaged():
             self.dataset.inherit(
@@ -164,7 +167,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
 
 def _collate_rows(rows: list[Row | None]) -> tuple[list[int], Any]:
-    """Return the numbers of the rows in the batch that are not None, and these rows as a batch."""
+    """Return the indices of the rows that are not None, and these rows as a batch."""
     read = {number: row for number, row in enumerate(rows) if row is not None}
     return list(read), default_collate(list(read.values())) if read else None
 

@@ -1,7 +1,7 @@
-"""Sources of documents, and the part of each that one row stream (see `row_streams`) reads.
+"""Sources of documents, and the share of each source that one row stream (see `row_streams`) reads.
 
-A source is indexed (it has `len()` and `[i]`) or a stream of `datasets`. The documents of an indexed
-source are numbered without end: number n is document n % N of pass n // N over N documents.
+A source is indexed (it has `len()` and `[i]`) or a `datasets.IterableDataset`. In an indexed source
+of N documents, number n stands for document n % N of pass n // N.
 """
 
 import copy
@@ -28,17 +28,17 @@ _ROUNDS = 8
 _WORD = 2**64 - 1
 
 Encoder = Callable[[Any], str | Tokens]
-"""Makes a sample a text, which is tokenized piece by piece, or the tokens of the whole document."""
+"""Converts a sample to a text, which is tokenized later, or to the tokens of the whole document."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Maps the numbers of documents, which count on from pass to pass, to indices in a data set.
+    """Maps document numbers, which increase from pass to pass, to indices in a data set.
 
     Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
-    A pass is a permutation that takes no memory: a Feistel network of 8 rounds over the next power of
-    four, whose results beyond N are mapped again until they fall below N ("cycle walking", Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    The order of a pass is a permutation that is computed, not stored: a Feistel network of 8 rounds over
+    the next power of four. Results of N or more are permuted again until they are below N ("cycle
+    walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     num_documents: int
@@ -54,7 +54,7 @@ class Order:
         return index
 
     def of_pass(self, pass_number: int) -> NDArray[np.int64]:
-        """Return the indices of all documents in the order of a pass."""
+        """Return the indices [N] of all documents, in the order of a pass."""
         indices = np.arange(self.num_documents, dtype=np.uint64)
         if self.seed is not None:
             keys = _round_keys(self.seed, pass_number)
@@ -80,7 +80,7 @@ def _round_keys(seed: str, pass_number: int) -> list[int]:
 
 
 def _mixed(x: Any) -> Any:
-    """Return 64 bits that all depend on all bits of x: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    """Return a 64-bit hash of x: the finalizer of SplitMix64 (Steele et al., 2014)."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _WORD
     return x ^ x >> 31
@@ -88,13 +88,13 @@ def _mixed(x: Any) -> Any:
 
 @dataclass
 class DocumentShare:
-    """The documents of one of S readers: the numbers base + reader, base + reader + S, and so on."""
+    """The documents of one of S readers, by number: base + reader, base + reader + S, and so on."""
 
     reader: int
     num_readers: int  # S above
     base: int = 0
-    num_taken: int = 0  # documents taken from the stride
-    # Numbers below `base` that readers of an earlier run did not take, ascending. They come first.
+    num_taken: int = 0  # documents read so far, without `pending`
+    # Documents below `base` that an earlier run did not read, ascending; they are read first.
     pending: deque[int] = field(default_factory=deque)
 
     @property
@@ -122,9 +122,10 @@ class DocumentShare:
 
 
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Return shares of new readers of all documents that the old readers did not take.
+    """Divide the documents that the old readers did not read among `num_readers` new readers.
 
-    Their strides begin where the fastest old reader was; what others did not take below is dealt out.
+    The new `base` is the next document of the old reader that is furthest ahead. Documents below it
+    that other readers did not read become `pending`.
     """
     base = max(share.next_in_stride for share in shares)
     not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
@@ -139,9 +140,9 @@ class Source:
     """A data set as a source of documents.
 
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
-    number, weight: of the source in a mixture. counts: see `row_plan.count_tokens`.
-    limit: the number of passes after which the source has no document left; None: no limit.
-    seed: of the order of documents; None keeps the data set's order.
+    number, weight: the source's index and weight in a mixture. counts: see `row_plan.count_tokens`.
+    limit: the number of passes after which the source ends, perhaps a fraction; None: no limit.
+    seed: shuffles the documents; None keeps the data set's order.
     """
 
     name: str
@@ -158,13 +159,13 @@ class Source:
     counts: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        # Spellings of the tokens that begin or end documents; none once a text had one.
+        # The begin- and end-of-text tokens as text; emptied after the warning about them.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
         if self.is_indexed:
             if not len(self.data):
                 raise ValueError(f"dataset {self.name!r} holds no documents; correct {self.path!r}")
-            # Sources of equal length have different orders.
+            # With the source's number, so that sources of equal length are shuffled differently.
             seed = None if self.seed is None else f"{self.seed} {self.number}"
             self.order = Order(len(self.data), seed)
         elif not hasattr(self.data, "num_shards"):
@@ -201,7 +202,7 @@ class Source:
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
-        """Return a sample as a document. index: in the data set, None for a stream."""
+        """Return a sample as a document. index: the sample's index in the data set; None for a stream."""
         content = self.checked(self.encode, sample, index)
         if isinstance(content, str):
             self._warn_of_separators(content, index)
@@ -222,11 +223,11 @@ class Source:
             )
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
-        """Return `encode(sample)`; its ValueError gets the document's name."""
+        """Return `encode(sample)`; adds the document's name to a ValueError."""
         try:
             content = encode(sample)
             if isinstance(content, str):
-                content.encode()  # raises where the tokenizer would
+                content.encode()  # raises UnicodeEncodeError, as the tokenizer would later
             return content
         except UnicodeEncodeError as error:
             half = error.object[error.start]
@@ -246,7 +247,7 @@ class Source:
         if isinstance(place, dict):
             trained = place.get("trained")
             parts = [Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))]
-            if place.get("text"):  # of an earlier version, behind the tokens
+            if place.get("text"):  # saved by an earlier version: the text after these tokens
                 pieces = pieces_of(place["text"], self.tokenizer, place["is_begun"])
                 parts += [Tokens(ids) for _, ids in pieces]
             return OpenDocument(None, self.tokenizer, tokens=join(parts), source=self.number)
@@ -266,7 +267,7 @@ class Source:
 
 @dataclass
 class _Kept:
-    """Some of the documents of a data set."""
+    """The documents of a data set that `Source.leave_out` keeps."""
 
     data: Any
     indices: list[int]
@@ -282,7 +283,7 @@ class _Kept:
 
 
 class IndexedFeed:
-    """The documents of an indexed source that one row stream reads."""
+    """Reads one row stream's share of an indexed source."""
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
         self._source, self.share = source, share
@@ -312,18 +313,18 @@ class IndexedFeed:
 
 
 class StreamedFeed:
-    """The part of a stream of `datasets` that one row stream reads: `share.reader` of `share.num_readers`.
+    """Reads one row stream's share of a `datasets.IterableDataset`: `share.reader` of `share.num_readers`.
 
-    With a seed, the order of the stream's files is shuffled in each pass, and so is each block of
-    `STREAM_BLOCK` documents. The position is that of `datasets` at the block's beginning, and the number
-    of documents of the block, which is read again, that have been taken.
+    With a seed, each pass shuffles the order of the files and the documents within each block of
+    `STREAM_BLOCK`. The saved position is the position of `datasets` at the start of the block and the
+    number of documents taken from the block, which is read again on resuming.
     """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
         import datasets.distributed
 
         self.source = source
-        # A copy, because the stream keeps its pass in memory that forked workers share.
+        # A copy, because the dataset keeps its epoch in memory that forked workers share.
         data = copy.deepcopy(source.data)
         if source.seed is not None:
             data = data.shuffle(seed=source.seed, buffer_size=1)
@@ -370,7 +371,7 @@ class StreamedFeed:
 
     def _go_to(self, pass_number: int, position: Any) -> None:
         self._pass, self._loaded, self._has_begun = pass_number, position, False
-        # A stream ignores a position of another epoch than its current one.
+        # First the epoch: the dataset ignores a position of another epoch.
         self._data.set_epoch(pass_number)
         self._data.load_state_dict(position)
         self._samples: Iterator[Any] | None = None
@@ -379,7 +380,7 @@ class StreamedFeed:
         self._next: OpenDocument | None = None
 
     def _position(self) -> Any:
-        """Before iteration a stream reports its beginning, not the position that it has loaded."""
+        """Before iteration, `datasets` reports its start instead of the loaded position."""
         return self._data.state_dict() if self._has_begun else self._loaded
 
     def _read_block(self) -> bool:
@@ -388,7 +389,7 @@ class StreamedFeed:
         if self._samples is None:
             self._samples = iter(self._data)
         n = 1 if self.source.seed is None else STREAM_BLOCK
-        # In a data worker `datasets` (read in 5.2) would split the stream once more by this variable.
+        # Hides the data worker, by which `datasets` (5.2) would split its stream once more.
         with torch_parts.replaced("worker_info", None):
             samples = list(itertools.islice(self._samples, n))
         self._has_begun |= bool(samples)

@@ -1,8 +1,8 @@
-"""Documents in files of this machine, by number.
+"""Documents in local files, by index.
 
-JSON lines and plain text are read in place. Opening a JSON-lines file takes one pass, which notes
-where its lines begin. A compressed file, a JSON list, and the columns that are read of a Parquet file,
-are first copied to such a file in the cache, once for all runs and all processes of a machine.
+JSON lines and plain text are read in place; opening a JSON-lines file reads it once to record where
+its lines begin. Compressed files, JSON lists and Parquet files (only the columns that are needed) are
+first copied as plain files to the cache, once for all runs and all processes of a machine.
 """
 
 import bz2
@@ -28,15 +28,15 @@ from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
-_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file's content in a record of it
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file, for the digest of `record_of`
 
 
 class SampleRule(NamedTuple):
-    """The samples that files of JSON must hold, checked when they are read."""
+    """The form that samples in JSON files must have; each sample is checked when it is read."""
 
     example: str  # a sample as JSON
     columns: tuple[str, ...]  # the keys that are read
-    problem_of: Callable[[Any], str | None]  # sample -> the end of an error's sentence; None: good
+    problem_of: Callable[[Any], str | None]  # sample -> what is wrong with it; None: nothing
 
 
 def _problem_of_text(sample: Any) -> str | None:
@@ -52,7 +52,7 @@ TEXT = SampleRule('{"text": "..."}', ("text",), _problem_of_text)
 
 
 class JoinedDocuments:
-    """Documents of several files by number. A file has `len()`, `read(number)` and `where(number)`."""
+    """Documents of several files, by index. A file has `len()`, `read(number)` and `where(number)`."""
 
     def __init__(self, files: list[Any]) -> None:
         self._files = files
@@ -62,7 +62,7 @@ class JoinedDocuments:
         return self._ends[-1]
 
     def _locate(self, index: int) -> tuple[Any, int]:
-        """Return (the file, the number of the document in it)."""
+        """Return (file, index of the document in this file)."""
         number = bisect_right(self._ends, index)
         if index < 0 or number == len(self._ends):
             raise IndexError(index)
@@ -79,7 +79,7 @@ class JoinedDocuments:
 
 
 class _File:
-    """A file of documents. name: for messages. content: what is read, perhaps a copy in the cache."""
+    """A file of documents. name: its path in messages. content: the file to read, perhaps a cached copy."""
 
     def __init__(self, name: Path, content: Path) -> None:
         self.name, self.content = name, content
@@ -89,7 +89,8 @@ class _File:
         """Return a part of the file; raises ValueError if the file has changed since the start."""
         before = self.before
         try:
-            # Not `open_file`, which takes half of a read's time: the file was a regular one at the start.
+            # Not `open_file`, whose check of the file type takes half of a read's time; `__init__`
+            # has checked it.
             file = os.open(self.content, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             now = "has vanished"
@@ -114,7 +115,7 @@ class _File:
 
 
 class _Lines(_File):
-    """A file of JSON lines, of which blank ones are skipped. unit: the name of a line in messages."""
+    """A file of JSON lines; blank lines are skipped. unit: the word for a line in messages."""
 
     def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
         super().__init__(name, content)
@@ -174,7 +175,7 @@ class _Text(_File):
         return str(self.name)
 
     def _cut(self, part: int) -> int:
-        """Return the byte offset at which a part begins: behind a line end, or between characters."""
+        """Return the byte offset at which a part begins: after a line end, else between characters."""
         if part == 0:
             return 0
         nominal = part * TEXT_DOCUMENT_BYTES
@@ -193,8 +194,8 @@ class _Text(_File):
 def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
-    rule: for samples of JSON and Parquet. With another rule than `TEXT`, plain text is refused.
-    Raises FileNotFoundError if `path` does not exist, ValueError for anything but files of one known kind.
+    rule: the form of samples in JSON and Parquet. With a rule other than `TEXT`, plain text is refused.
+    Raises FileNotFoundError if `path` does not exist, ValueError for files of unknown or several kinds.
     """
     known = {*_KINDS.values()} - ({"text"} if rule is not TEXT else set())
     wanted = f"a data file or a folder with files of one kind ({', '.join(sorted(known))})"
@@ -209,7 +210,7 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     paths = [Path(file) for file in _files_in(path)]
     if root.is_dir():
         paths = [file for file in paths if _kind_of(file)]
-        if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a card
+        if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a README.md
             paths = [file for file in paths if file.name != "README.md"]
         paths = _without_held_out(paths, root)
     kinds = {_kind_of(file) for file in paths}
@@ -246,11 +247,11 @@ def _open(path: Path, rule: SampleRule) -> _File:
     return _Lines(path, content, rule, unit)
 
 
-# ---- copies of compressed files and of Parquet ----
+# ---- cached copies ----
 
 
 def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
-    """Return a file with the content, written once for this path, size, time of change and options."""
+    """Return a cached file with this content. Its key is the path, size, time of change and options."""
     stat = path.stat()
     key = repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -261,11 +262,11 @@ def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
             with open_file(unfinished, "ab") as file:
                 fcntl.flock(
                     file, fcntl.LOCK_EX
-                )  # one process of the machine writes, the others wait
+                )  # one process writes; the other processes of the machine wait
                 if copy.exists():
                     unfinished.unlink(missing_ok=True)
                     break
-                file.truncate(0)  # a process may have been killed while it wrote
+                file.truncate(0)  # a killed process may have left a part
                 logger.info(f"copying {path} as plain text to {copy}")
                 file.writelines(content)
                 file.flush()
@@ -331,7 +332,7 @@ def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
         raise ValueError(
             f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
         ) from None
-    except TypeError as error:  # a date, bytes, ...
+    except TypeError as error:  # JSON has no dates, bytes, ...
         raise ValueError(
             f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
         ) from None
@@ -357,7 +358,7 @@ def _kind_of(path: Path) -> str | None:
     return _KINDS.get(path.suffix)
 
 
-# The names of splits by which `datasets` divides the files of a folder.
+# The names of splits that `datasets` recognises in the paths of files.
 _TRAINED, _HELD_OUT = (
     re.compile(rf"(^|[-._ 0-9/])({names})([-._ 0-9/]|$)")
     for names in ("train|training", "test|testing|eval|evaluation|valid|validation|val|dev")
@@ -365,7 +366,7 @@ _TRAINED, _HELD_OUT = (
 
 
 def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
-    """Leave out the test and validation splits of a folder that has a training split, too."""
+    """Leave out test and validation files if the folder also has training files."""
     names = {path: str(path.relative_to(root)) for path in paths}
     held_out = [path for path in paths if _HELD_OUT.search(names[path])]
     if held_out and any(_TRAINED.search(name) for name in names.values()):
@@ -379,9 +380,9 @@ def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
 
 
 def _files_in(root: str) -> dict[str, os.stat_result]:
-    """Return a file itself, or the files in and below a folder in the order of their names.
+    """Return path -> stat of a file, or of the files in and below a folder, sorted by name.
 
-    Names that begin with a dot are left by programs: caches, copies of an editor, ._ files of a Mac.
+    Names that begin with a dot are skipped: caches, an editor's copies, ._ files of macOS.
     """
     paths = [] if os.path.isdir(root) else [root]
     for folder, subfolders, names in os.walk(root):
@@ -389,17 +390,18 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
         paths += [os.path.join(folder, name) for name in names if name[0] != "."]
     files = {}
     for path in sorted(paths, key=lambda path: path.split(os.sep)):
-        with suppress(FileNotFoundError):  # a link to nothing
+        with suppress(FileNotFoundError):  # a broken link
             files[path] = os.stat(path)
             if not S_ISREG(files[path].st_mode):
-                regular_file(path)  # says what it is
+                regular_file(path)  # raises, naming the kind of file
     return files
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
-    """Return a digest of the files' names, sizes, times and samples of content; {} if there are none.
+    """Return the number, bytes and SHA-256 digest of the files at `path`; {} if it does not exist.
 
-    is_movable: leave out times, and take samples of at most 128 files.
+    The digest covers names, sizes, times of change and samples of content. is_movable: without times,
+    and with samples of at most 128 files.
     """
     if not path or not os.path.exists(path):
         return {}
@@ -417,7 +419,7 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 
 def _samples_of(path: str, size: int) -> bytes:
-    """Return bytes of the file's head, tail and places in between; a short file's whole content."""
+    """Return samples from the head, the middle and the tail of a file; all of a short file."""
     places, length = [0], size
     if size > _NUM_SAMPLES * _SAMPLE_BYTES:
         length = _SAMPLE_BYTES

@@ -1,4 +1,4 @@
-"""A document that is being read: its tokens, which are made when they are first asked for."""
+"""A document that is being read, and tokenized on first use."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger, warn_once
 
-# Longer texts are tokenized in pieces: the tokenizer needs some 150 bytes of memory per character.
+# Longer texts are tokenized in pieces, because the tokenizer needs about 150 bytes per character.
 PIECE_CHARACTERS = 128 * 1024
 _MAX_CUTS_TRIED = 64
 _COMPARED_CHARACTERS = 256  # on either side of a cut
@@ -20,7 +20,7 @@ _COMPARED_CHARACTERS = 256  # on either side of a cut
 class Tokens(NamedTuple):
     """Tokens of a document, or of a part of it.
 
-    ids: [n] integers. trained: [n], the tokens that the loss counts as labels; None: all tokens.
+    ids: [n] integers. trained: [n] bool, True for labels of the loss; None: all tokens are labels.
     """
 
     ids: NDArray[Any]
@@ -47,20 +47,20 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 class OpenDocument:
     """A document, and the position up to which its tokens have been taken."""
 
-    # In the source; None in a stream, whose saved position holds the text.
+    # Number in the source; None in a stream, where the saved position holds the text.
     number: int | None
     tokenizer: BaseTokenizer
     text: str | None = None
     tokens: Tokens | None = None
     used: int = 0  # the number of tokens that have been taken
-    source: int = 0  # the number of the source in a mixture
-    index: int = -1  # of the document in the data set; -1 in a stream
+    source: int = 0  # index of the source in a mixture
+    index: int = -1  # index of the document in the data set; -1 in a stream
 
     def _all_tokens(self) -> Tokens:
         if self.tokens is None:
             pieces = [Tokens(ids) for _, ids in pieces_of(self.text or "", self.tokenizer)]
             self.tokens = join(pieces)
-            if self.number is not None:  # many documents may be open at the same time
+            if self.number is not None:  # saves memory, because many documents may be open
                 self.text = None
         return self.tokens
 
@@ -79,14 +79,14 @@ class OpenDocument:
         return taken
 
     def reopen(self, start: int, used: int) -> None:
-        """Go to a saved position. start: of the piece in the text from which earlier versions counted."""
+        """Go to a saved position: `used` tokens after character `start`, which is 0 in new checkpoints."""
         if start:
             pieces = pieces_of(self.text or "", self.tokenizer)
             used += sum(len(ids) for begin, ids in pieces if begin < start)
         self.used = min(used, self.num_left)
 
     def place(self) -> tuple[int, ...] | dict[str, Any]:
-        """Return the position for a checkpoint: (source, number, 0, tokens taken)."""
+        """Return the position for a checkpoint: (source, number, 0, used), or a dict in a stream."""
         if self.number is not None:
             return self.source, self.number, 0, self.used
         if self.text is not None:
@@ -99,9 +99,9 @@ class OpenDocument:
 def pieces_of(
     text: str, tokenizer: BaseTokenizer, is_begun: bool = False
 ) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Yield (first character, token ids) of pieces of a text, most often of the whole text.
+    """Yield (index of the first character, token ids) of each piece; most texts are one piece.
 
-    is_begun: the text goes on with a document whose beginning is known already.
+    is_begun: the text continues a document, so it gets no begin-of-text id.
     """
     start, end = 0, -1
     while end < len(text):
@@ -114,7 +114,7 @@ def pieces_of(
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:
     add_bos = is_first and getattr(tokenizer, "begins_documents", True)
     tokens = tokenizer.encode(text, add_bos=add_bos, add_eos=is_last)
-    # The post-processor of some tokenizers adds these ids to every text.
+    # The post-processor of some tokenizers adds begin- and end-of-text ids to every text.
     if not is_first and getattr(tokenizer, "hf_adds_bos", False):
         tokens = tokens[1:]
     if not is_last and getattr(tokenizer, "hf_adds_eos", False):
@@ -123,11 +123,11 @@ def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) 
 
 
 def _end_of_piece(text: str, start: int, tokenizer: BaseTokenizer) -> int:
-    """Return a place between words where cutting the text does not change the tokens."""
+    """Return an index between words where splitting the text does not change the tokens."""
     latest = start + PIECE_CHARACTERS
     if latest >= len(text):
         return len(text)
-    # Search one character more, because the end of the searched text always counts as a word's end.
+    # Search one character further, because the regex takes the end of the range for a word boundary.
     words = re.compile(r"\b").finditer(text, latest - PIECE_CHARACTERS // 32, latest + 1)
     cuts = [match.start() for match in words if match.start() <= latest]
     for cut in cuts[: -_MAX_CUTS_TRIED - 1 : -1]:

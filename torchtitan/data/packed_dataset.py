@@ -1,4 +1,4 @@
-"""The rows of one rank's part of every global batch, from the row streams that this process reads."""
+"""One rank's rows of every global batch, read from row streams (see `row_streams`)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,18 @@ _BEGIN_AGAIN = (
 
 
 class PackedDataset(IterableDataset):
-    """The rows of one data-parallel rank, in the order of its part of the global batch.
+    """The rows of one data-parallel rank, in the order of the global batch.
 
-    Yields `(input_dict, labels)` of LongTensors [T]; `input_dict` has "input", what `packing` adds, and
-    "sample_ids" [2], the indices of the first and the last document in the row, -1 if unknown. In a
-    data worker, rows that another worker of this rank reads are None.
+    Yields `(input_dict, labels)` of LongTensors [T]; `input_dict` has "input", the entries that
+    `packing` adds, and "sample_ids" [2], the indices of the first and the last document in the row, or
+    -1 if unknown. A data worker yields None for the rows that other workers of this rank read.
 
-    rows: of this rank in a step, each with a row stream of its own. A stream of `datasets` has as many
-        row streams as the greatest common divisor of its number of files and the rows of the global
-        batch; each then fills several rows. None: the rank has one row stream, whatever its batch size.
-    infinite: begin again at the end of the data. Otherwise another iteration begins from the start.
-    planned: plan the rows so that every document is read as often as its source's limit says; the rest
-        of the last step is padding. Collective, because the documents are counted.
+    rows: number of rows of this rank per step, each with its own row stream. With a
+        `datasets.IterableDataset` the number of row streams is the greatest common divisor of its files
+        and the rows of the global batch. None: one row stream for this rank, whatever its batch size.
+    infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
+    planned: plan the rows so that every document is read as often as its source's limit says; the last
+        step is filled with padding. Collective, because all ranks count the documents together.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
     ranks cannot share a stream.
     """
@@ -69,10 +69,10 @@ class PackedDataset(IterableDataset):
         )  # of this rank's streams
         self._first_row = dp_rank * self._rows
         self._plan = Plan(self.sources, packing) if planned else None
-        # Those that this process reads, by number.
+        # Row stream number -> row stream that this process reads.
         self._streams: dict[int, RowStream | PlannedStream] = {}
-        self._row = 0  # the next row, of those of this rank in a step
-        self._saved: dict[int, Any] = {}  # the states of this rank's streams, until they are made
+        self._row = 0  # index of the next row among this rank's rows of a step
+        self._saved: dict[int, Any] = {}  # loaded states of streams that are not created yet
         self.is_resumed = self._ran_out = False
 
     @property
@@ -82,7 +82,7 @@ class PackedDataset(IterableDataset):
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the sources, with a number where several have the same name."""
+        """The names of the sources; equal names get their index as a suffix."""
         names = [source.name for source in self.sources]
         return [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
 
@@ -92,7 +92,7 @@ class PackedDataset(IterableDataset):
 
     @property
     def num_steps_left(self) -> int:
-        """The number of steps from the position that was loaded to the end of a plan."""
+        """The number of steps from the loaded position to the end of the plan."""
         first = self._numbers[0]
         stream = self._streams.get(first) or self._stream(first)
         assert isinstance(stream, PlannedStream)
@@ -103,7 +103,7 @@ class PackedDataset(IterableDataset):
         return any(isinstance(source.encode, ChatTokens) for source in self.sources)
 
     def log_chats(self) -> None:
-        """Log what is trained of each source of chats, and leave out the chats without tokens.
+        """Log the share of trained tokens of each chat source, and drop chats without tokens.
 
         Collective. Call it before iterating or loading a position.
         """
@@ -123,7 +123,7 @@ class PackedDataset(IterableDataset):
                     f"dataset {name}: every chat is left out, because it is longer than training.seq_len "
                     f"= {self._packing.seq_len} or trains nothing before that token; raise it"
                 )
-            if num_left_out and self._plan is None:  # a plan has no rows for them
+            if num_left_out and self._plan is None:  # a plan leaves out empty documents anyway
                 source.leave_out(tokens == 0)
 
     def __iter__(self) -> Iterator[Row | None]:
@@ -150,14 +150,14 @@ class PackedDataset(IterableDataset):
                 f"{self._num_streams} got {stream.num_left_over} tokens, and one row takes seq_len + 1 = "
                 f"{self._packing.seq_len + 1}; use more data, a smaller seq_len, or fewer ranks"
             )
-        if self._infinite and self._plan is None:  # otherwise the end is what was asked for
+        if self._infinite and self._plan is None:  # otherwise the end is expected
             logger.warning(f"Dataset {' and '.join(self.source_names)} has run out of data")
         self._ran_out = True
         while get_worker_info() is not None:  # another worker may have rows left
             yield None
 
     def _start(self) -> None:
-        if not self._streams:  # only a data worker knows its number
+        if not self._streams:  # not in `__init__`, where the data worker's id is unknown
             worker = get_worker_info()
             worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
             numbers = self._numbers[worker_id::num_workers]
@@ -174,7 +174,7 @@ class PackedDataset(IterableDataset):
             stream.load(self._saved[number])
         return stream
 
-    # ---- the position; checkpoints call the row streams lanes ----
+    # ---- the position; in checkpoints row streams are called lanes ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the row streams that this process reads, as plain data."""
@@ -189,17 +189,17 @@ class PackedDataset(IterableDataset):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a dataset that read the same row streams stopped."""
+        """Resume at the position of a dataset that read the same row streams."""
         self.inherit([state_dict])
         self._start()
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Go on where other datasets stopped, on any number of ranks and data workers.
+        """Resume at the position of other datasets, on any number of ranks and data workers.
 
-        states: the `state_dict` of each, which together have all row streams. If the global batch has as
-        many rows as before, the rows are those of the unbroken run. Otherwise each document, or part of
-        one, that was not read goes to one of the new streams. Call it before iterating, in the
-        dataloader's process. Raises ValueError for the position of other data or another order.
+        states: their `state_dict`s, which together hold all row streams. With the same global batch size
+        the rows equal those of an uninterrupted run. Otherwise the documents and parts of documents that
+        were not read are divided among the new streams. Call it before iterating, in the dataloader's
+        process. Raises ValueError if the position belongs to other data or another order.
         """
         for state in states:
             theirs, mine = (
@@ -226,7 +226,7 @@ class PackedDataset(IterableDataset):
     def _in_this_plan(
         self, plan: Any, saved: dict[int, Any], num_saved: int
     ) -> tuple[dict[int, Any], int]:
-        """Return the streams' states in this run's plan, and the number of these streams."""
+        """Return (states of the row streams for this run's plan, number of row streams)."""
         own = self._plan and self._plan.identity()
         if (plan and plan[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
@@ -247,9 +247,9 @@ class PackedDataset(IterableDataset):
                 "the data position is within a step: resume with the same training.global_batch_size, "
                 f"or {_BEGIN_AGAIN}"
             )
-        # Another global batch size resumes after the last step's rows, more epochs after the last row.
+        # Another global batch size resumes after the last step; more passes resume after the last row.
         base, n, _ = next(iter(places))
-        row = min(base + n * num_saved, end)  # the rest of a last step is padding
+        row = min(base + n * num_saved, end)  # beyond `end`, the last step was padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:

@@ -23,7 +23,7 @@ _SECONDS_TO_END = 5
 class StepCounts:
     """One step's counts, of this rank or summed over the data-parallel ranks.
 
-    num_ran_out, num_failed: ranks whose data ended, and ranks that failed to read theirs.
+    num_ran_out, num_failed: number of ranks whose data ended, and of ranks that failed to read.
     """
 
     num_valid_tokens: int
@@ -40,8 +40,8 @@ class Step:
     """One step's batches on this rank, with labels masked by `DocumentPolicy.mask_labels`.
 
     counts: summed over the data-parallel ranks. error: the exception that ended reading.
-    position: the dataloader's, after these batches.
-    items: (input_dict, labels) of each batch, as the dataloader made it.
+    position: the dataloader's state after these batches.
+    items: each batch as the dataloader's (input_dict, labels).
     """
 
     batches: list[TokenBatch]
@@ -58,7 +58,7 @@ def read_step(
     to_batch: Callable[[Batch, Tensor], TokenBatch],
     sum_over_ranks: Callable[[StepCounts], StepCounts],
 ) -> Step:
-    """Read the batches of a step and count their tokens; an error of reading is in the step."""
+    """Read the batches of a step and count their tokens; an exception is stored in `Step.error`."""
     step = Step([], StepCounts(0))
     try:
         for _ in range(num_batches):
@@ -77,15 +77,15 @@ def read_step(
 
 
 class StepsAhead:
-    """Reads a dataloader in a thread, one step ahead of the loop that takes its steps.
+    """Reads a dataloader in a thread, one step ahead of the loop that calls `next_step`.
 
-    Its state is the dataloader's position, if it has one, after the last step that was taken.
+    `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
-    batches_per_step, n_steps: nothing is read beyond these.
-    to_batch: makes a `TokenBatch` of the dataloader's (input_dict, labels); called in the thread.
-    device: the dataloader pins memory for it.
-    n_duplicates: the number of ranks that read the same data; None if there is only one data-parallel
-        group. Otherwise counts are summed in host memory, by a process group that all ranks make here.
+    n_steps: number of steps to read.
+    to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`; called in the thread.
+    device: the current device of the thread, for which the dataloader pins memory.
+    n_duplicates: the number of ranks that read the same data. None: all ranks read the same data, so
+        counts are not summed. Otherwise the constructor creates a gloo group of all ranks for the sum.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class StepsAhead:
         self._batches_per_step, self._n_unread = batches_per_step, n_steps
         self._n_duplicates, self._group = n_duplicates, None
         if n_duplicates is not None and dist.get_backend() != "fake":
-            # A group of its own: the thread may wait here while the ranks train.
+            # A separate group, because the thread may wait in it during collectives of training.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # As torch's Stateful, whose import loads DTensor.
+        # The test of torch's Stateful; importing Stateful would load DTensor.
         self.keeps_position = all(
             hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
         )
         self._position = self._read_position()
-        # In this thread: torch draws the seed of data workers from its generator.
+        # Not in the reading thread, because torch draws the data workers' seed from its default generator.
         self._iterator = iter(dataloader)
         self._last = Step([], StepCounts(0))
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -120,7 +120,7 @@ class StepsAhead:
         self._read_next()
 
     def next_step(self) -> Step:
-        """Return the next step; nothing is read after an incomplete step. Raises errors of communication."""
+        """Return the next step; nothing is read after an incomplete step. Raises communication errors."""
         if not self._last.counts.is_whole:
             return dataclasses.replace(self._last, batches=[], items=[])
         step = self._steps.get()
@@ -139,10 +139,10 @@ class StepsAhead:
         raise RuntimeError("the data are being read; load a checkpoint before or after train()")
 
     def close(self) -> None:
-        """Stop reading, and put the dataloader back to the position of the training."""
+        """Stop reading, and reset the dataloader to the position that training has reached."""
         self._wanted.put(False)
         self._thread.join(timeout=_SECONDS_TO_END)
-        if self._thread.is_alive():  # it reads, or waits for other ranks, perhaps for long
+        if self._thread.is_alive():  # still reading, or waiting for other ranks
             return
         took_all = self._steps.empty() and self._last.counts.is_whole
         if self.keeps_position and not took_all:
@@ -167,7 +167,7 @@ class StepsAhead:
                 if step.counts.is_whole:
                     step.position = self._read_position()
                 self._steps.put(step)
-            except Exception as error:  # of communication; the data's own are in the step
+            except Exception as error:  # from communication; errors of reading are in the step
                 self._steps.put(error)
                 return
 
@@ -176,7 +176,7 @@ class StepsAhead:
             return counts
         sums = torch.tensor(dataclasses.astuple(counts))
         dist.all_reduce(sums, group=self._group)
-        # Rounded up: only some of the ranks that read the same data may have failed.
+        # Rounded up, because only some of the ranks with the same data may have failed.
         return StepCounts(*(-(-n // self._n_duplicates) for n in sums.tolist()))
 
     def _read_position(self) -> Any:

@@ -1,8 +1,8 @@
-"""English text that comes with every Python: its own documentation.
+"""A text dataset that every Python ships: its own documentation in English.
 
-The documents are the chapters behind `help()` (`pydoc_data.topics`) and, for each module of the
-standard library, the docstrings in its source. No module is run: a source file is parsed when its
-document is read. CPython 3.11 has 529 documents of 2.3 million characters.
+The documents are the topics of `help()` (`pydoc_data.topics`) and, for each module of the standard
+library, the docstrings in its source, which is parsed when the document is read, and never run.
+CPython 3.11 has 529 documents of 2.3 million characters.
 """
 
 import ast
@@ -25,7 +25,7 @@ SKIPPED_FOLDERS = frozenset(
 
 
 class PythonDocs:
-    """Documents of the running Python by number. split: "train", or "validation" for the held-out ones."""
+    """Documents of the running Python, by index. split: "train", or "validation" (held out)."""
 
     def __init__(self, split: str = "train") -> None:
         if split not in ("train", "validation"):
@@ -40,7 +40,7 @@ class PythonDocs:
                 "this Python ships neither pydoc_data nor the sources of its standard library; train on "
                 "your own file instead: training.dataset = 'local' with training.dataset_path"
             )
-        # Topics and modules mixed, in the same order on every machine and in every process.
+        # Sorting by a hash mixes topics and modules in the same order on every machine.
         names = sorted(by_name, key=lambda name: (zlib.crc32(name.encode()), name))
         self._documents = [
             (name, by_name[name])
@@ -59,7 +59,7 @@ class PythonDocs:
 
 
 def module_text(source: bytes, module_name: str) -> str:
-    """Return the docstrings in a module's source, each under the name it documents, below a heading."""
+    """Return a heading and the docstrings in a module's source, each below the name it documents."""
     parts = [f"The {module_name} module"]
     try:
         with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def _modules() -> dict[str, str | Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = {}
-    # A library in a zip file has no files to find.
+    # Finds nothing if the standard library is a zip file.
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [
             name for name in subfolders if name not in SKIPPED_FOLDERS and name[:7] != "config-"

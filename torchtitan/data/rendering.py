@@ -1,7 +1,7 @@
-"""Jinja's part of chat templates, which `tools.bounded` runs in a process with little time and memory.
+"""Renders chat templates with Jinja, in a process whose time and memory `tools.bounded` limits.
 
-The sandbox keeps a template from changing anything and from internal attributes of Python objects. A
-template gets no date and no random numbers, because a prompt must be the same whenever it is rendered.
+Jinja's sandbox stops a template from changing objects and from reading their internal attributes. A
+template gets no date and no random numbers, so a prompt is always rendered the same.
 """
 
 import functools
@@ -13,11 +13,11 @@ from jinja2 import Template, TemplateError, ext, nodes, sandbox
 
 from torchtitan.tools import bounded
 
-_MOST_CHARACTERS = 2**24  # of a text; a million tokens have a quarter of that
+_MOST_CHARACTERS = 2**24  # per rendered text; a million tokens need about a quarter of this
 
 
 class _Generation(ext.Extension):
-    """{% generation %}: its content between two variables, which are empty unless the call gives them."""
+    """The tag {% generation %}: its content between two variables, which are empty unless passed."""
 
     tags = {"generation"}
 
@@ -29,7 +29,7 @@ class _Generation(ext.Extension):
             nodes.Output([nodes.Name(name, "load")], lineno=line)
             for name in ("_begin_generation", "_end_generation")
         )
-        # A scope, because a variable that is set inside is undefined after it, as in transformers.
+        # A scope, as in transformers: a variable that is set inside is undefined afterwards.
         return nodes.Scope([begin, *content, end], lineno=line)
 
 
@@ -49,7 +49,7 @@ def _same_everywhere(value: Any) -> Any:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes HTML.
+    # Replaces Jinja's own filter, which escapes HTML.
     return json.dumps(value, **{"ensure_ascii": False} | options)
 
 
@@ -67,14 +67,14 @@ def _compiled(source: str) -> Template:
 
 
 def marks_generation(source: str) -> bool:
-    """Return whether a template has {% generation %}; raises Jinja's error if it is not one."""
+    """Return whether a template has {% generation %}; raises Jinja's error for an invalid template."""
     return hasattr(_compiled(source).environment, "marks_generation")
 
 
 def render(
     source: str, calls: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, None] | tuple[None, str]]:
-    """Return (a template's text, None), or (None, the error), for the variables of each call."""
+    """Return, for the variables of each call, (rendered text, None) or (None, error message)."""
     template, results = _compiled(source), []
     for variables in calls:
         bounded.restart_clock()
@@ -87,6 +87,6 @@ def render(
             results.append((text, None))
         except MemoryError:
             raise
-        except Exception as error:  # an operation of the template may raise any Python error
+        except Exception as error:  # expressions in a template may raise any exception
             results.append((None, str(error) or type(error).__name__))
     return results

@@ -1,8 +1,8 @@
-"""The documents' numbers of tokens, and the rows of a run that reads them a given number of times.
+"""Plans the rows of a run over a given number of passes, and counts the documents' tokens for this.
 
-A plan follows from the lengths of all documents and the config. Row r of the plan is row r % G of step
-r // G, G being the rows of the global batch, so a position is the number of rows that were read. A pass
-has its rows to itself; the rest of its last row is padding. P: pieces of documents.
+A plan depends only on the lengths of all documents and the config. Row r of the plan is row r % G of
+step r // G, where G is the number of rows in the global batch, so a position is a number of rows. No row
+holds documents of two passes; the last row of a pass is padded. P: number of pieces of documents.
 """
 
 import hashlib
@@ -27,24 +27,25 @@ from torchtitan.tools.files import cache_folder, open_file, whole_file
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import _rank
 
-# "fit" chooses among the documents of about this many full rows.
+# Packing "fit" sorts the documents of about this many rows at a time.
 ROWS_OF_A_BLOCK = 1024
 
 
 class Plan:
-    """The rows of sources that all have a limit, their number of passes.
+    """The rows of sources that all have a limit (their number of passes).
 
-    One source is read pass by pass. The documents of several sources are merged into one pass, in which
-    the shares of tokens follow the weights until a source ends. Building it counts the documents, which
-    is collective over all ranks. num_rows: of all passes. Raises ValueError if no document has a token.
+    A single source is planned pass by pass. Several sources are merged into one pass, in which the
+    shares of tokens follow the weights until a source ends. The constructor counts the documents'
+    tokens, collectively over all ranks. num_rows: rows of all passes. Raises ValueError if no document
+    has a token.
     """
 
     def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
         self._sources, self._packing = sources, packing
         self._limits = [source.limit or 0 for source in sources]
         lengths = [count_tokens(source)[:, 0] for source in sources]
-        self.lengths = np.concatenate(lengths)  # the documents of all sources, one after the other
-        self._ends = np.cumsum([len(n) for n in lengths])  # of the sources among them
+        self.lengths = np.concatenate(lengths)  # tokens of each document, source after source
+        self._ends = np.cumsum([len(n) for n in lengths])  # where each source ends in `lengths`
         if not self.lengths.any():
             raise ValueError(
                 f"dataset {sources[0].name!r}: no document gives a token; give it documents that are not "
@@ -56,13 +57,13 @@ class Plan:
         content = hashlib.sha256(self.lengths.tobytes()).hexdigest()
         key = [packing.method, packing.seq_len, ROWS_OF_A_BLOCK, content, sources[0].seed]
         self._passes = kept(["passes", key, orders], self._count_rows)
-        if len(sources) > 1:  # one source may have another number of passes on resuming
+        if len(sources) > 1:  # a single source may resume with another number of passes
             key.append(orders)
         self._digest = hashlib.sha256(repr(key).encode()).hexdigest()
         self.num_rows = int(self._passes.sum())
 
     def identity(self) -> tuple[str, list[int]]:
-        """Return what a position depends on: a digest, and the number of rows of each pass."""
+        """Return (digest, rows of each pass), which identify the plan that a position belongs to."""
         return self._digest, self._passes.tolist()
 
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
@@ -82,7 +83,7 @@ class Plan:
         end = bisect_right(self._ends, number)
         source = self._sources[end]
         index = number - int(self._ends[end]) + len(source.data)
-        last, at, document = self._last or (-1, 0, None)  # a long document goes on
+        last, at, document = self._last or (-1, 0, None)  # reuse a document that spans rows
         if document is None or last != number or at > start:
             at, document = 0, source.open(source.data[index], index)
         document.take(start - at)
@@ -92,7 +93,7 @@ class Plan:
                 "were counted; do not change data while a job reads them"
             )
         self._last = number, start + length, document
-        tokens = document.ahead(length + 1)  # with the label of its last token
+        tokens = document.ahead(length + 1)  # one more, as the label of the last token
         document.take(length)
         return document, tokens if self._packing.method != "concat" else tokens.part(0, length)
 
@@ -108,7 +109,7 @@ class Plan:
         return passes
 
     def _go_to(self, number: int) -> NDArray[np.int64]:
-        """Return (row in the pass, document, first token, tokens) of each piece of a pass, [4, P]."""
+        """Return the plan of a pass, [4, P]: the row in the pass, document, first token, length."""
         if number != self._number:
             self._number, self._pass = number, self._planned(self._documents_of(number))
         return self._pass
@@ -117,7 +118,7 @@ class Plan:
         documents, due = [], []
         for source, limit, end in zip(self._sources, self._limits, self._ends, strict=True):
             n, order = len(source.data), source.order
-            assert order is not None  # as the source is indexed
+            assert order is not None  # because the source is indexed
             passes = [number] if len(self._sources) == 1 else range(math.ceil(limit))
             own = np.concatenate([order.of_pass(p) for p in passes])
             own = own[: math.ceil(limit * n) - passes[0] * n] + end - n
@@ -130,7 +131,7 @@ class Plan:
         lengths, seq_len = self.lengths[documents], self._packing.seq_len
         ends = np.cumsum(lengths)
         if self._packing.method == "concat":
-            # Cut where documents end and where rows end.
+            # Split the tokens where documents end and where rows begin.
             row_starts = np.arange(0, ends[-1], seq_len + 1)
             cuts = np.sort(np.concatenate([[0], row_starts, ends]), kind="stable")
             begins, sizes = cuts[:-1], np.diff(cuts)
@@ -152,14 +153,14 @@ class Plan:
 
 
 def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the row of each piece [P], by best fit in decreasing order, block by block."""
+    """Return the row index of each piece, [P]: best-fit decreasing bin packing, block by block."""
     rows = np.empty(len(sizes), np.int64)
     blocks = np.cumsum(sizes) // (ROWS_OF_A_BLOCK * seq_len)
     first_row = 0
     for block in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(blocks)) + 1):
         longest_first = block[np.argsort(-sizes[block], kind="stable")]
-        spaces: list[int] = []  # ascending: the space left in a row << 32 | the row
-        longest: list[int] = []  # by row
+        spaces: list[int] = []  # ascending: free tokens of a row << 32 | index of the row
+        longest: list[int] = []  # row -> its longest piece
         row_of = []
         for piece, size in zip(longest_first.tolist(), sizes[longest_first].tolist(), strict=True):
             place = bisect_left(spaces, size << 32)
@@ -172,7 +173,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
             row_of.append(row)
             if left:
                 insort(spaces, left << 32 | row)
-        # In the order of their longest pieces, so that rows of short ones are spread.
+        # Order rows by the position of their longest piece, so that rows of short pieces are spread out.
         in_order = np.argsort(np.argsort(np.array(longest, np.int64)))
         rows[longest_first] = first_row + in_order[row_of]
         first_row += len(longest)
@@ -180,7 +181,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 
 
 class PlannedStream:
-    """Row g of each step, from a plan; to a dataset the same as a `RowStream`."""
+    """Reads row g of each step from a plan; has the interface of `RowStream`."""
 
     num_left_over = 0
 
@@ -198,7 +199,7 @@ class PlannedStream:
 
     def num_steps_left(self) -> int:
         share = self._share
-        first = share.next_in_stride - share.reader  # the first row of the step
+        first = share.next_in_stride - share.reader  # index of the step's first row
         steps = -(-(self._plan.num_rows - first) // share.num_readers)
         return len(share.pending) + max(0, steps)
 
@@ -209,10 +210,10 @@ class PlannedStream:
         self._share = self._share.resumed(state[1][0])
 
 
-# ---- counting, once for all runs ----
+# ---- token counts, cached for later runs ----
 
 _SECONDS_BETWEEN_REPORTS = 10
-_TEXTS_AT_ONCE = 64  # 1,024 take a fifth more CPU time
+_TEXTS_AT_ONCE = 64  # batches of 1,024 take a fifth more CPU time
 
 
 def count_tokens(source: Source) -> NDArray[np.int64]:
@@ -243,8 +244,8 @@ def _count(source: Source) -> NDArray[np.int64]:
     counts = np.zeros((len(indices), 3), np.int64)
     own = source.tokenizer
     backend = own.tokenizer if type(own) is HuggingFaceTokenizer else None
-    texts: dict[int, str] = {}  # short ones, which are encoded together, on all processors
-    if backend is not None:  # tokens that begin or end a document
+    texts: dict[int, str] = {}  # short texts, encoded as a batch on all processors
+    if backend is not None:  # number of begin- and end-of-text ids that `backend` does not add
         num_ends = len(own.encode("", add_bos=own.begins_documents, add_eos=True))
         num_ends -= len(backend.encode("").ids)
     reported = time.monotonic()
@@ -270,7 +271,7 @@ def _count(source: Source) -> NDArray[np.int64]:
 
 
 def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> NDArray[Any]:
-    """Return `make()`, from the cache file if there is one. again: call `make` in any case."""
+    """Return the cached array of this key, else cache and return `make()`. again: always call `make`."""
     if not again and (numbers := _read(key)) is not None:
         return numbers
     numbers, path = make(), _file_of(key)

@@ -1,9 +1,9 @@
-"""Row streams: each row of the global batch is filled by a stream that reads and packs its own documents.
+"""Row streams: each row of the global batch has a stream that reads and packs its own documents.
 
 The global batch has G rows. Stream g fills row g of every step with the documents number g, g + G,
-g + 2 G, ... of each source, so that a row depends on the config and the data only. Ranks, data
-workers and microbatches share out the streams. A run whose streams are saved goes on with the same rows
-on any number of ranks and workers.
+g + 2 G, ... of each source, so a row depends only on the config and the data. Ranks, data workers and
+microbatches divide the streams among them, so a run resumes with the same rows on any number of ranks
+and workers.
 """
 
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
 from torchtitan.data.document_sources import DocumentShare, Source
 from torchtitan.data.open_document import OpenDocument, Tokens, join
 
-# After this many documents in a row without a token, the dataset is reported as empty.
+# After this many consecutive documents without a token, the dataset is reported as empty.
 MAX_EMPTY_DOCUMENTS_IN_A_ROW = 100_000
 # Packing "fit" chooses among this many documents. For log-normal lengths (sigma 1) with a mean of up to
-# 0.45 rows, they fill at least 98.5 % of the slots; 24 documents fill 0.2 % more.
+# 0.45 rows, at most 1.5 % of the tokens are padding; a window of 24 saves another 0.2 %.
 WINDOW = 16
-# The windows of all streams together have at most this many documents, but each at least 3.
+# Limit on the documents in the windows of all streams together; each window has at least 3.
 MOST_IN_WINDOWS = 8192
 
 Row = tuple[dict[str, Tensor], Tensor]
-"""(input_dict, labels) of one row, without the dimension of the batch."""
+"""(input_dict, labels) of one row, without a batch dimension."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The way documents are laid into rows of T = `seq_len` tokens.
+    """How documents are packed into rows of T = `seq_len` tokens.
 
-    "concat": end to end. A row is made of T + 1 tokens: its labels are the last T of them.
-    "fit": whole documents, chosen by best fit among `WINDOW`; only a document longer than T is cut.
-    "none": one document in each row, and a document longer than T in several rows.
+    "concat": end to end. A row takes T + 1 tokens; its labels are the last T of them.
+    "fit": whole documents, chosen by best fit among `WINDOW`; only documents longer than T are split.
+    "none": one document per row; a document longer than T fills several rows.
 
-    The rest of a row has `padding_id`. positions (from 0 in each document), document_ids, sources
-    (numbers in a mixture): put these entries into the rows.
+    Rows are padded with `padding_id`. positions (from 0 in each document), document_ids, sources
+    (indices in the mixture): whether rows get these entries [T].
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -51,9 +51,9 @@ class Packing:
     sources: bool = False
 
     def row(self, documents: Sequence[OpenDocument], parts: Sequence[Tokens]) -> Row:
-        """Lay parts of documents into a row; no parts make a row of padding.
+        """Return a row made of parts of documents; without parts, a row of padding.
 
-        parts: at most T + 1 tokens in all. The last token is only a label if they are T + 1.
+        parts: at most T + 1 tokens in total. Token T + 1 is used only as a label.
         """
         tokens = join(parts)
         lengths = np.array([len(part.ids) for part in parts], np.int64)
@@ -73,19 +73,19 @@ class Packing:
             sources = np.array([document.source for document in documents], np.int64)
             row["sources"] = self._filled(sources.repeat(lengths), 0)
         ends_of_row = [documents[0].index, documents[-1].index] if documents else [-1, -1]
-        # From numpy, which is several times as fast as torch.tensor.
+        # `from_numpy` is several times as fast as `torch.tensor`.
         row[SAMPLE_IDS] = torch.from_numpy(np.array(ends_of_row))
         return row, self._filled(labels, IGNORE_INDEX)
 
     def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
-        """Return numbers as [T] int64, cut or filled up."""
+        """Return numbers truncated or padded to [T] int64."""
         filled = np.full(self.seq_len, padding, np.int64)
         filled[: len(numbers)] = numbers[: self.seq_len]
         return torch.from_numpy(filled)
 
 
 class RowStream:
-    """Reads one stream's documents of each source, and packs them. number, num_streams: g and G above."""
+    """Reads and packs one stream's documents. number, num_streams: g and G of the module's docstring."""
 
     def __init__(
         self, sources: Sequence[Source], packing: Packing, number: int, num_streams: int
@@ -93,19 +93,19 @@ class RowStream:
         self._packing = packing
         self._sources = sources
         self.feeds = [source.feed(DocumentShare(number, num_streams)) for source in sources]
-        self.num_tokens = [0] * len(sources)  # of the documents that were opened, by source
+        self.num_tokens = [0] * len(sources)  # tokens of the documents opened so far, by source
         self._phase = (number + 0.5) / num_streams
         self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_streams))
-        self.open: list[OpenDocument] = []  # documents to lay into rows before the sources' next
+        self.open: list[OpenDocument] = []  # documents that are waiting, or taken in part
         self.num_left_over = 0  # tokens at the end of the data, fewer than a row
 
     def next_row(self) -> Row | None:
-        """Return the next row; None if the documents have ended."""
+        """Return the next row; None at the end of the documents."""
         pieces = self._end_to_end() if self._packing.method == "concat" else self._best_fit()
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint; a document of which nothing was taken is one number."""
+        """Return the position for a checkpoint; an untouched open document is saved as one integer."""
         places: list[Any] = []
         lengths: list[int] = []  # of those that are one number
         for document in self.open:
@@ -139,7 +139,7 @@ class RowStream:
             self.open.append(document)
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Take the next T + 1 tokens. At the end of the data, fewer tokens stay open."""
+        """Take the next T + 1 tokens; [] if fewer are left, which then stay in `open`."""
         pieces: list[tuple[OpenDocument, Tokens]] = []
         missing = self._packing.seq_len + 1
         while missing:
@@ -163,7 +163,7 @@ class RowStream:
         return pieces
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Take a document that has waited longest, and then the longest document that still fits."""
+        """Fill a row: begin with the oldest open document of a source, then add the longest that fits."""
         seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
         lengths = [document.num_left for document in self.open]
@@ -181,7 +181,7 @@ class RowStream:
                     break
                 index = -max(fitting)[1]
             document = self.open[index]
-            # A cut document brings the label of its last token along.
+            # One more token than fits: the label of the last token of a split document.
             pieces.append((document, document.ahead(space + 1)))
             document.take(space)
             space -= min(lengths[index], space)
@@ -198,7 +198,7 @@ class RowStream:
         return oldest[self._furthest_behind(candidates, share_of_open=0)]
 
     def _next_document(self) -> OpenDocument | None:
-        """Open the next document that has tokens; None if the documents have ended."""
+        """Open the next document that has tokens; None at the end of the documents."""
         for _ in range(MAX_EMPTY_DOCUMENTS_IN_A_ROW):
             documents = {
                 i: d for i, feed in enumerate(self.feeds) if (d := feed.peek()) is not None
@@ -219,14 +219,14 @@ class RowStream:
         )
 
     def _furthest_behind(self, candidates: dict[int, OpenDocument], share_of_open: float) -> int:
-        """Return the source whose tokens are furthest below its share of all tokens.
+        """Return the index of the source that is furthest below its share of all tokens.
 
-        candidates: source -> its next document, of each source that has one left.
-        share_of_open: the part of a waiting document that counts. Counted whole, it would hold back a
-            source of long documents, which wait longer.
+        candidates: source index -> its next document, for each source with a document left.
+        share_of_open: the fraction of an open document's tokens to count. Long documents wait longer,
+            so counting all their tokens would hold back their source.
 
-        Compared are the tokens after another 0 to 2 rows with 0 to 1 next documents of each source. These
-        look-aheads differ between streams, so that their errors cancel.
+        Compares the token counts after 0 to 2 more rows, and 0 to 1 more documents of each source. These
+        look-aheads differ between streams, so their errors cancel.
         """
         if len(self.feeds) == 1:
             return 0

@@ -1,11 +1,11 @@
-"""Print the first rows of a job's training data as the model sees them.
+"""Prints the first rows of a job's training data as the model sees them.
 
     python -m torchtitan.data.show --job.config_file job.toml --show.rows 3
 
-For each document of a row: its tokens, the positions that the model gets, and the text, with the tokens
-that are labels of the loss between ⟦ and ⟧ (on a terminal they are green). The rows are those of a run on
-one rank without data workers; [parallelism] is ignored. Exit code 2: the config cannot run; 1: the data
-cannot be read.
+For each document of a row, prints its tokens, the positions that the model gets, and the text. Tokens
+that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. The rows are those of a
+run on one rank without data workers; [parallelism] is ignored. Exit code 2: the config cannot run; 1:
+the data cannot be read.
 """
 
 import copy
@@ -64,7 +64,7 @@ def main() -> None:
         for number, (batch, row) in enumerate(itertools.islice(rows, config.show.rows), 1):
             for line in describe_row(batch, row, policy, tokenizer, marks, f"row {number}"):
                 print(line)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,10 +72,10 @@ def main() -> None:
 
 
 def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, BaseTokenizer]:
-    """Return (batches, the job's choices about documents, its tokenizer)."""
+    """Return (batches, document policy, tokenizer) of the job."""
     if config.show.rows < 1:
         raise ConfigError(f"show.rows must be 1 or more, got {config.show.rows}; correct it")
-    config = copy.deepcopy(config)  # for one rank, which reads at once
+    config = copy.deepcopy(config)  # changed for one rank without data workers
     config.parallelism = type(config.parallelism)()
     config.training.dataloader = type(config.training.dataloader)()
     config, spec, *_ = resolve_job(config)
@@ -96,7 +96,7 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
         )
         dataset = getattr(loader, "dataset", None)
         if config.training.too_long != "error" and isinstance(dataset, PackedDataset):
-            dataset.log_chats()  # which leaves out the chats that training leaves out
+            dataset.log_chats()  # drops the chats that training drops
         for input_dict, labels in loader:
             yield policy.training_batch(input_dict, labels)
 
@@ -111,7 +111,7 @@ def describe_row(
     marks: tuple[str, str],
     name: str,
 ) -> Iterator[str]:
-    """Yield the lines about one row of `policy.training_batch`. marks: around runs of labels."""
+    """Yield the lines about one row of `policy.training_batch`. marks: texts around runs of labels."""
     ids, positions = documents_and_positions(batch, row, policy)
     tokens, labels = batch.tokens[row], batch.labels[row]
     is_label = torch.zeros_like(tokens, dtype=torch.bool)
@@ -165,13 +165,13 @@ def documents_and_positions(
 def marked_text(
     token_ids: list[int], is_marked: list[bool], tokenizer: BaseTokenizer, marks: tuple[str, str]
 ) -> str:
-    # Decoders drop the blank before a text's first word, so each run is the difference of two texts.
+    # A decoder drops the blank before the first word, so each run is decoded with all tokens before it.
     options = {"skip_special_tokens": False} if isinstance(tokenizer, HuggingFaceTokenizer) else {}
     text, end, before = "", 0, ""
     for marked, run in itertools.groupby(is_marked):
         end += len(list(run))
         through = tokenizer.decode(token_ids[:end], **options)
-        part = through[len(before) :].replace("\x1b", "\\x1b")  # no text may control the terminal
+        part = through[len(before) :].replace("\x1b", "\\x1b")  # disarm terminal escape codes
         text += f"{marks[0]}{part}{marks[1]}" if marked else part
         before = through
     return text

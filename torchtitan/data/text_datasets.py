@@ -1,4 +1,4 @@
-"""Text datasets as packed token sequences: the registry, the packing, the loaders."""
+"""The registry of datasets, and the dataloaders that read them as packed token sequences."""
 
 import os
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from torchtitan.tools.logging import logger
 def _load_c4(path: str, split: str) -> Any:
     if os.path.isfile(path):
         return load_local_documents(path)
-    from datasets import load_dataset  # slow, and files of this machine are read without it
+    from datasets import load_dataset  # slow to import, and not needed for local files
 
     try:
         return load_dataset(path, name="en", split=split, streaming=True)
     except Exception as error:
-        while error.__cause__ is not None:  # the outer errors give no reason
+        while error.__cause__ is not None:  # only the innermost error gives the reason
             error = error.__cause__
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -106,7 +106,7 @@ def open_source(
     options: Training | None = None,
     **fields: Any,
 ) -> Source:
-    """Return a registered dataset as a source. options: `[training]`, for chats. fields: of `Source`."""
+    """Return a registered dataset as a `Source`. options: for chats. fields: more fields of `Source`."""
     options = options or Training()
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
@@ -119,7 +119,7 @@ def open_source(
 
 
 def text_encoder(name: str) -> Encoder:
-    """Return the function that makes a sample of a registered dataset its text."""
+    """Return the function that converts a sample of a registered dataset to its text."""
     config = DATASETS[name]
     if config.make_encoder is not None:
         raise ValueError(f"the documents of dataset {name!r} are not texts; name another dataset")
@@ -164,11 +164,11 @@ def build_text_dataloader(
     job_config: JobConfig,
     infinite: bool = True,
 ) -> ParallelAwareDataloader:
-    """Return a loader of batches of the dataset in `[training]`."""
+    """Return a dataloader of the dataset in `[training]`."""
     return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
-build_text_dataloader.registered_datasets = DATASETS  # the check of a config reads it
+build_text_dataloader.registered_datasets = DATASETS  # read by `TrainSpec.fact`
 
 
 def build_text_validation_dataloader(
@@ -178,9 +178,9 @@ def build_text_validation_dataloader(
     job_config: JobConfig,
     infinite: bool = False,
 ) -> ParallelAwareDataloader:
-    """Return a loader of batches of the dataset in `[validation]`.
+    """Return a dataloader of the dataset in `[validation]`.
 
-    Without one, of `<training.dataset>_validation` or, with a warning, of the training data.
+    If it is not set: of `<training.dataset>_validation` or else, with a warning, of the training data.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"
@@ -202,7 +202,7 @@ def _build(
     tokenizer: BaseTokenizer,
     infinite: bool,
 ) -> ParallelAwareDataloader:
-    """section: `job_config.training` or `job_config.validation`; both have the keys read here."""
+    """section: `job_config.training` or `job_config.validation_data`; both have the keys read here."""
     training = job_config.training
     is_training = section is training
     # Validation with steps = -1 reads its data once.
@@ -233,7 +233,7 @@ def _build(
         section.seq_len,
         getattr(tokenizer, "eos_id", None) or 0,
         positions=reads_positions(mask_type),
-        # End-of-text tokens may also be inside of documents, and are not read.
+        # Document ids, because end-of-text tokens may also occur inside documents.
         document_ids=training.packing != "concat"
         or mask_type != "causal"
         or training.mask_boundary_loss is True
@@ -250,7 +250,7 @@ def _build(
             "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set "
             "it for the same rows on any number of ranks"
         )
-    if not is_training and not sources[0].is_indexed:  # each rank reads its part of a stream
+    if not is_training and not sources[0].is_indexed:  # one row stream per rank
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)
     loader_options = {**asdict(section.dataloader), "batch_size": batch_size}

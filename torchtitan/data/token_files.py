@@ -1,13 +1,16 @@
-"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files as Megatron-LM writes them.
+"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files in Megatron-LM's format.
 
-The `.bin` file holds only the ids, document after document. The `.idx` file, little-endian, has a header
-(see `_HEADER`: magic, version, code of the ids' type, S, D + 1), the number of ids of each sequence (int32
-[S]), the byte at which it begins (int64 [S]), and each document's first sequence and S (int64 [D + 1]).
-A document is usually one sequence.
+The `.bin` file holds the ids of D documents in S sequences; usually a document is one sequence. The
+`.idx` file, little-endian, holds in this order:
 
-`torchtitan.data.tokenize` adds `tokens.json`, which names the tokenizer and is marked as finished when
-all pairs are whole, and to each pair a `.crc32` file: as uint32 [D], the CRC-32 of each document's bytes,
-begun with the CRC-32 of the pair's name. A document is compared with its sum each time it is read.
+- a header (`_HEADER`): magic, version, code of the ids' type, S, D + 1
+- int32 [S]: the number of ids of each sequence
+- int64 [S]: the byte offset of each sequence in the `.bin` file
+- int64 [D + 1]: the index of each document's first sequence, then S
+
+`torchtitan.data.tokenize` adds `tokens.json`, which describes the tokenizer and is marked as finished
+when all pairs are complete. It also adds a `.crc32` file to each pair: uint32 [D], the CRC-32 of each
+document's bytes, started from the CRC-32 of the pair's name; every read of a document checks it.
 """
 
 import hashlib
@@ -33,9 +36,9 @@ SUMS = ".crc32"
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
-# Codes 6 and 7 are floats.
+# Type codes of the format; codes 6 and 7 are floats.
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_DOCUMENTS_CHECKED = 100  # of a foreign corpus, at the start
+_DOCUMENTS_CHECKED = 100  # how many documents `check_tokenizer` reads
 _AGAIN = (
     "copy the folder again, or run the same `python -m torchtitan.data.tokenize` again, which writes "
     "damaged parts again"
@@ -43,11 +46,11 @@ _AGAIN = (
 
 
 class TokenDocuments(JoinedDocuments):
-    """Documents of token ids by number: `documents[i]` is a view [ids] of the mapped file.
+    """Documents of token ids: `documents[i]` is a view [n] of the mapped file, n being its length.
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
-    num_ids: documents with other ids than 0 to num_ids - 1 are refused; `check_tokenizer` sets it.
-    Raises ValueError for missing or unfinished files and, when it is read, for a damaged document.
+    num_ids: documents with ids outside 0 to num_ids - 1 are refused; `check_tokenizer` may set it.
+    Raises ValueError for missing or unfinished files; reading a damaged document raises it, too.
     """
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
@@ -87,7 +90,7 @@ class TokenDocuments(JoinedDocuments):
         return np.concatenate([pair.lengths() for pair in self._files])
 
     def check(self) -> None:
-        """Raise ValueError for the first file that differs from what was written."""
+        """Raise ValueError if a file has changed since it was written."""
         if not self._has_sums:
             raise ValueError(
                 f"{self._path} has no check sums to compare with; tokenize the text again"
@@ -98,7 +101,7 @@ class TokenDocuments(JoinedDocuments):
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        If that is unknown, or whether the ids are damaged, the ids must be of the tokenizer's vocabulary.
+        If the tokenizer or the integrity of the ids is unknown, warns and checks the range of the ids.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
@@ -205,7 +208,7 @@ class Pair:
             ends = [begin + size * n for begin, n in zip(begins, lengths, strict=True)]
             if first == 0:
                 ends.insert(0, 0)
-            else:  # the document begins where the sequence before it ends
+            else:  # the document begins where the previous sequence ends
                 del begins[0]
             start, end = ends[0], ends[-1]
             problem = f"sequences at bytes {begins[:5]} for {start} to {end} of {len(self._data)}"
@@ -220,7 +223,7 @@ class Pair:
         )
 
     def check(self) -> None:
-        """Raise ValueError if a file differs from what `write_pair` wrote."""
+        """Raise ValueError if a file differs from the one that `write_pair` wrote."""
         if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
             raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
         for number in range(len(self)):
@@ -260,7 +263,7 @@ def read_about(path: Path) -> dict[str, Any] | None:
     try:
         if about["format"] != ABOUT_FORMAT:
             raise ValueError(f"its format is {about['format']}, and {ABOUT_FORMAT} is known")
-        # Raises if something is missing or of another type.
+        # Raises an exception for missing keys and values of another type.
         parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -272,7 +275,7 @@ def read_about(path: Path) -> dict[str, Any] | None:
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return the SHA-256 of what decides a text's ids; None for a tokenizer of another library."""
+    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for other libraries'."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None
@@ -281,7 +284,7 @@ def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
 
 
 def vocabulary_size(tokenizer: BaseTokenizer) -> int:
-    """Return one more than the largest id, which may exceed the number of ids."""
+    """Return the largest id plus 1; this exceeds the number of tokens if there are unused ids."""
     if hasattr(tokenizer, "get_vocab"):
         return max(tokenizer.get_vocab().values(), default=-1) + 1
     return tokenizer.get_vocab_size()
@@ -291,14 +294,14 @@ def vocabulary_size(tokenizer: BaseTokenizer) -> int:
 
 
 def smallest_type(num_ids: int) -> np.dtype:
-    """Return the type for that many ids, by Megatron-LM's rule: uint16 below 65,500, else int32."""
+    """Return Megatron-LM's integer type for this many ids: uint16 below 65,500, else int32."""
     return np.dtype("<u2" if num_ids < 65_500 else "<i4")
 
 
 def write_pair(prefix: str, documents: Iterable[Sequence[int]], id_type: np.dtype) -> int:
     """Write `prefix`.bin, .crc32 and .idx, and return the number of ids; a killed writer leaves no .idx."""
     lengths, sums = array("i"), array("I")
-    with (  # the last file is the first to take its place
+    with (  # the files are renamed into place in reverse order, .idx last
         whole_file(f"{prefix}.idx") as index_file,
         whole_file(f"{prefix}{SUMS}") as sums_file,
         whole_file(f"{prefix}.bin") as file,
@@ -314,7 +317,7 @@ def write_pair(prefix: str, documents: Iterable[Sequence[int]], id_type: np.dtyp
 
 
 def _index(lengths: np.ndarray, id_type: np.dtype) -> Iterator[bytes]:
-    """Yield the content of an index in which each document is one sequence; lengths: int32 [D]."""
+    """Yield the content of an .idx file for documents of one sequence each. lengths: int32 [D]."""
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == id_type)
     yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
     yield lengths.tobytes()

@@ -1,10 +1,10 @@
-"""Write a dataset's documents as token ids, for training.dataset = "tokens".
+"""Writes a dataset's documents as token ids, for training.dataset = "tokens".
 
     python -m torchtitan.data.tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
     python -m torchtitan.data.tokenize --check /data/books_tokens
 
-The ids are those of training on the text itself, in the format of `token_files`. Run the same command
-again after it was stopped: parts that are whole are kept.
+The ids equal those of training on the text itself; `token_files` describes the format. After an
+interruption, run the same command again: complete parts are kept.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Check(argparse.Action):
-    """Checks a folder and ends, like --help, whatever the other arguments are."""
+    """--check: checks a folder and exits, like --help, without the required arguments."""
 
     def __call__(self, parser: Any, namespace: Any, folder: Any, option: Any = None) -> None:
         tokens = token_files.TokenDocuments(folder)
@@ -98,7 +98,7 @@ def _positive(text: str) -> int:
 
 @dataclass
 class _Job:
-    """A folder to be written. about: the content of tokens.json. dataset: a name in the registry."""
+    """A folder to write. about: the content of tokens.json. dataset: its registered name."""
 
     documents: Any  # with len() and [i]; pickled for other processes
     tokenizer: HuggingFaceTokenizer
@@ -257,7 +257,7 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
     about_file = folder / token_files.ABOUT_FILE
     old = token_files.read_about(about_file)
     if overwrite and old is not None:
-        # tokens.json goes last: until then it lists parts that are missing.
+        # tokens.json is removed last, because it shows that this program wrote the other files.
         for ending in (".idx", ".bin", token_files.SUMS):
             for file in folder.glob(f"part-*{ending}"):
                 file.unlink()
@@ -275,7 +275,7 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
 
 
 def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, int]]:
-    """Write parts in `job.processes` processes; yield (part, its number of tokens) when it is written."""
+    """Write parts in `job.processes` processes; yield (part, number of tokens) of each written part."""
     try:
         pickled = pickle.dumps(job)
     except Exception as error:  # pickle raises several types
@@ -283,8 +283,8 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
-    # Ctrl-C is for this process only, which then ends the others: the server inherits SIG_IGN, and
-    # so do the processes that it forks.
+    # Only this process handles Ctrl-C, and then kills the workers: the fork server and the workers
+    # inherit SIG_IGN.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
@@ -294,7 +294,7 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         futures = [pool.submit(_write_part, part) for part in parts]
         for future in as_completed(futures):
             yield future.result()
-    except (BrokenProcessPool, ConnectionError, EOFError) as error:  # while it ran, or started
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:  # a worker ran, or was starting
         raise RunError(
             "a tokenizing process was killed, most often for lack of host memory; run the same command "
             "with fewer --processes"

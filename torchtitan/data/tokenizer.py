@@ -11,12 +11,12 @@ from torchtitan.tools.logging import logger
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Keys of tokenizer_config.json that name one special token each, in the order of the ids of new tokens.
+# Keys of tokenizer_config.json that name a special token. Missing tokens get new ids in this order.
 SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class BaseTokenizer(ABC):
-    """The interface that data and models need. `eos_id` ends a document; None: no such token."""
+    """The interface that data and models need. eos_id: the end-of-text id; None: no such token."""
 
     def __init__(self) -> None:
         self.eos_id: int | None = None
@@ -34,13 +34,14 @@ class BaseTokenizer(ABC):
 class HuggingFaceTokenizer(BaseTokenizer):
     """A tokenizer read from a folder of Hugging Face files; `tokenizer` is the `tokenizers.Tokenizer`.
 
-    `encode` adds a begin- or end-of-text id if called with `add_bos` or `add_eos`, unless the files'
-    own post-processor adds it anyway (`hf_adds_bos`, `hf_adds_eos`). The defaults of these arguments
-    (`default_add_bos`, `default_add_eos`) are those of tokenizer_config.json, else False.
+    `encode` adds a begin- or end-of-text id if called with `add_bos` or `add_eos`, unless the
+    tokenizer's post-processor already adds this id (`hf_adds_bos`, `hf_adds_eos`). The defaults of these
+    arguments (`default_add_bos`, `default_add_eos`) come from tokenizer_config.json, else are False.
 
     bos_token, eos_token: replace the tokens that the files name.
-    begins_documents: whether documents begin with the begin-of-text token: not if the files say
-        `add_bos_token = false`, or if it is the end-of-text token, too.
+    begins_documents: whether documents begin with the begin-of-text token. False without such a token,
+        if it is also the end-of-text token, or if the files have `add_bos_token = false` and the caller
+        does not set bos_token.
     Raises FileNotFoundError if every tokenizer file is missing, ValueError if a file cannot be read, or if
     the vocabulary lacks bos_token or eos_token.
     """
@@ -60,7 +61,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             )
         try:
             self._read(folder)
-        except Exception as error:  # for bad content the library raises several types
+        except Exception as error:  # `tokenizers` raises several types for bad content
             if isinstance(error, OSError | ValueError) and str(folder) in str(error):
                 raise
             raise ValueError(
@@ -68,7 +69,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             ) from error
 
     def _read(self, folder: Path) -> None:
-        # Loads `tokenizers`: slow, and programs with a tokenizer of their own don't need it.
+        # Imported here, because `tokenizers` is slow to load, and not every program needs it.
         from torchtitan.data import tokenizer_files as files
 
         self.tokenizer: Tokenizer
@@ -76,7 +77,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.tokenizer, self.config = files.load(folder)
         config, config_path = self.config or {}, folder / "tokenizer_config.json"
         is_bos_chosen = self.bos_token is not None
-        # One string may be both tokens, so each token is looked up separately.
+        # Separate lookups, because both settings may name the same token.
         for kind in ("bos", "eos"):
             token = getattr(self, f"{kind}_token")
             if token is not None and self.token_to_id(token) is None:
@@ -94,7 +95,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.default_add_bos = bool(config.get("add_bos_token", False))
         self.default_add_eos = bool(config.get("add_eos_token", False))
         declines = config.get("add_bos_token") is False and not is_bos_chosen
-        # The end of one document separates it from the next, if the same token begins documents.
+        # If both tokens are the same, the end-of-text token alone separates documents.
         self.begins_documents = not declines and self.bos_id not in (None, self.eos_id)
 
     def encode(
@@ -105,8 +106,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
         add_eos: bool | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Return the token ids of `text`; only its own with add_special_tokens = False."""
-        # The only method that computes no offsets, which take a fifth of the time.
+        """Return the token ids of `text`; without any added ids if add_special_tokens is False."""
+        # The only method that skips offsets, which take a fifth of the time.
         (encoding,) = self.tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -147,7 +148,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseTokenizer:
-    """Return the tokenizer in `model.hf_assets_path`; logs how documents of text begin and end."""
+    """Return the tokenizer in `model.hf_assets_path`; logs which tokens begin and end documents."""
     training = job_config.training
     tokenizer = HuggingFaceTokenizer(
         job_config.model.hf_assets_path, bos_token=training.bos_token, eos_token=training.eos_token

@@ -1,9 +1,10 @@
-"""Reading a tokenizer from a folder of Hugging Face files, as `transformers` 5 reads it.
+"""Reads a tokenizer from a folder of Hugging Face files, as `transformers` 5 does.
 
-tokenizer.json is the whole tokenizer, or vocab.json and merges.txt are, for a class of `_OWN_RULES`.
+The tokenizer is tokenizer.json or, for the classes in `_OWN_RULES`, vocab.json and merges.txt.
 tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) names special
-tokens and adds those that tokenizer.json lacks. `transformers` builds some classes by rules of their own.
-A folder in which these differ from tokenizer.json, or whose class is unknown here, is refused.
+tokens and adds those that tokenizer.json lacks. For some classes `transformers` ignores parts of
+tokenizer.json and uses rules of the class. A folder is refused if these rules differ from
+tokenizer.json, or if its class is unknown here.
 """
 
 import json
@@ -27,14 +28,14 @@ from torchtitan.data.tokenizer import SPECIAL_TOKEN_KEYS
 from torchtitan.tools.files import read_json_object, read_text, regular_file
 from torchtitan.tools.logging import logger
 
-# Classes for which tokenizer.json is used as it is, without "Fast".
+# Classes (without the suffix "Fast") for which tokenizer.json is used as it is.
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
 _END = "<|endoftext|>"
 _QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Class -> (its normalizer, the pattern of its words, names of special tokens that a config may leave out).
+# Class -> (normalizer, regex that splits words, special tokens that default to `_END`).
 _OWN_RULES = {
     "GPT2Tokenizer": (None, None, ("bos_token", "eos_token", "unk_token")),
     "Qwen2Tokenizer": (normalizers.NFC(), _QWEN_WORDS, ("eos_token", "unk_token", "pad_token")),
@@ -42,9 +43,9 @@ _OWN_RULES = {
 
 
 def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]:
-    """Return the tokenizer in a folder, and its config with the special tokens of older files.
+    """Return (tokenizer of a folder, its config merged with special_tokens_map.json of older folders).
 
-    name: of the class without "Fast"; None: the one that transformers takes.
+    name: the tokenizer's class without "Fast"; None: the class that transformers would choose.
     """
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path)
@@ -54,7 +55,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
         config = (config or {}) | older
     stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
     if name is None:
-        # transformers reads the model's type first for qwen2, and if no class is stated.
+        # For qwen2 transformers goes by the model type; otherwise only if no class is stated.
         model = (read_json(folder / "config.json") or {}).get("model_type")
         is_qwen = model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe"))
         name = "Qwen2Tokenizer" if is_qwen else stated
@@ -65,7 +66,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
     by_id = {} if has_decoder else read_json(folder / "added_tokens.json") or {}
     known = {token.content for token in in_file.values()}
     tokens = sorted(by_id.keys() - known, key=by_id.__getitem__)
-    # In runs, because `add_special_tokens` would mark every token as special.
+    # Add runs of equal kind, because `add_special_tokens` marks every token as special.
     declared = [*map(AddedToken, tokens), *_declared_tokens(config or {}, config_path, backend)]
     for is_special, run in groupby(declared, lambda token: token.special):
         (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
@@ -114,11 +115,11 @@ def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
         return _byte_level(folder, *(rules or _OWN_RULES["GPT2Tokenizer"])[:2], config)
     try:
         backend = Tokenizer.from_file(regular_file(whole))
-    except Exception as error:  # the library raises bare Exception for any bad content
+    except Exception as error:  # `tokenizers` raises bare Exception for any bad content
         raise ValueError(
             f"cannot read the tokenizer in {whole}: {error}; fetch the file again"
         ) from error
-    # The file's truncation and padding are for another program's batches.
+    # Drop the file's truncation and padding, which are meant for another program's batches.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -133,7 +134,7 @@ def _words(pattern: str | None, config: dict) -> pre_tokenizers.PreTokenizer:
 
 
 def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, AddedToken]) -> str:
-    """Return how a tokenizer differs from the one that a class builds of its vocabulary, or ""."""
+    """Describe how a tokenizer differs from the one that the class `name` would build; "" if not."""
     normalizer, pattern, _ = _OWN_RULES[name]
     rules = Tokenizer(models.BPE())
     rules.pre_tokenizer = _words(pattern, config)
@@ -148,7 +149,7 @@ def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, 
         return f"another model ({options})"
     keys = [key for key in ("normalizer", "pre_tokenizer") if ours[key] != theirs[key]]
     declared = {int(number) for number in config.get("added_tokens_decoder") or {}}
-    if declared and not in_file.keys() <= declared:  # the class ignores the tokens in the file
+    if declared and not in_file.keys() <= declared:  # the class ignores tokenizer.json's tokens
         keys.append("set of added tokens")
     named = {config.get(key) for key in SPECIAL_TOKEN_KEYS if isinstance(config.get(key), str)}
     added = backend.get_added_tokens_decoder().values()
@@ -160,7 +161,7 @@ def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, 
 def _byte_level(folder: Path, normalizer: Any, pattern: str | None, config: dict) -> Tokenizer:
     vocab, path = read_json(folder / "vocab.json") or {}, folder / "merges.txt"
     try:
-        # Not splitlines, because tokens may hold Unicode's other line separators.
+        # Not splitlines, which also splits at Unicode's other line separators inside tokens.
         lines = read_text(path).split("\n")
         pairs = [line.split() for line in lines if not line.startswith("#version")]
         merges = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2]
@@ -181,7 +182,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Iterator[AddedToken]:
-    """Yield the tokens that a config declares, in the order in which new ones get ids."""
+    """Yield the tokens that a config declares, in the order in which new tokens get their ids."""
     by_id = config.get("added_tokens_decoder") or {}
     if not isinstance(by_id, dict):
         raise ValueError(
@@ -222,7 +223,7 @@ def _token(entry: Any, key: str, config_path: Path, special: bool) -> AddedToken
 
 
 def token_text(entry: Any, key: str, config_path: Path) -> str | None:
-    """Return the text of a token, which the config gives as a string or as a dict."""
+    """Return the text of a token that the config holds as a string or as a dict; None if unset."""
     if isinstance(entry, dict):
         entry = entry.get("content", entry)
     if entry is None or isinstance(entry, str):

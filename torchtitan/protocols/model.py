@@ -15,12 +15,12 @@ __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models
 
 @dataclass
 class BaseModelArgs:
-    """Sizes and choices of one model. Subclasses are dataclasses whose fields have defaults."""
+    """Sizes and options of a model. Subclasses are dataclasses in which every field has a default."""
 
-    _enforced: str = "every field has a default"  # or the subclass is a TypeError
+    _enforced: str = "every field has a default"  # a field without default is a TypeError
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Take over the job's settings. The engine calls it on a copy of the flavor."""
+        """Apply the job's settings. The engine calls it on a copy of the flavor's args."""
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""
@@ -28,13 +28,13 @@ class BaseModelArgs:
 
 
 class ModelProtocol(nn.Module):
-    """A model the engine can train: built on meta, parallelized, allocated, then initialised."""
+    """A model that the engine builds on the meta device, parallelizes, allocates and initialises."""
 
     def __init__(self, model_args: BaseModelArgs) -> None:
         super().__init__()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters and buffers in place, and move buffers if `buffer_device` is given."""
+        """Initialise parameters and buffers in place. buffer_device: where buffers go; None: no move."""
         raise NotImplementedError(f"{type(self).__name__} must define init_weights")
 
     def get_attention_masks(
@@ -43,7 +43,7 @@ class ModelProtocol(nn.Module):
         tokenizer: BaseTokenizer | None,
         extra_inputs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return the masks of tokens [B, T], for flex and varlen; extra_inputs: other batch entries."""
+        """Return the masks for flex or varlen. input_batch: tokens [B, T]; extra_inputs: other entries."""
         raise NotImplementedError(
             f"{type(self).__name__} builds no attention masks; train it with attn_type 'sdpa'"
         )

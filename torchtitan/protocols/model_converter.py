@@ -1,4 +1,4 @@
-"""Converters change a model in place between building and parallelizing it, e.g. to float8."""
+"""Converters change a model in place before it is parallelized, e.g. to float8."""
 
 import importlib
 from typing import Protocol
@@ -21,13 +21,13 @@ class ModelConverter(Protocol):
 
 
 class UnknownConverterError(KeyError, ValueError):
-    """`model.converters` holds a name that is not registered."""
+    """A name in `model.converters` is not registered."""
 
     def __str__(self) -> str:
-        return self.args[0]  # a KeyError shows its repr
+        return self.args[0]  # KeyError would show the message's repr
 
 
-# Module and class, imported on first use, so that no import registers any.
+# Name -> (module, class), imported on first use.
 _BUILT_IN_CONVERTERS = {
     "lora": ("adapters.converter", "LoRAConverter"),
     "quantize.linear.float8": ("quantization.float8", "Float8LinearConverter"),
@@ -40,7 +40,7 @@ _registry_model_converter_cls: dict[str, type[ModelConverter]] = {}
 
 
 def register_model_converter(converter_cls: type[ModelConverter], name: str) -> None:
-    """Make `converter_cls` known as `name` in `model.converters`. AssertionError for a taken name."""
+    """Register `converter_cls` under `name` for `model.converters`. AssertionError for a taken name."""
     assert name not in known_converter_names(), f"a model converter named {name!r} exists already"
     _registry_model_converter_cls[name] = converter_cls
 
@@ -51,7 +51,7 @@ def known_converter_names() -> list[str]:
 
 
 def find_model_converter(name: str) -> type[ModelConverter]:
-    """Return the converter class of that name. Raises UnknownConverterError naming the choices."""
+    """Return the registered class; UnknownConverterError, with the registered names, if there is none."""
     if name in _registry_model_converter_cls:
         return _registry_model_converter_cls[name]
     if name not in _BUILT_IN_CONVERTERS:
@@ -64,7 +64,7 @@ def find_model_converter(name: str) -> type[ModelConverter]:
 
 
 class ModelConvertersContainer(ModelConverter):
-    """Applies the converters of `model.converters`, in that order; there may be none."""
+    """Applies the converters in `model.converters`, possibly none, in order."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         self.converters: list[ModelConverter] = [

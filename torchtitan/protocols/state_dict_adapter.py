@@ -1,4 +1,4 @@
-"""Translating a model's state dict to the names and layouts of Hugging Face, and back."""
+"""Translates a model's state dict to the names and layouts of Hugging Face, and back."""
 
 import os
 import re
@@ -16,21 +16,21 @@ _NAMES_SHOWN = 5
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
-    """Return the name with `{}` for its numbers, and the numbers."""
+    """Return (the name with `{}` in place of each number, these numbers)."""
     return _NUMBER.sub("{}", name), _NUMBER.findall(name)
 
 
 def shorten(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return a text with the first names and the number of further names."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class BaseStateDictAdapter(ABC):
-    """The methods by which a checkpoint manager reads and writes a family's Hugging Face files.
+    """How the checkpoint manager reads and writes the Hugging Face files of a model family.
 
-    fqn_to_index_mapping: HF tensor name -> number (from 1) of the file that an export puts it in;
-        None divides an export into files by size.
+    fqn_to_index_mapping: HF tensor name -> number (from 1) of its file in an export; None: an export
+        is split into files by size.
     hf_assets_path: folder with the model's Hugging Face files, or None.
     """
 
@@ -42,7 +42,7 @@ class BaseStateDictAdapter(ABC):
 
     @abstractmethod
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return HF name -> tensor, which may be views of those in `state_dict`, or copies."""
+        """Return HF name -> tensor; the tensors may be views of `state_dict` or copies."""
 
     @abstractmethod
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class BaseStateDictAdapter(ABC):
         """Return a DCP reader (HuggingFaceStorageReader) of the safetensors files in `path`."""
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
-        """Divide our names that have an HF name into groups that `to_hf` can translate separately."""
+        """Split our names (those with an HF name) into groups that `to_hf` can translate separately."""
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -68,14 +68,14 @@ class BaseStateDictAdapter(ABC):
         return {}
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterable[tuple[str, LocalShard]]:
-        """Return (HF name, block) pairs for one block of our tensor; views, without communication."""
+        """Return (HF name, shard) pairs for one shard of our tensor: views, without communication."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot translate single shards; stream whole tensors "
             "(sharded=False), or give it a method shards_to_hf"
         )
 
     def spelled_like(self, hf_names: Collection[str]) -> "BaseStateDictAdapter":
-        """Return an adapter that prefers the names in `hf_names`, if a family has several."""
+        """Return an adapter that uses the names in `hf_names`, if the family has several naming schemes."""
         return self
 
     def for_export(self, has_untrained_parts: bool) -> "BaseStateDictAdapter":
@@ -92,10 +92,10 @@ class BaseStateDictAdapter(ABC):
 
 
 class StateDictAdapter(BaseStateDictAdapter):
-    """An adapter that reads the numbers of an export's files from the index under `hf_assets_path`.
+    """An adapter that reads `fqn_to_index_mapping` from the index in `hf_assets_path`.
 
-    Names that a subclass's table `from_hf_map` (HF name with `{}` for each number -> our name)
-    maps to None are ignored on loading.
+    A subclass has a table `from_hf_map`: HF name with `{}` for each number -> our name, or None if
+    loading ignores the tensor.
     """
 
     from_hf_map: dict[str, Any]
@@ -119,7 +119,7 @@ class StateDictAdapter(BaseStateDictAdapter):
             self.fqn_to_index_mapping[name] = int(match.group())
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        # Loads DCP, which models without a checkpoint don't need.
+        # Imported here, because only checkpoints need DCP.
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         if from_quantized:
@@ -136,7 +136,7 @@ class StateDictAdapter(BaseStateDictAdapter):
 def read_weight_map(path: str) -> dict[str, str]:
     """Return tensor name -> file name, from a model.safetensors.index.json.
 
-    Raises FileNotFoundError, and ValueError for other content or files outside its folder.
+    Raises FileNotFoundError; ValueError for invalid content, or a file name outside the index's folder.
     """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict):

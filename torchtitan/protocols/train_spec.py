@@ -1,4 +1,4 @@
-"""The train spec: the model, flavors and builders of a `model.name`."""
+"""The train spec: model class, flavors and builder functions of a model family (`model.name`)."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from torchtitan.optim.lr_scheduler import LRSchedulersContainer
     from torchtitan.optim.optimizer import OptimizersContainer
 
-# Called by position.
+# Called with positional arguments.
 ParallelizeFunction: TypeAlias = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
 PipeliningFunction: TypeAlias = Callable[
-    # model, layout, config, device, model args, function that parallelizes a part, loss function
+    # model, layout, config, device, model args, function that parallelizes a stage, loss function
     [nn.Module, ParallelDims, JobConfig, torch.device, Any, ParallelizeFunction, "LossFunction"],
-    # schedule, model parts, has first stage, has last stage
+    # schedule, this rank's stages, has first stage, has last stage
     tuple[Any, list[nn.Module], bool, bool],
 ]
 TokenizerBuilder: TypeAlias = Callable[[JobConfig], "BaseTokenizer"]
 OptimizersBuilder: TypeAlias = Callable[
     [list[nn.Module], Optimizer, ParallelDims], "OptimizersContainer"
 ]
-LRSchedulersBuilder: TypeAlias = Callable[  # the last is the number of training steps
+LRSchedulersBuilder: TypeAlias = Callable[  # the last argument is the number of training steps
     ["OptimizersContainer", LRScheduler, int], "LRSchedulersContainer"
 ]
 
 
-# Called with keywords, those of `build_cross_entropy_loss`, `build_text_dataloader`, `Validator` and
-# `build_metrics_processor`.
+# Called with the keyword arguments of `build_cross_entropy_loss`, `build_text_dataloader`, `Validator`
+# and `build_metrics_processor`.
 LossFunctionBuilder: TypeAlias = Callable[..., "LossFunction"]
 DataLoaderBuilder: TypeAlias = Callable[..., "BaseDataLoader"]
 ValidatorBuilder: TypeAlias = Callable[..., Any]
@@ -49,9 +49,9 @@ MetricsProcessorBuilder: TypeAlias = Callable[..., Any]
 class TrainSpec:
     """One model family: its class, its flavors and the functions that build the rest.
 
-    An embedder may change a field, or a flavor's args, before it builds a trainer. If a builder is
-    None, the trainer does without that part. The last fields say what the builders can do, for the
-    rules of a config; None takes the builder's own attribute of that name, if it has one.
+    A client may change a field, or a flavor's args, before it builds a trainer. If a builder is None,
+    the trainer works without that part. The fields after `state_dict_adapter` describe the builders for
+    the checks of a config; None takes the builder's attribute of the same name, if it has one.
     """
 
     model_cls: type  # a ModelProtocol
@@ -66,19 +66,19 @@ class TrainSpec:
     build_validator_fn: ValidatorBuilder | None = None
     build_metrics_processor_fn: MetricsProcessorBuilder | None = None
     state_dict_adapter: type | None = None  # a BaseStateDictAdapter
-    # build_loss_fn: True for the loss of next tokens, which needs logits and token ids as labels
+    # build_loss_fn: True for the next-token loss, which needs logits, and token ids as labels
     has_token_loss: bool | None = None
-    # build_optimizers_fn: the values that optimizer.name may have
+    # build_optimizers_fn: the supported values of optimizer.name
     optimizer_names: Collection[str] | None = None
-    # build_dataloader_fn: the values that training.dataset may have
+    # build_dataloader_fn: the supported values of training.dataset
     registered_datasets: Mapping[str, Any] | None = None
-    # pipelining_fn: True if it cuts a model of `n_layers` layers into stages by whole layers
+    # pipelining_fn: True if it splits a model of `n_layers` layers into stages by whole layers
     cuts_by_layers: bool | None = None
-    # parallelize_fn: True if it shards a model on one accelerator, too, for FSDP's mixed precision
+    # parallelize_fn: True if it applies FSDP even on a single accelerator, for mixed precision
     shards_one_rank: bool | None = None
 
     def fact(self, name: str) -> Any:
-        """Return one of the last fields; None if neither the spec nor the builder has it."""
+        """Return a field of `_BUILDER_OF`; None if neither the spec nor the builder has a value."""
         value, builder = getattr(self, name), getattr(self, _BUILDER_OF[name])
         return getattr(builder, name, None) if value is None else value
 
@@ -96,7 +96,7 @@ _extra_train_specs: dict[str, TrainSpec] = {}
 
 
 def register_train_spec(name: str, train_spec: TrainSpec) -> None:
-    """Make `train_spec` known as `model.name = name`; it wins over a built-in of that name.
+    """Register `train_spec` for `model.name = name`. It takes precedence over a built-in spec.
 
     Raises ValueError for a name that is already registered.
     """
@@ -108,13 +108,13 @@ def register_train_spec(name: str, train_spec: TrainSpec) -> None:
 def get_train_spec(name: str) -> TrainSpec:
     """Return the spec of a registered, built-in or experimental model, looked up in that order.
 
-    Built-in specs are new objects that share one set of flavor args. ValueError for other names.
+    Each call returns a new built-in spec; all share the same flavor args. ValueError for other names.
     """
     if name in _extra_train_specs:
         return _extra_train_specs[name]
     known = set(_extra_train_specs)
     for package in ("models", "experiments"):
-        # By name: these packages import this module.
+        # Imported here, because these packages import this module.
         folder = importlib.import_module(f"torchtitan.{package}")
         families = getattr(folder, f"_supported_{package}")
         if name in families:
@@ -127,7 +127,7 @@ def get_train_spec(name: str) -> TrainSpec:
     )
 
 
-# Names that clients import from here. Their modules are in higher layers, or slow to load.
+# Names that clients import from here, loaded on access: their modules import this one, or are slow.
 _MODULE_OF = {
     "BaseDataLoader": "torchtitan.data.dataloader",
     "LossFunction": "torchtitan.loss.cross_entropy",

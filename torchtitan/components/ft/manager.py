@@ -1,4 +1,4 @@
-"""The interface in torchtitan 0.2.x of fault-tolerant training with torchft, which is not available."""
+"""The torchft interface of torchtitan 0.2.x (fault-tolerant training), which is not supported here."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,7 +13,7 @@ has_torchft: bool = importlib.util.find_spec("torchft") is not None
 
 
 class FTManager:
-    """The torchft manager of a job without torchft; raises if the config enables torchft."""
+    """Stands for torchft's manager in a job without torchft; raises if the config enables torchft."""
 
     enabled = False
     loss_sync_pg: Any = None
@@ -34,7 +34,7 @@ class FTManager:
         return dp_degree, dp_rank
 
     def maybe_set_all_reduce_hook(self, model_parts: list[nn.Module]) -> None:
-        """Does nothing: with one replica there is nothing to average gradients over."""
+        """Do nothing, because a single replica has no gradients to average."""
 
 
 def maybe_semi_sync_training(

@@ -1,7 +1,7 @@
-"""Rules that a config has to obey.
+"""Rules that a config must obey.
 
-A rule is a generator that reads the config and yields a message for each problem: the rule, the key,
-its value and what to change. It touches no device, process group or data. The first message is raised.
+A rule is a generator that reads the config and yields a message for each problem, with the key, its value
+and what to change. It touches no device, process group or data. The first message becomes a ConfigError.
 """
 
 from collections.abc import Collection
@@ -19,11 +19,11 @@ def check_job_config(
     known_converters: Collection[str] | None = None,
     builds_data: bool = True,
 ) -> None:
-    """Raise ConfigError at the first rule the config breaks, whatever its model.
+    """Raise ConfigError for the first broken rule that does not depend on the model.
 
-    world_size: number of processes; None leaves out the rules that depend on it.
-    known_converters: the registered names; None leaves the names unchecked.
-    builds_data: False for a bare engine, which reads no data and writes less.
+    world_size: number of processes; None skips the rules that depend on it.
+    known_converters: the registered names; None skips their check.
+    builds_data: False for an engine without a trainer, which reads no data and writes fewer files.
     """
     refuse(
         values.single_values(job_config),
@@ -54,7 +54,7 @@ def check_job_config(
 
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:
-    """Raise ConfigError at the first rule the config breaks for its model's `TrainSpec`."""
+    """Raise ConfigError for the first broken rule that depends on the model's `TrainSpec`."""
     check_flavor(job_config, train_spec)
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
@@ -82,5 +82,5 @@ def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:
 
 
 def check_tokenizer_fits(tokenizer: Any, model_args: Any) -> None:
-    """Raise ConfigError if a token has no row in the embedding. Unused rows are fine."""
+    """Raise ConfigError if a token id has no row in the embedding. Unused rows are allowed."""
     refuse(model.tokenizer(tokenizer, model_args))

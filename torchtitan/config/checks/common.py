@@ -1,4 +1,4 @@
-"""Functions that several rules share: how they refuse, and values derived from a config."""
+"""Functions that several rules share: common checks, and values derived from a config."""
 
 import difflib
 import importlib
@@ -25,7 +25,7 @@ DEGREES = (
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first message, if there is one; later rules are not evaluated."""
+    """Raise ConfigError with the first message, if any; rules after this message do not run."""
     for problem in chain(*problems):
         raise ConfigError(problem)
 
@@ -45,29 +45,29 @@ def value_of(section: Any, key: str) -> Any:
 
 
 def is_path(key: str) -> bool:
-    """True if the value of a key is a path, which the key's ending shows."""
+    """True if the key holds a path, judged by the end of its name."""
     return key.endswith(("folder", "path", "file", "_csv", "template", "hf_config"))
 
 
 def guess(name: Any, known: Iterable[Any]) -> str:
-    """Return ', did you mean ...?', or '' if no known name is close; ignores case."""
+    """Return ', did you mean ...?' with the closest known name, ignoring case, or '' if none is close."""
     by_lower = {other.lower(): other for other in known if isinstance(other, str)}
     wanted = str(name).lower()
-    # Also finds the part after the last dot, as in "float8" for "quantize.linear.float8".
+    # A name may be only the part after the last dot, such as "float8" for "quantize.linear.float8".
     by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
     close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
     return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def one_of(key: str, value: Any, known: Collection[Any]) -> Iterator[str]:
-    """The rule that `value` is one of the names in `known`."""
+    """Rule: `value` must be one of the names in `known`."""
     if value not in known:
         names = ", ".join(map(str, known))
         yield f"{key} must be one of {names}, got {value!r}{guess(value, known)}"
 
 
 def divides(key: str, value: int, what: str, *numbers: int) -> Iterator[str]:
-    """The rule that a setting divides the first number, `what`; the choices named divide all."""
+    """Rule: `value` must divide numbers[0], called `what`. The suggested values divide all `numbers`."""
     if numbers[0] % value:
         common = math.gcd(*numbers)
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -77,13 +77,13 @@ def divides(key: str, value: int, what: str, *numbers: int) -> Iterator[str]:
 def is_file(
     key: str, path: str | None, what: str, remedy: str = "correct the path"
 ) -> Iterator[str]:
-    """The rule that `path` is a file. what: its content."""
+    """Rule: `path` must be a file. what: a description of the file's content, for the message."""
     if path is None or not os.path.isfile(path):
         yield f"{key} must be a file{what}, got {path!r} (looked in {os.getcwd()}); {remedy}"
 
 
 def needs(config: JobConfig, key: str, needed: str) -> Iterator[str]:
-    """The rule that the setting `needed` is on if `key` is."""
+    """Rule: if the setting `key` is on, the setting `needed` must be on."""
     if value_of(config, key) and not value_of(config, needed):
         yield (
             f"{key} = {value_of(config, key)} needs {needed} = True, got {value_of(config, needed)}; "
@@ -92,21 +92,21 @@ def needs(config: JobConfig, key: str, needed: str) -> Iterator[str]:
 
 
 def clash(key: str, reason: str, others: dict[str, Any]) -> Iterator[str]:
-    """The rule that `key`, which is on, goes with none of the settings `others`, key -> value."""
+    """Rule: with `key` on, all settings `others` (key -> value) must be off. reason: why."""
     for other, value in others.items():
         if value:
             yield f"{key} {reason}, got {other} = {value!r}; change one of the two"
 
 
 def no_effect(config: JobConfig, keys: tuple[str, ...], why: str) -> Iterator[str]:
-    """The rule that the settings whose keys begin with `keys` have their defaults. why: no reader."""
+    """Rule: settings whose keys begin with `keys` must have their defaults. why: why nothing reads them."""
     for setting in settings_of(config):
         if setting.key.startswith(keys) and setting.value != setting.default:
             yield f"{setting.key} = {setting.value!r} has no effect {why}, or remove it"
 
 
 def data_sections(job_config: JobConfig) -> dict[str, Any]:
-    """Return name -> section of the sections whose data this job reads; see `validation_data`."""
+    """Return section name -> section, for each section whose data this job reads."""
     sections: dict[str, Any] = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation_data
@@ -114,12 +114,12 @@ def data_sections(job_config: JobConfig) -> dict[str, Any]:
 
 
 def has_experts(model_args: Any) -> bool:
-    """True if a model of these args has layers with a mixture of experts."""
+    """True if a model with these args has mixture-of-experts layers."""
     return hasattr(model_args, "moe_args") and getattr(model_args, "moe_enabled", True)
 
 
 def has_value_head(job_config: JobConfig, model_args: Any) -> bool:
-    """True if the job's model returns values in place of logits."""
+    """True if the job's model outputs values in place of logits."""
     return job_config.model.value_head or getattr(model_args, "value_head", False)
 
 
@@ -134,7 +134,7 @@ def compile_settings(job_config: JobConfig) -> str:
 
 
 def compiled_model(job_config: JobConfig, key: str) -> Iterator[str]:
-    """The rule that the model is compiled, because `key` is on."""
+    """Rule: the model must be compiled, because `key` is on."""
     if not job_config.compile.applies_to("model"):
         yield (
             f"{key} is carried out by the compiler, got {compile_settings(job_config)}; set "
@@ -143,7 +143,7 @@ def compiled_model(job_config: JobConfig, key: str) -> Iterator[str]:
 
 
 def shard_degree(job_config: JobConfig, world_size: int) -> int:
-    """Return the shard degree; -1 becomes the ranks that the other degrees leave (at least 1)."""
+    """Return the shard degree; for -1, world_size divided by the other degrees (at least 1)."""
     parallelism = job_config.parallelism
     if parallelism.data_parallel_shard_degree != -1:
         return parallelism.data_parallel_shard_degree
@@ -152,7 +152,7 @@ def shard_degree(job_config: JobConfig, world_size: int) -> int:
 
 
 def import_named(key: str, name: str) -> ModuleType:
-    """Import the module that the config names under `key`; ConfigError if that fails."""
+    """Import the module `name`, the value of the setting `key`; ConfigError if the import fails."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

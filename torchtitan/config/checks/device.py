@@ -1,4 +1,4 @@
-"""Limits of the device's kernels and compiler, once the model and the mesh are known."""
+"""Rules about the device's kernels and compiler, which need the model and the mesh."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,12 @@ from torchtitan.tools.utils import get_device_type
 
 
 def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iterator[str]:
-    """model: one of `torchtitan.models.decoder`; only its attributes are read."""
+    """model: a `torchtitan.models.decoder` model; only its attributes are read."""
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     training, ac = job_config.training, job_config.activation_checkpoint
     if get_device_type() == "cpu":
-        # torch 2.13's compiler mixes up the saved inputs of a backward on the CPU: sdpa may draw
-        # random numbers, and the generator's state takes the place of a split parameter's mesh.
+        # On the CPU, torch 2.13's compiler mixes up the inputs saved for backward: the state of the
+        # random number generator, which sdpa may use, takes the place of a sharded parameter's mesh.
         by_layers = ac.mode == "selective" and ac.selective_ac_option != "op"
         splits_sdpa = parallel_dims.tp_enabled and attn_type == "sdpa"
         compiles = job_config.compile.applies_to("model")
@@ -32,8 +32,8 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
             "parallelism.data_parallel_shard_degree * context_parallel_degree is 1; raise "
             "data_parallel_shard_degree, or turn enable_cpu_offload off"
         )
-    # The accelerator's kernel for "varlen" has limits, unlike our own kernel for the CPU. It also
-    # runs where context parallelism gathers the keys, whatever model.attn_type is.
+    # Limits of the accelerator's "varlen" kernel, which context parallelism with "allgather" uses for
+    # every model.attn_type. Our own kernel for the CPU has no such limits.
     method = job_config.parallelism.context_parallel_rotate_method
     if parallel_dims.cp_enabled and method == "allgather":
         setting = "parallelism.context_parallel_rotate_method = 'allgather'"
@@ -47,7 +47,7 @@ def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iter
             f"{setting} gives no gradient through the log-sum-exp of the scores on an "
             f"accelerator, and model {job_config.model.name!r} needs it; set {remedy}"
         )
-    # Without FSDP and autocast the kernel gets training.dtype; `maybe_enable_amp` has the cases.
+    # Without FSDP and autocast (see `maybe_enable_amp`) the kernel gets tensors of training.dtype.
     key, dtype = "training.mixed_precision_param", training.mixed_precision_param
     is_split = parallel_dims.tp_enabled or parallel_dims.pp_enabled
     if not parallel_dims.uses_fsdp and (is_split or training.dtype == "bfloat16"):

@@ -10,7 +10,7 @@ from torchtitan.config.checks.common import data_sections, guess, is_file, needs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.files import find_shipped
 
-# Datasets that have no path of their own.
+# Datasets that have no default path.
 _READ_A_PATH = ("local", "tokens", "chat")
 
 
@@ -41,8 +41,8 @@ def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for a bare engine, which may write nothing."""
-    # A relative path must not leave the dump folder, where it could reach another job's files.
+    """builds_data: False for an engine without a trainer, which may write nothing."""
+    # A relative path must stay in the dump folder, because other folders may hold another job's files.
     for key in (
         "checkpoint.folder",
         "job.save_config_file",
@@ -83,7 +83,7 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     try:
-        # Tried out, because for root os.access calls every folder writable.
+        # Write a file, because for root os.access reports every folder as writable.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".writable-") as trial:
             os.makedirs(os.path.join(trial, os.path.relpath(path, existing)), exist_ok=True)
             with open(os.path.join(trial, "file"), "w") as file:
@@ -127,7 +127,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
-    """The folder with the tokenizer, and with the initial weights, must exist."""
+    """The folders with the tokenizer and with the initial weights must exist."""
     path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
     starts_from_it = loads_from_it and not (checkpoint.enable and _own_steps(job_config))
@@ -139,7 +139,7 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
 
 
 def _datasets(job_config: JobConfig) -> dict[str, Any]:
-    """Return key -> section or table of a mixture, of each dataset that the job reads."""
+    """Return key -> section, or table of a mixture, for each dataset that the job reads."""
     sections, mixture = data_sections(job_config), job_config.training.mixture
     if mixture:
         del sections["training"]
@@ -147,7 +147,7 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 
 
 def _is_there(path: str | None) -> bool:
-    """True for a file or folder, and for a pair of token files without their endings."""
+    """True if the path is a file, a folder, or a pair of token files (without their endings)."""
     return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
 
 
@@ -161,11 +161,11 @@ def _own_steps(job_config: JobConfig) -> list[str]:
 
 
 def _looks_local(path: str) -> bool:
-    """Return whether `path` is a path on this machine rather than a hub dataset like owner/name."""
+    """True if `path` is a local path rather than a hub dataset such as owner/name."""
     if "://" in path:
         return False
     if path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
-        # A hub name has at most one slash; a bare word may be an old hub name or a file.
+        # A hub name has at most one slash. A name without slash and dot may be an old hub name.
         return "/" in path or "." in path
     endings = (".json", ".jsonl", ".txt", ".parquet")
     return os.path.isdir(path.split("/")[0]) or path.endswith(endings)

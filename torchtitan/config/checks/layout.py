@@ -1,4 +1,4 @@
-"""Rules about how ranks share the work: degrees alone, their product, and against the model's sizes."""
+"""Rules about parallel degrees: each alone, their product, and against the model's sizes."""
 
 import csv
 import math
@@ -102,7 +102,7 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     dp_shard = shard_degree(job_config, world_size)
     ranks = dp_shard * cp * tp
-    if ranks % etp:  # without expert parallelism it only shapes a mesh
+    if ranks % etp:  # otherwise allowed, because etp has no effect without expert parallelism
         yield _other_tensor_degree(etp, tp)
     names = "data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree"
     what = f"{names} / expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
@@ -160,7 +160,7 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 
 
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
-    """A bare engine pads its caller's rows; the rows of a dataloader have to fit."""
+    """Rows of a dataloader must divide over the ranks; an engine pads the rows of its caller."""
     parallelism = job_config.parallelism
     cp, balancer = parallelism.context_parallel_degree, parallelism.context_parallel_load_balancer
     if cp == 1:
@@ -214,7 +214,7 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     yield from divides("parallelism.pipeline_parallel_microbatch_size", microbatch, what, rows)
 
 
-# <stage><action><microbatch>, two of these in parentheses if they overlap, or nothing
+# A cell of the CSV file: <stage><action><microbatch>, two overlapping ones in parentheses, or empty
 _ACTION = r"\d{1,6}[A-Z_]{1,20}(\d{1,9})?"
 _CELL = re.compile(rf"\s*({_ACTION}|\({_ACTION};{_ACTION}\)OVERLAP_F_B|)\s*")
 
@@ -271,7 +271,7 @@ def early_step_with(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
 
 
 def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """DDP reduces a gradient only after the hook that makes the step."""
+    """DDP would reduce a gradient only after the hook that updates the parameter."""
     parallelism = job_config.parallelism
     replicas = parallelism.data_parallel_replicate_degree
     has_fsdp = shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1

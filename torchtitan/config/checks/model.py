@@ -1,4 +1,4 @@
-"""Rules about the config and the model it names."""
+"""Rules about the config together with its model's train spec and args."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def heads(
                 f"model.{key} = True needs a model on torchtitan.models.decoder.Decoder, got "
                 f"{name!r}, whose args have no {key}; set it to false"
             )
-    # A program that feeds a trainer itself has a loss of its own.
+    # A program that passes its own batches to a trainer also has its own loss.
     reads_data = builds_data and train_spec.build_dataloader_fn is not None
     if has_value_head(job_config, model_args) and reads_data and train_spec.fact("has_token_loss"):
         yield (
@@ -83,7 +83,7 @@ def output_in_high_precision(job_config: JobConfig) -> Iterator[str]:
 
 
 def converters(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
-    # Most models are dense: guess converters of dense models first.
+    # Suggest converters for dense models first, because most models are dense.
     known = sorted(known, key=lambda name: ".grouped_mm." in name)
     for name in job_config.model.converters:
         for problem in one_of("each name in model.converters", name, known):
@@ -109,7 +109,7 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 
 def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
-    if hasattr(tokenizer, "get_vocab"):  # counts gaps between ids, too
+    if hasattr(tokenizer, "get_vocab"):  # the largest id may exceed the number of tokens
         tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if rows is not None and tokens > rows:
         yield (

@@ -13,12 +13,12 @@ from torchtitan.config.checks.common import clash, compiled_model, is_path, need
 from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 
-# NUL, and halves of surrogate pairs, which Python makes of bad bytes on the command line.
+# NUL, and surrogates, to which Python converts invalid bytes on the command line.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def single_values(section: Any, prefix: str = "") -> Iterator[str]:
-    """Choices, ranges and texts. A config built in Python has not been through a parser."""
+    """Check choices, ranges and strings, because a config built in Python has passed no parser."""
     for key, value, annotation, default in settings_of(section, prefix, in_lists=True):
         # Literal[...] or Annotated[..., Range(...)], perhaps with None
         members = (annotation, *get_args(annotation))
@@ -31,10 +31,10 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
                     if isinstance(limits, Range) and (problem := limits.problem(value)):
                         yield f"{key} must be {problem}, got {value}; the default is {default}"
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and _NOT_TEXT.search(text):  # it may get into paths and logs
+            if isinstance(text, str) and _NOT_TEXT.search(text):  # may end up in paths and logs
                 yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
-            # In flags and TOML it is expanded already, for known users.
+            # `ConfigManager` has already expanded `~` in flags and TOML, if the user exists.
             yield f"{key} must not begin with '~', got {value!r}; use os.path.expanduser, or './~'"
 
 
@@ -53,7 +53,7 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
-    """A model without a state_dict_adapter, called `model`, has no Hugging Face files."""
+    """A model without a state_dict_adapter has no Hugging Face files. model: its name in messages."""
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
@@ -79,7 +79,7 @@ def features(job_config: JobConfig) -> Iterator[str]:
         yield from one_of("each name in compile.components", name, ("model", "loss"))
     backend = job_config.compile.backend
     if job_config.compile.enable and backend != "inductor":
-        known = torch.compiler.list_backends(exclude_tags=())  # loads the compiler
+        known = torch.compiler.list_backends(exclude_tags=())  # slow: loads the compiler
         for problem in one_of("compile.backend", backend, known):
             yield f"{problem}; experimental.custom_import can name a module that registers more"
     yield from profiling_cycle(job_config.profiling)
@@ -161,7 +161,7 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
 
 
 def lora(job_config: JobConfig) -> Iterator[str]:
-    """Rules that need no model; the converter checks names against its layers."""
+    """Rules that need no model; the LoRA converter checks names against the model's layers."""
     settings, converters = job_config.lora, job_config.model.converters
     if "lora" not in converters:
         why = f'without adapters, got model.converters = {converters}; add "lora" to it'
