@@ -132,12 +132,16 @@ def _world_size(job_config: JobConfig) -> int:
             f"number of ranks, a positive integer, got {value!r}; set it"
         )
     if job_config.comm.mode == "default" and "RANK" in os.environ:
-        local_ranks = os.environ.get("LOCAL_WORLD_SIZE", value)
-        for name, limit in ("RANK", value), ("LOCAL_RANK", local_ranks), ("MASTER_PORT", "65536"):
-            number = os.environ.get(name, "0")
-            if not number.isdecimal() or int(number) >= int(limit):
+        for name, limit in (
+            ("RANK", os.environ.get("WORLD_SIZE", "")),
+            ("LOCAL_RANK", os.environ.get("LOCAL_WORLD_SIZE", "")),
+            ("MASTER_PORT", "65536"),
+        ):
+            number, has_limit = os.environ.get(name, "0"), limit.isdecimal()
+            if not number.isdecimal() or (has_limit and int(number) >= int(limit)):
                 raise ConfigError(
-                    f"the environment variable {name} must be an integer from 0 up and below {limit}, "
-                    f"got {number!r}; start with torchrun, or set it for each process"
+                    f"the environment variable {name} must be an integer from 0 up"
+                    f"{f' and below {limit}' * has_limit}, got {number!r}; start with torchrun, or set it "
+                    "for each process"
                 )
     return job_config.trainer_ranks(int(value))

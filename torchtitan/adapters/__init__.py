@@ -1,1 +1,1 @@
-"""Low-rank adapters beside frozen weights (LoRA), in every layout, and their files."""
+"""Low-rank adapters beside frozen weights (LoRA), for every parallel layout, and their files."""

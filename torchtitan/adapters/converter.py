@@ -1,4 +1,4 @@
-"""The converter `lora`: it freezes a model, and adds adapters to the layers that `[lora]` names."""
+"""The model converter `lora`: freezes a model and adds adapters to the layers named in `[lora]`."""
 
 from collections.abc import Collection, Iterator
 
@@ -17,11 +17,11 @@ from torchtitan.tools.logging import logger
 
 ALL_LINEAR = "all-linear"
 NORMS, BIASES = "norms", "biases"
-_OUTPUT = "output"  # the output projection has an adapter only if it is named
+_OUTPUT = "output"  # the output projection gets an adapter only if the config names it
 
 
 class LoRAConverter(ModelConverter):
-    """Freezes the model with the router's load balance, and adds adapters in `training.dtype`.
+    """Freezes the model, turns off routers' load balancing, and adds adapters in `training.dtype`.
 
     Raises ConfigError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
     """
@@ -30,7 +30,7 @@ class LoRAConverter(ModelConverter):
         self.options, self._converters = job_config.lora, job_config.model.converters
         training = job_config.training
         self._casts_all = parallel_dims.uses_fsdp
-        # Tensor and pipeline parallelism without FSDP compute in training.dtype.
+        # Without FSDP, tensor and pipeline parallelism compute in training.dtype, without autocast.
         has_autocast = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
         self._frozen_dtype: torch.dtype | None = None
         if self._casts_all or has_autocast:
@@ -65,7 +65,7 @@ class LoRAConverter(ModelConverter):
         """Do nothing after an optimizer step."""
 
     def _targets(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """Return layer -> (module, name of its weight)."""
+        """Return layer name -> (module, name of its weight)."""
         linears = dict(_linears(model))
         wanted = self.options.names(self.options.target_modules)
         names = [name for name in wanted if name != ALL_LINEAR]
@@ -91,7 +91,7 @@ class LoRAConverter(ModelConverter):
         return chosen
 
     def _train_whole(self, model: nn.Module, targets: Collection[str]) -> None:
-        """Unfreeze what `lora.also_train` names, and a value head."""
+        """Unfreeze the modules that `lora.also_train` names, and the value head if there is one."""
         wanted = self.options.names(self.options.also_train)
         modules = {
             name: module
@@ -114,25 +114,25 @@ class LoRAConverter(ModelConverter):
                 module.bias.requires_grad_(True)
 
     def _cast_frozen(self, model: nn.Module) -> None:
-        """Cast frozen weights once, to the dtype that FSDP or autocast would cast them to."""
+        """Cast frozen weights now to the dtype that FSDP or autocast would cast them to each step."""
         if self._frozen_dtype is None:
             return
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
-            # Autocast casts the operands of products only, and neither routers nor fp32 heads use it.
+            # Autocast casts only operands of matrix products; routers and fp32 heads don't use autocast.
             is_cast = type(module) is Linear or isinstance(module, StackedExperts)
             for name, parameter in list(module.named_parameters(recurse=False)):
                 is_plain = not hasattr(parameter.data, "__tensor_flatten__")
                 if parameter.requires_grad or not is_plain or not (self._casts_all or is_cast):
                     continue
-                if parameter not in replaced:  # tied parameters stay one parameter
+                if parameter not in replaced:  # keeps tied parameters tied
                     cast = parameter.detach().to(self._frozen_dtype)
                     replaced[parameter] = nn.Parameter(cast, requires_grad=False)
                 module.register_parameter(name, replaced[parameter])
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield the layers that can have an adapter; each stack of experts' weights is a layer."""
+    """Yield (name, (module, weight name)) of layers; each stacked weight of experts is a layer."""
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts):
             for weight_name, parameter in module.named_parameters(recurse=False):

@@ -4,12 +4,12 @@ N outputs and K inputs of a linear layer, r rank, E experts. A layer with an ada
 
     x W^T + scale * dropout(x) A^T B^T
 
-from its weight W [N, K], which keeps its name and its place in files, and from two more parameters
-of the same module: lora_a, A [r, K], and lora_b, B [N, r]. Experts have one adapter each: beside
-w1 [E, N, K] they have w1_lora_a [E, r, K] and w1_lora_b [E, N, r].
+The weight W [N, K] keeps its name in the state dict. The module has two more parameters:
+lora_a = A [r, K] and lora_b = B [N, r]. Each expert has its own adapter: beside w1 [E, N, K] the
+module has w1_lora_a [E, r, K] and w1_lora_b [E, N, r].
 
-Under tensor parallelism B is split where the weight is split along its outputs, and A where it is
-split along its inputs (`models/tp_plan.py`).
+Under tensor parallelism, B is sharded if the weight is sharded along its outputs, and A is sharded
+if the weight is sharded along its inputs (`models/tp_plan.py`).
 """
 
 import contextlib
@@ -35,7 +35,8 @@ from torchtitan.numerics.linear import Linear, linear
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools.torch_parts import name_without_wrappers
 
-# A name in the config is a run of whole components of a layer's name, in PEFT's spelling or ours.
+# A name in the config is one or more adjacent dotted components of a layer's name ("self_attn.q_proj"),
+# in PEFT's spelling or ours.
 _SPELLINGS = dict(
     pair.split("=")
     for pair in (
@@ -52,7 +53,7 @@ def spelled(name: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """True if the pattern is a run of whole components of the layer's name."""
+    """True if the pattern is one or more adjacent dotted components of the layer's name."""
     return f".{spelled(pattern)}." in f".{spelled(name)}."
 
 
@@ -62,7 +63,7 @@ def first_fit(patterns: Iterable[str], name: str) -> str | None:
 
 
 class Adapted(NamedTuple):
-    """The names of a weight and of its adapter in a state dict, and what scales B A."""
+    """State-dict names of a weight and of its adapter's A and B, and the scale of B A."""
 
     weight: str
     a: str
@@ -71,7 +72,7 @@ class Adapted(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """Of one module: name of its weight -> scale; and their dropout."""
+    """The adapters of one module. scales: weight name -> scale. dropout: of all its adapters."""
 
     scales: dict[str, float]
     dropout: float
@@ -80,7 +81,7 @@ class Adapters(NamedTuple):
 def add_adapter(
     module: nn.Module, weight_name: str, rank: int, scale: float, dropout: float
 ) -> None:
-    """Add an adapter, not yet filled, to an nn.Linear of any class or to `GroupedExperts`."""
+    """Add an uninitialised adapter to `GroupedExperts` or to any subclass of nn.Linear."""
     weight = module.get_parameter(weight_name)
     *experts, n_outputs, n_inputs = weight.shape
     for which, shape in (("a", (rank, n_inputs)), ("b", (n_outputs, rank))):
@@ -88,14 +89,14 @@ def add_adapter(
         module.register_parameter(_parameter_name(weight_name, which), nn.Parameter(empty))
     if not hasattr(module, "lora"):
         module.lora, module.lora_is_on = Adapters({}, dropout), True
-        module.lora_n_off = 0  # of the `adapters_off` contexts that are open
-        module.lora_stacked = None  # adapters of several models in its place; see `multi_lora`
+        module.lora_n_off = 0  # number of open `adapters_off` contexts
+        module.lora_stacked = None  # replaces the adapter under `multi_lora`
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
-            del module._feed_forward  # the method of the new class takes its place
+            del module._feed_forward  # would hide the method of the new class
         elif isinstance(module, Linear):
             module.low_rank = _low_rank
-        else:  # of torchao, say
+        else:  # another linear class, such as torchao's
             module.register_forward_hook(_add_product)
     module.lora.scales[weight_name] = scale
 
@@ -111,7 +112,7 @@ def _add_product(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Te
 
 
 def _low_rank(module: nn.Module, x: Tensor) -> LowRank | None:
-    """What the adapters add to the module's output for x [..., K]; None while they are off."""
+    """Return what the adapter adds to the output for x [..., K]; None while adapters are off."""
     if not module.lora_is_on:
         return None
     scales, dropout = module.lora
@@ -132,7 +133,7 @@ class AdaptedExperts(GroupedExperts):
     lora_stacked: Any
 
     def groups(self, selected: Tensor) -> tuple[Tensor, int]:
-        """If several models have adapters, an expert has a group for each model's tokens."""
+        """Under multi-LoRA, give each pair of expert and model its own group of tokens."""
         if self.lora_stacked is None or not self.lora_is_on:
             return super().groups(selected)
         models, n_models = self.lora_stacked.models_of_tokens(len(selected))
@@ -152,7 +153,7 @@ class AdaptedExperts(GroupedExperts):
     def _feed_forward(
         self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
     ) -> Tensor:
-        """pairs: A and B of each adapted weight, or nothing."""
+        """pairs: A, B of each adapted weight in turn; empty while adapters are off."""
         scales, dropout = self.lora
         pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
 
@@ -168,7 +169,7 @@ class AdaptedExperts(GroupedExperts):
 
 
 def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
-    """Yield the adapters of model parts, in the order of their modules; none without adapters."""
+    """Yield the adapters of model parts, in the order of their modules."""
     for part in parts:
         for long_name, module in part.named_modules():
             scales = module.lora.scales if hasattr(module, "lora") else {}
@@ -179,7 +180,7 @@ def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
 
 
 def adapter_names(adapted: Iterable[Adapted]) -> set[str]:
-    """Return the names of all A and B."""
+    """Return the names of all A and B matrices."""
     return {name for one in adapted for name in (one.a, one.b)}
 
 
@@ -197,10 +198,10 @@ def init_adapters(part: nn.Module) -> None:
 def redraw_adapters(
     parts: Iterable[nn.Module], seed: int, rank: int, layers: Collection[str]
 ) -> None:
-    """Fill the adapters as new ones of a rank of at most their own; the layout changes no bit.
+    """Initialise the adapters as new ones of rank `rank`, with the same values for every layout.
 
-    layers: names, as in `lora.target_modules`; the adapters of other layers stay without effect.
-    Rows of A from `rank` on are zero. They and their columns of B stay zero in training.
+    layers: names, as in `lora.target_modules`; the adapters of other layers are all zero. Rows of A
+    from index `rank` on are zero. These rows and their columns of B stay zero in training.
     """
     for part in parts:
         reshard_model(part)
@@ -221,7 +222,7 @@ def redraw_adapters(
 
 @contextlib.contextmanager
 def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parts compute without their adapters. Contexts may overlap and end in any order."""
+    """A context in which the parts compute without adapters. Contexts may overlap in any order."""
     modules = [m for part in parts for m in part.modules() if hasattr(m, "lora")]
 
     def count(change: int) -> None:
@@ -240,7 +241,7 @@ def adapters_off(parts: Iterable[nn.Module]) -> Iterator[None]:
 def merged(
     entries: Mapping[str, Any], parts: Iterable[nn.Module], dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Return a state dict without adapters, in which W + scale * B A takes the place of W.
+    """Return a state dict without adapters, with W + scale * B A in place of W.
 
     entries: the parts' state dict. Collective: A and B are gathered.
     dtype: of the merged weights; None keeps each weight's dtype. The sum is rounded once.

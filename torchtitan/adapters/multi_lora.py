@@ -1,8 +1,8 @@
-"""Multi-LoRA: one pass over the base for the rows of several models, each with adapters of its own.
+"""Multi-LoRA: one pass over the base model for rows of several models with different adapters.
 
-The low-rank products are computed for each model's rows with its own A and B, which are stacked.
+The models' A and B are stacked; each row's low-rank product uses the A and B of the row's model.
 Experts' tokens are sorted by expert and then by model (`AdaptedExperts.groups`). All stacks of a pass
-are views of one buffer, so that each group of ranks sums its part in one all-reduce.
+are views of one buffer, so matrices with the same process groups share one all-reduce.
 
 m models, E experts, r rank, K inputs and N outputs of a layer.
 """
@@ -35,23 +35,23 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class Stacked:
-    """The adapters of a layer's weights. passes: knows the models of the rows.
+    """The stacked adapters of a module. passes: knows which model each row belongs to.
 
-    pairs: of each weight, A [m, r, K] and B [m, N, r]; of experts [m, E, r, K] and [m, E, N, r].
+    pairs: weight name -> (A [m, r, K], B [m, N, r]); for experts ([m, E, r, K], [m, E, N, r]).
     """
 
     def __init__(self, pairs: dict[str, tuple[Tensor, Tensor]], passes: "MultiLoRA"):
         self.pairs, self.passes = pairs, passes
 
     def low_rank(self, x: Tensor, scale: float, product: Callable[..., Tensor]) -> LowRank:
-        """Return the low-rank product of x [B, T, K], or [B * T, K]. product: as in `LowRank`."""
+        """Return the low-rank product of x [B, T, K] or [B * T, K]. product: the matmul function."""
         counts, order = self.passes.counts, self.passes.order
         tokens_per_row = x.shape[:-1].numel() // sum(counts)
         sizes = [n_rows * tokens_per_row for n_rows in counts]
         return LowRank(x, *self.pairs["weight"], sizes, scale, order, product)
 
     def models_of_tokens(self, n_tokens: int) -> tuple[Tensor, int]:
-        """Return the models [n_tokens] of the tokens of all rows, and the number of models."""
+        """Return the model index of each token [n_tokens], and the number of models."""
         models, counts = self.passes.models, self.passes.counts
         return models.repeat_interleave(n_tokens // len(models)), len(counts)
 
@@ -73,10 +73,11 @@ def reasons_for_turns(
 
 
 class _Matrix(NamedTuple):
-    """An A or B, and this rank's part of it.
+    """An A or B matrix, and this rank's part of it.
 
-    shape: of what this rank computes with, whole or a part by TP or EP. own: the place of its shard.
-    shards: the groups that have the other shards. sums: the groups that sum its gradient.
+    shape: of the matrix that this rank computes with, which may be a TP or EP shard. own: the slices
+    of this rank's FSDP shard in that matrix. shards: the process groups that hold the other FSDP
+    shards. sums: the process groups that sum the gradient.
     """
 
     name: str
@@ -88,7 +89,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
-    """group: the ranks that have other rows or tokens."""
+    """group: the ranks that process other rows or tokens."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
     others = [] if group is None else [group]
     if not is_dtensor(parameter):
@@ -105,26 +106,26 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     )
     axes = list(enumerate(zip(placements, is_split, strict=True)))
     shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
-    # Ranks that compute with the same part, for other inputs or outputs.
+    # TP or EP axes along which this matrix is replicated; their ranks have partial gradients.
     copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
-    if "ep" in names:  # the gradient has the tokens of all ranks of this axis
+    if "ep" in names:  # the gradient already covers the tokens of all EP ranks
         others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
     return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
 
 class MultiLoRA:
-    """Computes passes in which each row has the adapters of its model.
+    """Runs passes in which each row uses the adapters of its model.
 
-    parts: the sharded model. group: the ranks that have other rows or tokens, over which gradients
-    are summed. has_ddp: the parts scale gradients for DDP.
+    parts: the sharded model. group: the ranks that process other rows or tokens; gradients are summed
+    over it. has_ddp: the parts are DDP replicas, whose gradients are scaled for DDP's averaging.
     """
 
     def __init__(
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        # Of the current microbatch: each row's model, rows of each model, and the rows sorted by model,
-        # None if they are.
+        # Of the current microbatch: each row's model, the number of rows per model, and the row indices
+        # sorted by model (None if the rows are sorted already).
         self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
@@ -137,7 +138,7 @@ class MultiLoRA:
         self._layers = [(m, {name: next(adapted) for name in m.lora.scales}) for m in modules]
         names = [n for _, of_layer in self._layers for x in of_layer.values() for n in (x.a, x.b)]
         matrices = [_matrix(name, parameters[name], group) for name in names]
-        # Matrices with the same groups are next to each other in the buffer.
+        # Matrices with the same process groups are adjacent in the buffer.
         kinds = [(matrix.shards, matrix.sums) for matrix in matrices]
         self._matrices = sorted(matrices, key=lambda x: kinds.index((x.shards, x.sums)))
 
@@ -145,10 +146,10 @@ class MultiLoRA:
     def adapters(
         self, weights: Sequence[Mapping[str, Tensor]], trains: bool = True
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """Compute with these models' adapters inside, in microbatches after `set_rows`. Collective.
+        """A context for microbatches with these models' adapters; see `set_rows`. Collective.
 
-        weights: of each model, this rank's part of its A and B, by name. Yields a list, which, if it
-        `trains`, gets each model's gradients at the end, in the layout of the parameters.
+        weights: for each model, name -> this rank's shard of its A and B. Yields a list. If `trains`,
+        it holds each model's gradients, in the parameters' layout, after the context.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # a pipeline stage without adapters
@@ -160,15 +161,15 @@ class MultiLoRA:
         sums = torch.zeros_like(buffer) if trains else None
         if sums is not None:
             for name, grad in self._stacks(sums, len(weights)).items():
-                stacks[name].grad = grad  # backward adds to it
+                stacks[name].grad = grad  # backward accumulates into this view of `sums`
         self.counts, self.order = [0] * len(weights), None
         for module, adapted in self._layers:
             pairs = {name: (stacks[x.a], stacks[x.b]) for name, x in adapted.items()}
             module.lora_stacked = Stacked(pairs, self)
         for part in self._parts if self._has_ddp else ():
-            part.set_requires_gradient_sync(False)  # its parameters get no gradients
+            part.set_requires_gradient_sync(False)  # the part's own parameters get no gradients
         try:
-            with uncompiled():  # compiled blocks would be compiled for every division of rows
+            with uncompiled():  # compiled blocks would recompile for every split of rows
                 yield gradients
         finally:
             for part in self._parts if self._has_ddp else ():
@@ -179,7 +180,7 @@ class MultiLoRA:
             gradients += self._gradients(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Call before a microbatch's forward, and backward, with the models of its rows."""
+        """Set the model of each row. Call before a microbatch's forward and before its backward."""
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else "cpu"
@@ -201,7 +202,7 @@ class MultiLoRA:
         n_models: int,
         groups_of: Callable[[_Matrix], tuple[dist.ProcessGroup, ...]],
     ) -> None:
-        """Sum the buffer over ranks, each matrix over its groups."""
+        """Sum the buffer over ranks, each matrix over the groups that `groups_of` returns."""
         pieces = zip(self._matrices, self._sizes(n_models), strict=True)
         begin = 0
         for groups, of_groups in itertools.groupby(pieces, lambda piece: groups_of(piece[0])):
@@ -217,14 +218,14 @@ class MultiLoRA:
         for matrix in self._matrices:
             shards = [of_model[matrix.name].to(like.device) for of_model in weights]
             torch.stack(shards, out=stacks[matrix.name][(slice(None), *matrix.own)])
-        # Each sum is of one rank's value and the other ranks' zeros.
+        # Each sum adds one rank's shard and the other ranks' zeros: it works as an all-gather.
         self._all_reduce(buffer, n_models, lambda matrix: matrix.shards)
         return buffer
 
     def _gradients(self, sums: Tensor, n_models: int) -> list[dict[str, Tensor]]:
         self._all_reduce(sums, n_models, lambda matrix: matrix.sums)
         if self._group is not None and self._has_ddp:
-            sums /= self._group.size()  # its hook has multiplied them, because DDP averages
+            sums /= self._group.size()  # undo the hook that scales gradients for DDP's averaging
         stacks = self._stacks(sums, n_models)
 
         def own_part(matrix: _Matrix, model: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Adapters in the files of the library `peft`: adapter_config.json and adapter_model.safetensors.
 
-A [r, K] and B [N, r] of the layer that Hugging Face's model calls M are stored as
-base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, a trained bias of M as
-base_model.model.M.base_layer.bias, and other parameters that train whole as
-base_model.model.<their name>. Rows of B follow the rows of Hugging Face's weight. Each expert is a
-layer; `_fused_experts` reads those of `peft` for transformers 5, too. That release turns the files of
-single experts into its own, by rules that `_config` follows.
+M is the name of a layer in Hugging Face's model. A [r, K] and B [N, r] of layer M are stored as
+base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, and a trained bias of M as
+base_model.model.M.base_layer.bias. Other parameters that train whole are stored as
+base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's weight. Files have one
+layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
+release converts files with one layer per expert to its fused format; `_config` writes what it needs.
 """
 
 import copy
@@ -40,14 +40,14 @@ from torchtitan.tools.logging import logger
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields of a config -> the only values with which adapters compute what ours do. Other values, and
-# other fields that are neither empty nor in `_OTHER_FIELDS`, change the base or the adapter.
+# Config field -> the values that describe adapters like ours. Other values, and non-empty fields that
+# are not in `_OTHER_FIELDS`, are refused, because they change the base or the adapter's computation.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    # Initial values that leave the base as it is. The others subtract the first adapter from it.
+    # Initialisations that don't change the base. Others subtract the initial adapter from the base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-# Read here, or seen in the names of the tensors, or without an effect on trained adapters.
+# Fields read here, fields that the tensor names repeat, and fields without effect on trained adapters.
 _OTHER_FIELDS = set(
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters "
     "exclude_modules layers_to_transform layers_pattern modules_to_save bias ensure_weight_tying "
@@ -64,13 +64,13 @@ _TYPES = {
     "target_modules": list[str] | str,
     "target_parameters": list[str],
 }
-# Parameters of experts in transformers 5 -> the layers of an expert in them.
+# Fused parameter of experts in transformers 5 -> the layers of each expert that it holds.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")  # the name of an expert's layer
 
 
 class PeftOptions(NamedTuple):
-    """base_model: name or folder of the base. rank: beyond which all adapters are zero."""
+    """base_model: name or folder of the base model. rank: rows of A from this index on are zero."""
 
     base_model: str | None
     dropout: float
@@ -84,7 +84,7 @@ class _Layer(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A matrix in a file. cut: its place in the stored tensor, which may hold those of all experts."""
+    """A matrix in a file. cut: its slices of the stored tensor, which may hold all experts."""
 
     key: str
     shape: tuple[int, ...]
@@ -105,17 +105,17 @@ def save_peft(
 ) -> None:
     """Write the adapters, and the parameters that train whole, to `folder`. Collective.
 
-    entries: the state dict of this rank's parts. trained: the names of all that trains.
-    Raises ValueError for experts that Hugging Face's model does not store one by one.
+    entries: the state dict of this rank's model parts. trained: the names of all trained parameters.
+    Raises ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
     """
-    adapter = copy.copy(adapter)  # it keeps state from its last translation
+    adapter = copy.copy(adapter)  # a conversion changes the adapter's state
     adapted = list(adapted_weights(parts))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, _Layer] = {}
     for one, hf_layers in zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True):
         a, b = (whole_tensor(entries[name]) for name in (one.a, one.b))
         a, b = a[..., : options.rank, :], b[..., : options.rank]
-        # Only the rows of B are rows of the weight, which an adapter may reorder.
+        # B's rows are the weight's rows, which the state-dict adapter may reorder; A's rows are not.
         b_parts = adapter.to_hf({one.weight: b}).values()
         a_parts = a.unbind() if a.ndim == 3 else [a]
         for hf_layer, a_part, b_part in zip(hf_layers, a_parts, b_parts, strict=True):
@@ -127,11 +127,11 @@ def save_peft(
         {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
     )
     for name, other in adapter.hf_aliases().items():
-        if name in trained_whole:  # a tied tensor is in PEFT's files twice
+        if name in trained_whole:  # PEFT's files hold tied weights twice
             trained_whole[other] = trained_whole[name].clone()
     tensors |= {_key(name, layers): tensor for name, tensor in trained_whole.items()}
 
-    # Pipeline stages have different tensors; of the ranks with the same, the first one sends.
+    # Pipeline stages have different tensors. The first rank that has a tensor sends it.
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     sent = {name for earlier in all_ranks(sorted(tensors))[:rank] for name in earlier}
     own = {name: t.contiguous().cpu() for name, t in tensors.items() if name not in sent}
@@ -150,24 +150,24 @@ def save_peft(
         save_tensors(dict(sorted(everything.items())), f"{weights}.tmp")
         with open_file(os.path.join(folder, CONFIG_FILE), "w") as file:
             json.dump(config, file, indent=2, sort_keys=True)
-        os.replace(f"{weights}.tmp", weights)  # last: a folder with this file is whole
+        os.replace(f"{weights}.tmp", weights)  # last: a folder with this file is complete
 
     from_rank_zero(write)
     logger.info(f"Wrote the adapters of {len(all_layers)} layers to {folder}")
 
 
 def _key(hf_name: str, layers: Collection[str]) -> str:
-    """Return the key of a parameter that trains whole. layers: those with an adapter."""
+    """Return the file's key of a parameter that trains whole. layers: the layers with an adapter."""
     layer, _, kind = hf_name.rpartition(".")
     is_inside = kind == "bias" and layer in layers
     return _PREFIX + (f"{layer}.base_layer.bias" if is_inside else hf_name)
 
 
 def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) -> list[str]:
-    """The HF layers that a weight is: one, or one for each expert; [] if HF has it in another form."""
+    """Return the HF layers of a weight: one, or one per expert; [] if HF has no such layers."""
     try:
         in_hf = adapter.to_hf({weight_name: torch.empty(weight.shape, device="meta")})
-    except ValueError:  # a part of a tensor
+    except ValueError:  # HF stores the weight as a part of a fused tensor
         return []
     return [name.removesuffix(".weight") for name in in_hf if name.endswith(".weight")]
 
@@ -175,7 +175,7 @@ def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) 
 def _hf_layers_of(
     adapted: list[Adapted], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
 ) -> list[list[str]]:
-    """Each weight's HF layers. Collective; raises ValueError, on all ranks, for a weight without."""
+    """Return each weight's HF layers. Collective; raises ValueError if a weight has none."""
     found = [_hf_layers(one.weight, entries[one.weight], adapter) for one in adapted]
     missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
     if missing := [name for part in all_ranks(missing) for name in part]:
@@ -196,11 +196,11 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known, trained_whole: HF names of all matrices, and of the
+    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of the
     parameters that train whole.
-    `peft` for transformers 5 joins experts' gates and ups, with twice `r` and twice `lora_alpha`
-    unless the patterns name the joined parameter, so scales are alpha / r. Of a model with experts,
-    it takes all names like theirs for experts', so other layers go to target_parameters.
+    `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
+    unless the patterns name the joined parameter, so the config's scale is alpha / r. In a model with
+    experts it takes all layers with such names for experts; others are listed in target_parameters.
     """
     known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -217,7 +217,7 @@ def _config(
         and not _EXPERT.fullmatch(name)
     }
 
-    def end(name: str) -> str:  # what names this layer and its like in all blocks
+    def end(name: str) -> str:  # the suffix that matches this layer in all blocks
         if (expert := _EXPERT.fullmatch(name)) and as_parameters:
             return f"experts.{expert[2]}.{expert[3]}"
         return name.rpartition(".")[2]
@@ -228,7 +228,7 @@ def _config(
     targets |= {name for name in as_modules if end(name) in left_out}
 
     def patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-        """Return the values that are not the default, by regular expressions of names."""
+        """Return regular expression of a layer's name -> its value, if not the default."""
         found = {}
         for name in sorted(layers):
             if values[name] != default:
@@ -270,7 +270,7 @@ def _config(
 
 
 def _joined_gates(layers: Mapping[str, _Layer]) -> dict[str, _Layer]:
-    """Return the layers that `peft` for transformers 5 makes of gates and ups; warns where it cannot."""
+    """Return the layers that `peft` for transformers 5 joins; warn about experts it cannot join."""
     joined, unreadable = {}, []
     for experts in sorted({expert[1] for expert in map(_EXPERT.fullmatch, layers) if expert}):
         gate, up = (layers.get(f"{experts}.0.{part}") for part in _EXPERTS["gate_up_proj"])
@@ -300,9 +300,9 @@ def load_peft(
 ) -> None:
     """Read the adapters, and the parameters that train whole, from `folder`. Collective.
 
-    entries: the live state dict of this rank's parts. trained: the names of all that trains.
-    Raises ValueError, on all ranks, for files of another kind of adapter, or whose layers, ranks,
-    scales or sizes differ from the model's, and if ranks have different files. Then nothing changes.
+    entries: the live state dict of this rank's model parts. trained: names of all trained parameters.
+    Raises ValueError on all ranks, before anything changes, if the files hold another kind of adapter,
+    if their layers, ranks, scales or sizes differ from the model's, or if ranks have different files.
     """
     adapter = copy.copy(adapter)
     path = os.path.join(folder, WEIGHTS_FILE)
@@ -322,8 +322,8 @@ def load_peft(
     for one, names in hf_layers.items():
         for name, (kind, entry) in product(names, (("A", one.a), ("B", one.b))):
             wanted[f"{_PREFIX}{name}.lora_{kind}.weight"] = tuple(entries[entry].shape[-2:])
-    # Tensors that peft also stores: a tied tensor under its other name, and the frozen weight of an
-    # output projection with an adapter -> the tensor, or its key.
+    # Keys of redundant tensors in peft's files -> the key or tensor that each must equal: tied weights
+    # under their second name, and the frozen weight of an output projection that has an adapter.
     copies: dict[str, Any] = {
         _PREFIX + other: _PREFIX + name
         for name, other in adapter.hf_aliases().items()
@@ -338,11 +338,11 @@ def load_peft(
     matrices = _matching(stored, wanted, own, config, folder)
 
     def read() -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of our parameter and its values."""
+        """Return pairs of our parameter and its new value."""
         values = []
         with safe_open(regular_file(path), framework="pt") as file:
             _check_copies(copies, file, path)
-            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # of all experts, once
+            stored_tensor = functools.lru_cache(1)(file.get_tensor)  # reads fused experts once
 
             def tensor_of(key: str) -> Tensor:
                 tensor = stored_tensor(matrices[key].key)[matrices[key].cut]
@@ -374,7 +374,7 @@ def load_peft(
 
 
 def _read_headers(folder: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return the config, and key -> shape. Raises ValueError if ranks have different files."""
+    """Return the config, and key -> shape of the weights file. Raises if ranks have different files."""
     path = os.path.join(folder, WEIGHTS_FILE)
     headers = from_rank_zero(lambda: (read_config(folder), _shapes_in(path)))
 
@@ -400,9 +400,9 @@ def _matching(
     config: Mapping[str, Any],
     folder: str,
 ) -> dict[str, _Stored]:
-    """Return key of the model -> matrix in the file. Collective; ValueError if file and model differ.
+    """Return model's key -> matrix in the file. Collective; raises ValueError if they don't match.
 
-    wanted, layers: of this rank.
+    wanted, layers: this rank's keys with their shapes, and this rank's layers.
     """
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
@@ -420,7 +420,7 @@ def _matching(
 
 
 def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
-    """Raise ValueError for a stored copy that differs, in more than a shorter dtype. See `load_peft`."""
+    """Raise ValueError if a redundant tensor (see `load_peft`) differs by more than dtype rounding."""
     for key in copies.keys() & {*file.keys()}:
         tensor, other = file.get_tensor(key), copies[key]
         other = file.get_tensor(other) if isinstance(other, str) else other
@@ -485,11 +485,11 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
 def _fused_experts(
     stored: Mapping[str, tuple[int, ...]], wanted: Iterable[str], parameters: Collection[str]
 ) -> dict[str, _Stored]:
-    """Return key -> matrix of the experts' adapters that a file of `peft` for transformers 5 has.
+    """Return key -> matrix of the fused experts' adapters in a file of `peft` for transformers 5.
 
-    Gates and ups [E, 2 H, D] of E experts have A [E r, D], one of each expert, and B [2 H, r E]; downs
-    [E, D, H] have A [E r, H] and B [D, r E]. `peft` wraps a module once for each of `parameters`
-    (target_parameters), so the first one's keys have base_layer in them.
+    gate_up_proj [E, 2 H, D] of E experts has A [E r, D] and B [2 H, r E]; down_proj [E, D, H] has
+    A [E r, H] and B [D, r E]. `peft` wraps the experts' module once for each of `parameters`
+    (target_parameters), so keys of the parameter that was wrapped first contain base_layer.
     """
     wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
     places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
@@ -540,7 +540,7 @@ def _other_scales(
     of_experts: Collection[str],
     folder: str,
 ) -> Iterable[str]:
-    """Yield a sentence for each layer whose rank or scale in the config is not the model's."""
+    """Yield a message for each layer whose rank or scale in the config differs from the model's."""
     fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
     names = [
         re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
@@ -554,7 +554,7 @@ def _other_scales(
         if not by_pattern:
             return [default] * len(names)
         regexes = {rf"(.*\.)?({p})(\.weight)?": value for p, value in by_pattern.items()}
-        try:  # the first, as in peft
+        try:  # the first pattern that matches counts, as in peft
             found = bounded.call("torchtitan.tools.bounded:first_matches", list(regexes), names)
         except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A batch as one value, which is made once where it enters a step. B rows, T tokens per row."""
+"""`TokenBatch`, which a caller's batch becomes when it enters a step. B rows, T tokens per row."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ Entries = dict[str, Any]
 class Batch(TypedDict, total=False):
     """The batch that a caller passes to the engine; the caller's loss and output functions get it too.
 
-    Entries also go to the model's `get_attention_masks`, and to its forward if that has a parameter of
-    the name. Callers declare their own entries in a subclass, for type checkers.
+    The model's `get_attention_masks` also gets the entries, and so does the model's forward if it has a
+    parameter of the entry's name. Callers declare their own entries in a subclass, for type checkers.
     """
 
     input: Required[Tensor]  # [B, T] token ids
     labels: Tensor  # [B, T] token ids, used if the call has no labels of its own
-    positions: Tensor  # [B, T] in a document
-    attention_masks: Any  # the masks of a kernel, or a padding mask [B, T]
+    positions: Tensor  # [B, T], each token's position in its document
+    attention_masks: Any  # an attention kernel's masks, or a padding mask [B, T]
     # Boundaries of documents; see `batch.documents`.
     document_ids: Tensor  # [B, T]
     seq_lens: Tensor  # [B, n]
@@ -50,8 +50,8 @@ _LENGTHS = ("seq_lens", "cu_seqlens")
 class TokenBatch:
     """Rows of tokens, with their labels and the caller's other entries.
 
-    document_ids: [B, T] int32, padding -1; None if documents are not kept apart, or if the batch
-        has masks instead. See `DocumentPolicy.token_batch`.
+    document_ids: [B, T] int32, padding -1; None if attention does not separate documents, or if the
+        batch has attention masks of its own. See `DocumentPolicy.token_batch`.
     """
 
     tokens: Tensor  # [B, T]
@@ -63,10 +63,10 @@ class TokenBatch:
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:
-        """Return a caller's batch as a value.
+        """Return a caller's batch as a `TokenBatch`.
 
-        Raises ValueError if `batch["input"]` is not [B, T] or has no token, for a known entry that is no
-        tensor, for ids, positions or lengths of documents that are not integers, and for positions or
+        Raises ValueError if `batch["input"]` is not [B, T] or has no token, for a known entry that is
+        not a tensor, for ids, positions or lengths of documents that are not integers, and for positions or
         a padding mask of another shape.
         """
         tokens = batch.get("input")
@@ -104,7 +104,7 @@ class TokenBatch:
 
     @property
     def num_valid(self) -> int:
-        """The number of labels that count in a loss."""
+        """The number of labels that are not IGNORE_INDEX."""
         assert self.labels is not None
         return int((self.labels != IGNORE_INDEX).sum())
 
@@ -134,7 +134,7 @@ class TokenBatch:
     def with_tokens(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """Return a copy with `change(x, padding)` for every tensor that has a value per token.
 
-        x: [B, T, ...], or [1, T, ...] for all rows. padding: x's value for padding tokens.
+        x: [B, T, ...], or [1, T, ...] if all rows share it. padding: x's value for padding tokens.
         """
         n_rows, seq_len = self.tokens.shape[:2]
 
@@ -157,7 +157,7 @@ class TokenBatch:
         num_rows = len(self.tokens)
         if n_rows >= num_rows:
             return [self]
-        # The fields have a row each.
+        # Every field of the dataclass has one entry per row.
         own = {field.name for field in dataclasses.fields(self)}
         of_rows = own | {k for k, x in self.entries.items() if _has_rows(k, x, num_rows, n_rows)}
 
@@ -194,8 +194,8 @@ def whole_numbers(name: str, x: Tensor) -> Tensor:
 def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for ids outside the model's vocabulary; labels may hold IGNORE_INDEX.
 
-    Otherwise such a token would get an embedding of zeros under tensor parallelism, and fail on one
-    rank only under a pipeline. Ids that only an accelerator has are checked by its kernels.
+    Without this check such a token would get an embedding of zeros under tensor parallelism, and under
+    a pipeline only one rank would fail. Ids without a copy on the host are left to the device's kernels.
     """
     ids = on_host(ids)
     if vocab_size is None or ids.device.type != "cpu" or not ids.numel():
@@ -219,10 +219,10 @@ def tensor_to(x: Any, device: torch.device) -> Any:
 def _has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> bool:
     """True if an entry is split by rows, False if all rows share it; ValueError if neither is possible."""
     if isinstance(value, Tensor):
-        # A row of cumulative lengths [n + 1] runs through all rows.
+        # 1-D cumulative lengths [n + 1] count through all rows laid end to end.
         if value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows:
             return True
-        # One row may serve all rows, but not a row of lengths.
+        # All rows may share a tensor of one row, unless it holds lengths.
         if value.dim() == 0 or (value.dim() >= 2 and len(value) == 1 and key not in _LENGTHS):
             return False
     elif key != "attention_masks":

@@ -27,7 +27,7 @@ from torchtitan.tools.host_copy import fetch, to_device
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """Shards the batches of a job: whole rows go in, this rank's tokens come out."""
+    """Shards a job's batches: takes whole rows, and returns this rank's tokens."""
 
     mesh: DeviceMesh
     load_balancer: str | None
@@ -49,7 +49,8 @@ class ContextSharding:
     def pad(self, batch: TokenBatch) -> TokenBatch:
         """Pad rows at their end until the ranks can share them equally.
 
-        Raises ValueError if the batch has a kernel's attention masks; a padding mask [B, T] can be padded.
+        Raises ValueError if rows need padding and the batch has an attention kernel's masks. A padding
+        mask [B, T] is padded with the rows.
         """
         seq_len = batch.tokens.shape[1]
         multiple = sequence_multiple(self.load_balancer, self.mesh.size())
@@ -70,7 +71,7 @@ class ContextSharding:
         longer = batch.with_tokens(lengthen)
         cu_seqlens = batch.entries.get("cu_seqlens")
         if cu_seqlens is not None and cu_seqlens.dim() == 1 and batch.document_ids is not None:
-            # These lengths count through all rows, which are longer now.
+            # 1-D cumulative lengths of the unpadded rows are wrong now: replace them by document ids.
             entries = {key: x for key, x in longer.entries.items() if key != "cu_seqlens"}
             entries["document_ids"] = longer.document_ids
             longer = replace(longer, entries=entries)
@@ -131,8 +132,8 @@ def cp_shard(
 
     inputs: tensors of whole rows, T along `input_seq_dim`, the first one [B, T, ...].
     attention_masks: a BlockMask, VarlenMetadata, a dict of them, or None for plain causal.
-    load_balancer_type: "headtail"; "ptrr", which balances the mask's work; None, consecutive parts.
-    rotate_method: None is "allgather" if all masks have known document boundaries, else "alltoall".
+    load_balancer_type: "headtail", "ptrr" (balances the mask's work) or None (consecutive parts).
+    rotate_method: None means "allgather" if all masks have known document boundaries, else "alltoall".
 
     Raises ValueError if the load balancer cannot cut T into equal chunks, for a padding mask [B, T], and
     for "allgather" with a mask whose document boundaries are unknown. Waits for the device if "allgather"
@@ -161,7 +162,7 @@ def cp_shard(
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = {name: x for name, x in boundaries.items() if x is not None}
         starts = _starts_on_host(known, n_rows, seq_len)
-    # With several masks, balance the one with the most work, windows not considered.
+    # With several masks, balance the mask with the most work; sliding windows are ignored.
     widest = None
     if attention_masks is not None and starts:
         widest = min(starts.values(), key=lambda s: int(s.sum()) * n_rows // len(s))
@@ -206,7 +207,7 @@ def prepare_context_parallel_input(
     For clients of torchtitan 0.2.x. inputs: tokens [B, T]. labels: [B, T] or None, shifted already.
     extra_kwargs: changed in place and returned; `attention_masks` and `positions` [1 or B, T] of whole
     rows are replaced by this rank's. device: accepted for compatibility.
-    rotate_method: as in `cp_shard`, whose errors are raised.
+    rotate_method: as in `cp_shard`, which may raise its errors.
     """
     parts, masks = cp_shard(
         cp_mesh,

@@ -24,7 +24,7 @@ IGNORE_INDEX = -100
 """No loss counts labels with this value."""
 
 BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
-"""Entries of a batch that only tell documents apart; the first one that is present is used."""
+"""Entries of a batch that give document boundaries and nothing else; the first entry present is used."""
 
 SAMPLE_IDS = "sample_ids"
 """Key of the first and the last sample in a row, [2], which a dataset may add; the dataloader makes it an
@@ -42,7 +42,7 @@ def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_ids_from_positions(positions: Tensor) -> Tensor:
-    """Number the runs of positions that go up by exactly one; negative positions are padding.
+    """Number the runs in which positions go up by exactly one; negative positions are padding.
 
     positions: [B, T] int; a row may start anywhere. Returns [B, T] int32:
     [4 5 6 0 1 2 3 7 8] -> [0 0 0 1 1 1 1 2 2], and [0 1 -1 -1 0] -> [0 0 -1 -1 1].
@@ -55,12 +55,12 @@ def document_ids_from_positions(positions: Tensor) -> Tensor:
 
 
 def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
-    """Number the documents that begin at cumulative lengths; tokens after the last one are padding.
+    """Number the documents that cumulative lengths give; tokens after the last document are padding.
 
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
         gets no id. Returns [B, seq_len] int32.
-    Raises ValueError for documents that end beyond `seq_len` and for ends that go down; on an
-    accelerator, where a check would wait for the device, documents are cut off at `seq_len`.
+    Raises ValueError if lengths don't begin at 0, decrease, or exceed `seq_len`. On an accelerator they
+    are not checked, because that waits for the device; documents are cut off at `seq_len`.
     """
     if cu_seqlens.device.type == "cpu":
         lengths = torch.nn.functional.pad(cu_seqlens, (1, 0)).diff(dim=1)
@@ -74,7 +74,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
             )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
-    # The number of documents that have ended at or before each column, without empty documents.
+    # A column's id is the number of non-empty documents that end at or before the column.
     is_empty = cu_seqlens[:, 1:] == cu_seqlens[:, :-1]
     raw_id = torch.searchsorted(cu_seqlens[:, 1:].contiguous(), columns, right=True)
     empty_before = torch.nn.functional.pad(is_empty.cumsum(dim=1), (1, 0))
@@ -139,7 +139,7 @@ def positions_from_document_ids(document_ids: Tensor) -> Tensor:
 def last_tokens(document_ids: Tensor) -> Tensor:
     """Return bool [B, T]: True where the next token of the row belongs to another document.
 
-    True for padding. The last column is False but for padding, because the next row is unknown.
+    True for padding. A real token in the last column gets False, because the next row is unknown.
     """
     is_last = document_ids == PADDING
     is_last[:, :-1] |= document_ids[:, 1:] != document_ids[:, :-1]
@@ -150,7 +150,7 @@ def last_tokens(document_ids: Tensor) -> Tensor:
 
 
 def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
-    """Return an entry [B, T], or [1, T] for all rows, as [B, T]; ValueError for another shape."""
+    """Return an entry [B, T], or a shared row [1, T], as [B, T]; raises ValueError for another shape."""
     (n_rows, seq_len), values = batch["input"].shape[:2], batch[key]
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
@@ -161,7 +161,7 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
 
 
 def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
-    """Return an entry [B, n]. One row for all rows is refused: its lengths might run through all rows."""
+    """Return an entry [B, n]. A shared row [1, n] is refused: its lengths might count through all rows."""
     n_rows, values = len(batch["input"]), batch[key]
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
@@ -180,7 +180,7 @@ def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
-    """The batch's cu_seqlens are [B, n + 1], or 1-D through all rows laid end to end."""
+    """Read cu_seqlens that are [B, n + 1], or 1-D over all rows laid end to end."""
     n_rows, seq_len = batch["input"].shape
     if batch["cu_seqlens"].dim() != 1:
         return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
@@ -214,11 +214,11 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`). Without any,
     attn_mask_type "position_block_causal" uses the positions, and the other types the end-of-text token.
 
-    Warns once per engine if the batch has a second source, and once if the two disagree, with the
-    first place where they do; positions and end-of-text tokens have other uses, so these are warned
-    about only if they disagree. A comparison waits for an accelerator: there only the first such batch is
-    compared. Raises ValueError if the batch lacks the source, if the end-of-text token is needed and
-    unknown, and if a source does not fit the shape of the input.
+    Warns once per engine if the batch has a second source, and once if the two sources disagree, with
+    the first token where they differ. Positions and end-of-text tokens have other uses: as a second
+    source they cause a warning only if they disagree. On an accelerator only the first such batch is
+    compared, because comparing waits for the device. Raises ValueError if the batch lacks the source, if
+    the end-of-text token is needed and unknown, and if a source does not fit the shape of the input.
     """
     source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
     if source is None and reads_positions(attn_mask_type):
@@ -254,13 +254,13 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Return ids [B, T] by end-of-text tokens; padding and rows without one keep `document_ids`."""
+    """Return ids [B, T] by end-of-text tokens; rows without that token keep `document_ids`."""
     ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return whether to compare the two sources `pair` in this batch, which has `x`; remember the pair."""
+    """Return whether to compare the two sources `pair` on the device of `x`; remember the pair."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)
@@ -296,7 +296,7 @@ def _warn_of_second_source(
 
 
 def warn_of_restarts(positions: Tensor) -> None:
-    """Warn once per engine of positions [B, T] that restart although each row is one document.
+    """Warn once per engine if positions [B, T] restart although attention treats each row as one document.
 
     Gaps and negative positions, which are padding, are not restarts.
     """

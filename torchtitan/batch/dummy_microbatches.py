@@ -1,7 +1,7 @@
 """Dummy microbatches, which a rank runs while other data-parallel ranks still have microbatches.
 
-Forward and backward communicate between these ranks, so all make the same number of them. A dummy goes
-through the model as any microbatch does: its loss is 0, and its tokens are not counted.
+Forward and backward communicate between these ranks, so every rank has to run the same number of
+microbatches. A dummy goes through the model like any microbatch, with a loss of 0 and no counted tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,11 @@ _MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tok
 def num_dummies(
     n: int, group: torch.distributed.ProcessGroup | None, device: torch.device
 ) -> Callable[[], int]:
-    """Return a function that returns how many dummies this rank needs, with its `n` microbatches.
+    """Return a function that returns how many dummies this rank needs.
 
-    Collective over `group`; None if no dummies are needed. The returned function waits for the work that
-    was queued before this call, so queue the rank's own microbatches in between.
+    n: this rank's number of microbatches. group: the ranks that need equal numbers (collective), or
+    None for no dummies. The returned function waits for the device's work from before this call, so
+    queue the rank's own microbatches before calling the function.
     """
     if group is None:
         return lambda: 0
@@ -45,7 +46,7 @@ def dummy_batch(seq_len: int, separates_documents: bool) -> TokenBatch:
 
 def zero_loss(outputs: Any) -> Tensor:
     """Return a loss of 0 that depends on every output, so that backward runs through the whole model."""
-    # 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
+    # Multiply by 0 before the sum: bf16 logits may add up to inf, and 0 * inf is nan.
     zeros = [
         (whole_tensor(x) * 0).sum()
         for x in torch_parts.pytree.tree_leaves(outputs)
@@ -55,7 +56,7 @@ def zero_loss(outputs: Any) -> Tensor:
 
 
 def forget_counts(model_parts: Sequence[nn.Module], where: Tensor | None = None) -> None:
-    """Set the experts' token counts to 0. where: a bool on their device; False keeps the counts."""
+    """Set the experts' token counts to 0. where: a bool tensor on the counts' device; False keeps them."""
     for counter in map(local_tensor, token_counters(model_parts)):
         counter.zero_() if where is None else counter.masked_fill_(where, 0)
 
@@ -72,7 +73,7 @@ def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:
 
 @contextmanager
 def without_counting(model_parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the experts' token counts at the end."""
+    """At the end, restore the token counts that the experts had at the beginning."""
     counters = token_counters(model_parts)
     before = [counter.clone() for counter in counters]
     try:

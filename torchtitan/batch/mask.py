@@ -1,7 +1,7 @@
-"""The attention mask of packed rows: one value for all kernels.
+"""`DocumentMask`: the attention mask of packed rows, for all attention kernels.
 
-`DocumentMask.lower` adds a kernel's own form. A flex BlockMask calls the DocumentMask that it was made of
-as its `mask_mod`, by which `from_mask` finds it again.
+`DocumentMask.lower` adds the form that a kernel needs. The `mask_mod` of a flex BlockMask is the
+DocumentMask that it was made from, so `from_mask` can recover the DocumentMask.
 
 B rows, T tokens per row, cp context-parallel ranks.
 """
@@ -37,21 +37,21 @@ class DocumentMask:
     """A query sees itself and the keys before it in its own document.
 
     starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None for a client's mask, of which only `lowered` is known, and for plain causal rows.
+        of its own. None for plain causal rows, and for a client's mask, which has only `lowered`.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
         (sdpa).
     """
 
     starts: Tensor | None = None
     window: int | None = None  # a query sees itself and the window - 1 tokens before it
-    rows_are_documents: bool = False  # `starts` are zeros
-    lengths: VarlenMetadata | None = None  # for varlen, and for the CPU's kernel for flex
+    rows_are_documents: bool = False  # each row is one document: `starts` are zeros
+    lengths: VarlenMetadata | None = None  # for varlen, and for flex on the CPU
     lowered: Any = None
     part: ContextPart | None = None  # if this rank holds only some tokens of the rows
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
-        """Return the mask for a BlockMask or VarlenMetadata, or for None, which is causal."""
+        """Return the DocumentMask of a BlockMask, a VarlenMetadata or None (plain causal)."""
         if isinstance(mask, cls):
             return mask
         if isinstance(mask, VarlenMetadata):
@@ -63,7 +63,7 @@ class DocumentMask:
     def from_documents(
         cls, document_ids: Tensor, device: torch.device | None = None
     ) -> "DocumentMask":
-        """document_ids: [B, T]; a copy on the host is read, if there is one. device: of the mask."""
+        """document_ids: [B, T], read from the host's copy if there is one. device: the mask's device."""
         starts = to_device(document_starts(on_host(document_ids)), device or document_ids.device)
         return cls(starts)
 
@@ -73,12 +73,12 @@ class DocumentMask:
         return cls(starts.expand(n_rows, -1), rows_are_documents=True)
 
     def with_window(self, window: int | None) -> "DocumentMask":
-        """Raises ValueError if window < 1."""
+        """Return the mask with this sliding window; raises ValueError if window < 1."""
         check_window(window)
         return replace(self, window=window, lowered=None)
 
     def in_chunks(self, size: int) -> "DocumentMask":
-        """Return the mask in which a new document begins every `size` tokens of a document."""
+        """Return the mask that treats every `size` tokens of a document as a document of their own."""
         assert self.starts is not None
         if size >= self.starts.shape[1]:
             return self
@@ -102,7 +102,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's own form in `lowered`; for varlen see `with_lengths`."""
+        """Return the mask with the kernel's form in `lowered`; varlen may wait, see `with_lengths`."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":
@@ -130,7 +130,7 @@ class DocumentMask:
         return replace(self, lengths=lengths)
 
     def block_mask(self, block_size: int = 128) -> Any:
-        """Return the BlockMask of this mask, with one row for all rows if `rows_are_documents`.
+        """Return the BlockMask of this mask; all rows share one row if `rows_are_documents`.
 
         It is computed from the boundaries, without evaluating pairs of tokens or waiting for the device.
         """
@@ -145,13 +145,13 @@ class DocumentMask:
         first_query = block * block_size
         last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
 
-        # Starts never decrease along a row, so a block's first query has the earliest start, its last the
-        # latest: key blocks [first_key, first_full) and the query block itself are seen in part, and
-        # [first_full, block) in full.
+        # Starts never decrease along a row, so a query block's first query has the earliest start, and
+        # its last query the latest. The query block sees key blocks [first_key, first_full) and itself
+        # in part, and key blocks [first_full, block) in full.
         first_key = starts[:, first_query] // block_size
         first_full = (starts[:, last_query] + block_size - 1) // block_size
         first_full = torch.minimum(first_full, block)
-        if seq_len % block_size:  # queries past the end see nothing, so no block is seen by all
+        if seq_len % block_size:  # queries past the end see nothing: no key block is full for them
             first_full[:, -1] = n_blocks - 1
         n_before_own = first_full - first_key
 

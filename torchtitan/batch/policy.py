@@ -1,4 +1,4 @@
-"""A job's choices about the documents in the rows of its batches. B rows, T tokens per row."""
+"""A job's settings for documents packed into the rows of its batches. B rows, T tokens per row."""
 
 import dataclasses
 from typing import Any
@@ -23,24 +23,24 @@ from torchtitan.tools.logging import already_said, saying_once_per
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-    """Reads where documents begin, masks labels and counts the pairs that attention works on."""
+    """Reads document boundaries, masks labels at boundaries, and counts (query, key) pairs for FLOPs."""
 
     attn_type: str  # for "sdpa" no mask is made from document boundaries
-    attn_mask_type: str  # "causal" keeps no documents apart
+    attn_mask_type: str  # "causal": attention does not separate documents
     eos_id: int | None  # the end-of-text token
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None  # None for a model without a vocabulary
     # For clients' models that make their own masks.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
-    # Warnings that are not repeated.
+    # Warnings that were logged already, and are not repeated.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
     def from_job(
         cls, training: Training, model_args: Any, tokenizer: Any, said: set[Any] | None = None
     ) -> "DocumentPolicy":
-        """Return a job's choices; settings that are None follow the model's attn_mask_type."""
+        """Return a job's policy. If mask_boundary_loss is None, the model's attn_mask_type decides."""
         attn_mask_type = getattr(model_args, "attn_mask_type", "causal")
         mask_loss = training.mask_boundary_loss
         return cls(
@@ -59,7 +59,7 @@ class DocumentPolicy:
         return separates_documents(self.attn_mask_type)
 
     def token_batch(self, batch: Batch | TokenBatch, labels: Tensor | None = None) -> TokenBatch:
-        """Return a dict as a `TokenBatch`, with the ids of the documents that attention keeps apart.
+        """Return a dict as a `TokenBatch`, with document ids if attention separates documents.
 
         A batch with attention masks of its own gets no ids. `labels` replace those of a `TokenBatch`.
         Raises ValueError as `TokenBatch.from_dict`, for ids outside the model's vocabulary, and for a
@@ -79,14 +79,14 @@ class DocumentPolicy:
     def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
 
-        Under "causal", where only the loss may need them, they are read as under "block_causal".
+        Under "causal" only the loss may need the ids, and they are read as under "block_causal".
         """
         if not isinstance(batch, TokenBatch):
             batch = self.token_batch(batch)
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        with saying_once_per(self.said):  # a thread may read the batch ahead
+        with saying_once_per(self.said):  # even in a thread that reads batches ahead
             ids = read_document_ids(boundaries_on_host(batch.as_dict()), mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
@@ -97,7 +97,7 @@ class DocumentPolicy:
 
         Labels of padding are ignored, too. A row's last label is ignored only if the row's last token
         is padding or closes its document with the end-of-text id, because the next row is unknown.
-        Without `training.mask_boundary_loss`, and with masks of the batch's own, labels stay.
+        Labels are unchanged without `mask_boundary_loss`, and if the batch has its own attention masks.
         """
         batch = self.token_batch(batch, labels)
         batch.check_labels()
@@ -105,7 +105,7 @@ class DocumentPolicy:
             return labels
         ends = last_tokens(self.document_ids(batch))
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-        # In a row of the data loader, which has sample_ids, it closes a document, too.
+        # In the data loader's rows, which have sample_ids, end-of-text closes a document in any case.
         reads_eos = batch.sample_ids is not None or not has_explicit
         if reads_eos and self.eos_id is not None and not reads_positions(self.attn_mask_type):
             ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
@@ -117,9 +117,9 @@ class DocumentPolicy:
         return dataclasses.replace(batch, labels=self.mask_labels(batch, labels))
 
     def attended_pairs(self, batch: TokenBatch) -> int:
-        """Return the square of each document's length, added up, for FLOP counts; "causal": of each row's.
+        """Return the sum of squared document lengths (under "causal": row lengths), for FLOP counts.
 
-        All pairs of a document count: later tokens and those outside of a layer's window, too.
+        It counts all pairs of tokens in a document, also those hidden by causality or a layer's window.
         """
         if batch.document_ids is None or not self.separates_documents:
             return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2

@@ -1,4 +1,4 @@
-"""Weights on the CPU without an engine, for the scripts that convert and generate."""
+"""Weights on the CPU, without a training engine, for the scripts that convert and generate."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from torchtitan.tools.host import total_ram_bytes
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """The state dict of a model, all zeros and on the CPU, without the cost of initialising it.
+    """Return a model's state dict of zeros on the CPU, without initialising the model.
 
     Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
     """
@@ -41,7 +41,7 @@ def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
             f"{memory / GIB:.1f} GiB of memory"
         )
     zeros = {key: torch.zeros_like(w.detach(), device="cpu") for key, w in distinct.items()}
-    return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied stay tied
+    return {name: zeros[id(weight)] for name, weight in weights.items()}  # tied weights stay tied
 
 
 def prepare_conversion(
@@ -51,10 +51,10 @@ def prepare_conversion(
     hf_config: str | None = None,
     spec: TrainSpec | None = None,
 ) -> tuple[dict[str, Any], BaseStateDictAdapter, str]:
-    """Return zero weights of a flavor to read into, the adapter to convert them with, and its name.
+    """Return (zero weights to load into, the adapter that converts them, a description of the model).
 
-    hf_config: path of a config.json or its folder, in place of name and flavor; an export copies
-        config.json and the tokenizer from there. spec: in place of the registered one.
+    hf_config: path of a config.json or its folder, which replaces model_name and model_flavor; an
+        export copies config.json and the tokenizer from there. spec: replaces the registered spec.
     Raises ValueError if the model or flavor is unknown, or if the model has no adapter.
     """
     model_args = None
@@ -76,9 +76,9 @@ def prepare_conversion(
 
 
 def load_weights(weights: dict[str, Any], path: str, model_description: str) -> None:
-    """Read the model's entries of a DCP checkpoint into `weights`, in place. Collective.
+    """Load the model's entries of a DCP checkpoint into `weights`, in place. Collective.
 
-    Raises ValueError if `path` is not a whole checkpoint of this model.
+    Raises ValueError if `path` is not a complete checkpoint of this model.
     """
     if (saved := at_path(path, "the checkpoint", verify=True).shapes) is None:
         raise ValueError(f"{path} is not the folder of a finished checkpoint")
@@ -93,7 +93,7 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
 
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
-    sources: folders that are read; `folder` can neither lie in one of them nor contain one.
+    sources: folders that the block reads; `folder` must be neither inside nor around any of them.
     If the block fails, `folder` stays as it was. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()

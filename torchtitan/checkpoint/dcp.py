@@ -1,7 +1,7 @@
-"""torch's distributed checkpoint (DCP), whose failures `one_error` turns into one sentence.
+"""torch's distributed checkpoint (DCP). `one_error` turns its failures into one sentence.
 
-`load` executes nothing from the files. torch's own `load` reads `.metadata` and every entry that is
-not a tensor with pickle, which calls any function that the file names.
+`load` executes no code from the files. torch's own `load` unpickles `.metadata` and every non-tensor
+entry, and pickle calls any function that the file names.
 """
 
 import dataclasses
@@ -59,20 +59,20 @@ def load(
 ) -> None:
     """Read a checkpoint into `state_dict`, as torch's `load` does. Collective.
 
-    checkpoint_id: the folder of a DCP checkpoint. storage_reader: reads other files instead.
-    Raises ValueError, on every rank, if `.metadata` cannot be used, and CheckpointException with
-    one ValueError, which names the file, for each rank that failed to read its part.
+    checkpoint_id: the folder of a DCP checkpoint. storage_reader: reads another format instead.
+    Raises ValueError on every rank if `.metadata` cannot be used. Raises CheckpointException if ranks
+    fail to read their parts; it holds one ValueError, which names the file, for each such rank.
     """
     planner = None
     if storage_reader is None:
         storage_reader, planner = SafeReader(checkpoint_id), _SafePlanner()
-        # Read it first, because torch's own attempt would log a stack and look for another file.
+        # Read `.metadata` first: if torch's own read fails, it logs a stack and tries another file.
         on_all_ranks(lambda: storage_reader.read_metadata() and None)
     torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
 
 
 def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None:
-    """Raise ValueError unless model and file agree for each tensor: real, complex or integer."""
+    """Raise ValueError if a tensor's saved and own dtypes are not both real, complex or integer."""
     assert metadata is not None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
@@ -90,11 +90,11 @@ _METADATA_CLASSES = (Metadata, TensorStorageMetadata, _Bytes, _Chunk, _Index, _S
 
 
 class _TensorProperties(torch_metadata.TensorProperties):
-    """Reads what a newer torch wrote: 2.15 appends the strides, which loading doesn't need."""
+    """Reads properties saved by a newer torch: 2.15 appends strides, which loading doesn't need."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[: len(dataclasses.fields(self))])
-        self.__class__ = torch_metadata.TensorProperties  # which torch compares
+        self.__class__ = torch_metadata.TensorProperties  # torch compares the class
 
 
 # The classes and functions that the pickle `.metadata` may name.
@@ -102,13 +102,13 @@ METADATA_NAMES: Names = (
     {(c.__module__, c.__name__): c for c in (*_METADATA_CLASSES, _LAYOUTS, _StorageInfo)}
     | {(torch_metadata.__name__, "TensorProperties"): _TensorProperties}
     | {
-        # The path of the folder that was written. It is not used.
+        # The path of the folder at the time of the save. Loading ignores the path.
         (module, name): lambda *parts: "/".join(map(str, parts))
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     }
     | {
-        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # Python 3.11.0 to 3.11.3
+        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # enums of Python 3.11.0 to 3.11.3
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): {
             str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)
@@ -199,8 +199,8 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
             content = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_reason_of(error)}") from error
-        # An int may replace a float and a tuple a list, and the other way round. A tensor, such as a
-        # learning rate, may have been saved as a number.
+        # int and float may replace each other, and so may list and tuple. A tensor, such as a
+        # learning rate, may have been saved as a plain number.
         kinds = [
             float if isinstance(v, int) else list if isinstance(v, tuple) else type(v)
             for v in (before, content)
@@ -216,7 +216,7 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
 
 
 def _reason_of(error: Exception) -> str:
-    """The reason in one line, without torch's long advice on trusting a file."""
+    """Return the error's reason in one line, without torch's long advice about trusted files."""
     text = str(error)
     if isinstance(error, pickle.UnpicklingError):
         name = re.search(r"GLOBAL ([\w.]+)", text)
@@ -225,9 +225,9 @@ def _reason_of(error: Exception) -> str:
 
 
 def check_chunks(metadata: Metadata, path: str) -> None:
-    """Raise ValueError unless the chunks of each tensor cover every number of it exactly once.
+    """Raise ValueError unless the chunks of each tensor cover every element exactly once.
 
-    torch fills what the chunks cover and leaves the rest of a tensor as it was.
+    torch would silently leave the elements outside all chunks unchanged.
     """
     for name, entry in metadata.state_dict_metadata.items():
         starts: list[torch.Size | None] = [None]
@@ -248,14 +248,14 @@ def check_chunks(metadata: Metadata, path: str) -> None:
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
-_MAX_CELLS = 2**20  # chunks of a mesh make as many cells as chunks
+_MAX_CELLS = 2**20  # a tensor sharded over a mesh has one grid cell per chunk
 
 
-@functools.lru_cache(256)  # all layers, and an optimizer's moments, have the same boxes
+@functools.lru_cache(256)  # layers, and their optimizer moments, share the same boxes
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
-    """True if the boxes lie inside a tensor of this size and cover each number of it once.
+    """True if the boxes lie inside a tensor of this size and cover each element exactly once.
 
-    Counts the boxes over each cell of a grid, whose lines are the edges of all boxes.
+    The edges of all boxes cut the tensor into a grid; the function counts the boxes over each cell.
     """
     lines = [{0, n} for n in size]
     for offsets, sizes in boxes:

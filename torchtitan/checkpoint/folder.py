@@ -1,14 +1,14 @@
-"""A step folder on disk: when it is whole, and the hashes of its files.
+"""A step folder on disk: whether the folder is complete, and the SHA-256 hashes of its files.
 
-A process that is killed at any point leaves a folder that is recognised as unfinished, because
+A folder whose writer was killed at any point is recognised as unfinished, because of this order:
 
 1. rank 0 creates the marker `.incomplete`, then, if a caller named the folder, `.keep`,
 2. every rank writes its files, hashing what it writes,
 3. when every rank has finished, rank 0 writes `.metadata`, then `.sha256sums` (for `sha256sum -c`),
 4. rank 0 removes `.incomplete`; `.keep` stays.
 
-Removal also creates the marker first and deletes it last. Folders of other tools, without marker and
-hashes, are whole if they hold `.metadata` or safetensors files; they cannot be verified.
+Removal also creates `.incomplete` first and deletes it last. Folders of other tools have neither
+marker nor hashes: they count as complete if they hold `.metadata` or safetensors files, unverified.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
 WEIGHT_FILES = (
     DCP_METADATA,
-    f"{DCP_METADATA}.tmp",  # while DCP writes it
+    f"{DCP_METADATA}.tmp",  # while DCP writes `.metadata`
     HASHES_FILE,
     RUN_RECORD,
     HF_INDEX,
@@ -58,12 +58,12 @@ class Contents(Enum):
     UNFINISHED = "unfinished"
     DCP = "dcp"
     HF = "hf"
-    DAMAGED = "damaged"  # parts of a checkpoint, without the index of its tensors
+    DAMAGED = "damaged"  # has files of a checkpoint, but no `.metadata`
     UNKNOWN = "unknown"
 
 
 class StepFolder(NamedTuple):
-    """is_base: the base of adapters; see `mark_base`."""
+    """is_base: this step is the base model of LoRA adapters; see `mark_base`."""
 
     step: int
     path: str
@@ -91,7 +91,7 @@ def contents_of(folder: str) -> Contents:
 
 
 def path_inside(folder: str, name: str) -> str:
-    """The path of the file `name` of `folder`, with links followed; ValueError if it lies elsewhere.
+    """Return the path of file `name` in `folder`, links resolved; ValueError if it leads elsewhere.
 
     Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
     """
@@ -105,7 +105,7 @@ def path_inside(folder: str, name: str) -> str:
 
 
 def list_steps(folder: str) -> list[StepFolder]:
-    """The `step-<N>` folders in `folder`, by rising N. Other names are ignored."""
+    """Return the `step-<N>` folders in `folder`, sorted by N. Other names are ignored."""
     found = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
@@ -121,7 +121,7 @@ def list_steps(folder: str) -> list[StepFolder]:
 
 
 def newest_finished_step(folder: str) -> int:
-    """The highest step that is finished, though perhaps damaged; -1 if there is none."""
+    """Return the highest finished step (its files may still be damaged); -1 if there is none."""
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
@@ -133,14 +133,14 @@ def _write_synced(path: str, text: str) -> None:
 
 
 def mark_unfinished(folder: str, *more: str) -> None:
-    """more: other markers, such as `KEPT_MARKER`, because of which retention never removes it."""
+    """more: further markers, such as `KEPT_MARKER`: retention never removes a folder with that."""
     os.makedirs(folder, exist_ok=True)
     for marker in (UNFINISHED_MARKER, *more):
         _write_synced(os.path.join(folder, marker), "")
 
 
 def mark_base(folder: str) -> None:
-    """Mark `folder`, if it is a step, as the base of adapters: retention of no run removes it then."""
+    """If `folder` is a step, mark it as the base model of adapters, which no run's retention removes."""
     if not re.fullmatch(r"step-\d+", os.path.basename(os.path.realpath(folder))):
         return
     try:
@@ -153,16 +153,16 @@ def mark_base(folder: str) -> None:
 
 
 def start_writing(folder: str) -> None:
-    """Create `folder`, mark it unfinished, and remove an older checkpoint, but no other files.
+    """Create `folder`, mark it unfinished, and remove the files of an older checkpoint in it.
 
-    Otherwise an older `.metadata` beside new files would be loaded.
+    Otherwise a later load could use the older `.metadata` with new files.
     """
     mark_unfinished(folder)
     _remove_weights(folder)
 
 
 def remove_failed_save(folder: str) -> None:
-    """Remove the files of a failed save; a whole checkpoint, and other files with the marker, stay."""
+    """If `folder` is unfinished, remove its checkpoint files, and the folder if nothing else is left."""
     if contents_of(folder) == Contents.UNFINISHED:
         _remove_weights(folder)
         if set(os.listdir(folder)) <= {UNFINISHED_MARKER, KEPT_MARKER}:
@@ -179,9 +179,9 @@ def _remove_weights(folder: str) -> None:
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
-    """Write the hashes (file name -> SHA-256), then remove the marker: now `folder` is whole.
+    """Write the hashes (file name -> SHA-256), then remove the marker: now `folder` is complete.
 
-    The hashes are synced to disk first: after a crash of the machine they reveal lost data.
+    The hashes are synced to disk first, so they reveal data lost in a crash of the machine.
     """
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
@@ -206,7 +206,7 @@ def hash_file(path: str) -> str:
 
 
 def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """File name -> SHA-256 of the named files of `folder`. Collective."""
+    """Return file name -> SHA-256 of the named files in `folder`. Collective: ranks share the work."""
     parts = on_all_ranks(
         lambda: {name: hash_file(os.path.join(folder, name)) for name in own_share(names)}
     )
@@ -214,9 +214,9 @@ def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
-    """Return what is wrong with the files of `folder`; None if they are whole or have no recorded hashes.
+    """Return what is wrong with the files of `folder`; None if they are intact or have no hashes.
 
-    Collective: each rank hashes its share. hashes: the recorded ones; None reads them.
+    Collective: each rank hashes its share. hashes: the recorded hashes; None reads them from disk.
     """
     try:
         expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
@@ -241,9 +241,9 @@ def own_share(names: list[str]) -> list[str]:
 
 
 def recorded_hashes(folder: str) -> dict[str, str]:
-    """File name -> SHA-256; empty without a hash file.
+    """Return file name -> SHA-256; empty if the folder has no hash file.
 
-    Raises ValueError if that is damaged, or parts of a checkpoint have neither it nor `.metadata`.
+    Raises ValueError if the hash file is damaged, or if DCP files have neither hashes nor `.metadata`.
     """
     path, entries = os.path.join(folder, HASHES_FILE), []
     if os.path.exists(path):
@@ -258,7 +258,7 @@ def recorded_hashes(folder: str) -> dict[str, str]:
 
 
 class HashedFile:
-    """A file that is hashed while it is written: hashing later could not show what was meant."""
+    """A file hashed while it is written: a hash taken from the disk would hide write errors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -287,7 +287,7 @@ class _HashingFileSystem(FileSystem):
             try:
                 yield hashed
             except RuntimeError as error:
-                # torch's zip writer raises an error of its own; the cause is the system's error.
+                # torch's zip writer raises RuntimeError; raise the OSError that caused it instead.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -299,11 +299,11 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's file writer, which also marks, hashes and unmarks the folder.
+    """DCP's file writer, which also hashes the files, and sets and removes the unfinished marker.
 
-    This happens within DCP's own steps, in the caller's thread or a background thread or process.
+    DCP calls its methods in the caller's thread or in a background thread or process.
     record: settings of the run, written to `run.json`.
-    copy_states: copies the states for an asynchronous save in this process.
+    copy_states: copies the states for an asynchronous save in a thread of this process.
     """
 
     def __init__(
@@ -321,14 +321,14 @@ class HashingWriter(FileSystemWriter):
         return (self._copy_states or super().stage)(state_dict)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The other ranks write after they get a plan from the coordinator.
+        # The other ranks write only after the coordinator has sent them a plan.
         self._started = time.monotonic()
         if is_coordinator:
             start_writing(str(self.path))
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's files. The coordinator gets (DCP's results, file name -> SHA-256)."""
+        """Write this rank's files; send (DCP's results, file name -> SHA-256) to the coordinator."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         written: Future[Any] = Future()

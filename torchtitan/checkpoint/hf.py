@@ -1,6 +1,6 @@
 """Weights in Hugging Face files: safetensors, with an index that names the file of each tensor.
 
-A model is read and written part by part: translating layouts needs memory for copies of one part.
+A model is read and written part by part, because converting a part needs memory for its copies.
 """
 
 import json
@@ -52,7 +52,7 @@ _CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_BYTES_PER_FILE = 5 * 10**9  # as transformers divides them
+_BYTES_PER_FILE = 5 * 10**9  # like transformers' max_shard_size
 
 
 def load_from_hf(
@@ -68,7 +68,7 @@ def load_from_hf(
 
     state_dict: the model's own entries. Returns the entries that were read.
     chosen_args: fields that may differ from the files' config.json; None: any may, with a warning.
-    untrained_weights: the setting of this name.
+    untrained_weights: the setting `checkpoint.untrained_weights`.
     Raises ValueError if files, their config.json and the model do not match.
     """
     (names, missing_files), difference = from_rank_zero(
@@ -136,9 +136,9 @@ def _open_reader(
             f"The safetensors files in {path} cannot be read: their metadata, which describes "
             f"shards or scales of the tensors, is damaged ({type(error).__name__}: {error})"
         ) from error
-    if not from_quantized:  # a quantized tensor's size is not that of the stored bytes
+    if not from_quantized:  # a dequantized tensor's shape may differ from the stored shape
         dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for every part
+    reader.read_metadata = lambda *args, **kwargs: metadata  # DCP would read it again per part
     return reader
 
 
@@ -218,7 +218,7 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
-    """Raise ValueError if a tensor that the model shares differs from its copy in the files."""
+    """Raise ValueError if a tied weight differs from its copy in the files."""
     file_of = {index.fqn: entry.relative_path for index, entry in metadata.storage_data.items()}
     for name, copy in copies.items():
         with (
@@ -239,9 +239,9 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
 
 
 def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entries in parts of bounded size, with entries of one module together.
+    """Yield the entries in parts of bounded size; entries of one module stay in one part.
 
-    Ranks that share tensors cut at the same places, because adapters gather some of them.
+    Ranks that share tensors get the same parts, because adapters gather some tensors.
     """
     part: dict[str, Any] = {}
     n_bytes, module = 0, None
@@ -250,7 +250,7 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield part
             part, n_bytes = {}, 0
         part[name] = tensor
-        n_ranks = 1  # all shards are assumed to have one size, so every rank counts the same bytes
+        n_ranks = 1  # assume equal shards, so every rank counts the same bytes
         if is_dtensor(tensor):
             for axis, placement in enumerate(tensor.placements):
                 n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
@@ -272,13 +272,13 @@ def save_to_hf(
     """Write the model to safetensors files with an index. Collective.
 
     dtype: the dtype to cast floating-point tensors to; None keeps their own dtypes.
-    untrained: parts of the model that was loaded, to be copied.
+    untrained: untrained parts of the loaded model, to be copied.
     Tensors are divided into files as in the index of `hf_assets_path`, or into files of at most
     5 GB. The files that `transformers` needs are written too; see `hf_assets.write_model_files`.
     """
     adapter = adapter.for_export(untrained is not None)
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
-    unnamed = {  # zeros change nothing
+    unnamed = {  # a bias of zeros has no effect
         name
         for name, tensor in state_dict.items()
         if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
@@ -297,7 +297,7 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
 
     def parts() -> Iterator[dict[str, Any]]:
-        """Yield HF name -> tensor of this rank."""
+        """Yield dicts of HF name -> this rank's tensor."""
         for part in _parts_of(state_dict):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
@@ -324,13 +324,13 @@ def save_to_hf(
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
-    """HF name -> number of its file, for the tensors of all ranks.
+    """Return HF name -> file number (from 1), for the tensors of all ranks.
 
-    sizes: HF name -> bytes, of this rank's tensors. known: the same mapping from an existing index.
+    sizes: HF name -> bytes of this rank's tensors. known: HF name -> file number of an existing index.
     """
     sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
     if known:
-        last = max(known.values())  # for tensors that the index doesn't list
+        last = max(known.values())  # the file of tensors that the index doesn't list
         return {name: known.get(name, last) for name in sizes}
     index, number, n_bytes = {}, 1, 0
     for name, size in sizes.items():
@@ -344,7 +344,7 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 def _write_over_ranks(
     parts: Iterable[dict[str, Any]], adapter: BaseStateDictAdapter, folder: str
 ) -> list[str]:
-    """Write this rank's parts of the tensors, then join some of the files; return all names."""
+    """Write this rank's shards, then join the shards of some files; return the names of all files."""
     # An adapter may return transposed views, but the format stores contiguous tensors only.
     tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -360,7 +360,7 @@ def _write_over_ranks(
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
-        # torch's own function for all ranks hangs if one rank fails.
+        # torch's own collective function hangs if one rank fails.
         own = {
             name: _file_name(number, n_files)
             for name, number in file_index.items()
@@ -387,9 +387,9 @@ def _file_name(number: int, n_files: int) -> str:
 def _write_alone(
     parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, str]:
-    """Write every tensor straight to its file; return file name -> SHA-256.
+    """Write every tensor directly to its final file; return file name -> SHA-256.
 
-    All tensors are translated twice, because a file's header lists the sizes of its tensors.
+    All tensors are converted twice, because a file's header needs the sizes of its tensors first.
     """
     name_of = {dtype: name for name, dtype in _TYPES.items()}
     entries: dict[str, tuple[str, list[int], int]] = {}
@@ -433,5 +433,5 @@ def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     return struct.pack("<Q", len(text)) + text

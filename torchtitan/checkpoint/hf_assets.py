@@ -1,7 +1,7 @@
 """The files of a Hugging Face folder: weight files, and the other files that `transformers` needs.
 
-`checkpoint.untrained_weights` says what becomes of parts of a model that no family here trains, such
-as towers for images.
+`checkpoint.untrained_weights` decides whether an export keeps parts of a model that no family here
+trains, such as vision towers.
 """
 
 import json
@@ -36,7 +36,7 @@ from torchtitan.tools.files import (
 )
 from torchtitan.tools.logging import logger
 
-SCALE = "_scale_inv"  # end of the name of an fp8 weight's scales
+SCALE = "_scale_inv"  # suffix of the name of an fp8 weight's scales
 
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
@@ -52,11 +52,11 @@ _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
 
 
 def check_files(folder: str) -> tuple[list[str], list[str]]:
-    """The names of the files that hold the model, and of files in its index that are missing.
+    """Return the names of the model's safetensors files, and the names of missing files.
 
-    The index decides which files these are; without one, model.safetensors, or else all files.
-    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`. Only headers
-    are read, which safetensors checks.
+    The index lists the model's files. Without an index, the file is model.safetensors if it exists,
+    otherwise every safetensors file. Only the headers are read.
+    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`.
     """
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
@@ -103,20 +103,20 @@ def are_quantized(names: Iterable[str]) -> bool:
 
 
 class UntrainedParts(NamedTuple):
-    """folder: of the model that has them. names: file there -> names of untrained tensors in it."""
+    """folder: the loaded model's folder. names: file name -> names of the untrained tensors in it."""
 
     folder: str
     names: dict[str, list[str]]
 
     def copy_to(self, folder: str) -> dict[str, str]:
-        """Copy the tensors, bit for bit, to files of their own, and list them in the export's index.
+        """Copy the tensors, bit for bit, to separate files, and list them in the export's index.
 
         Returns file name -> SHA-256 of the files written. Collective.
         """
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:
-            """Return file name -> SHA-256, bytes of its tensors."""
+            """Return file name -> (SHA-256, bytes of its tensors)."""
             written = {}
             for source in own_share(list(self.names)):
                 path = path_inside(self.folder, source)
@@ -176,12 +176,12 @@ def write_model_files(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
-    An existing tokenizer is kept. config.json is that of `folder`, `untrained_from` or
-    `hf_assets_path`, whichever describes `model_args` first, with what the run changed; or else it
-    is made from `model_args`.
-    tokenizer, chat_template: the run's; None takes those in `hf_assets_path`.
-    untrained_from: folder of the model whose untrained parts are beside the weights.
-    dtype: of the weights; `transformers` loads them in the dtype that config.json names.
+    An existing tokenizer is kept. config.json starts from the first config.json in `folder`,
+    `untrained_from` and `hf_assets_path` that describes `model_args`; without one, it is made from
+    `model_args`.
+    tokenizer, chat_template: of the run; None takes those in `hf_assets_path`.
+    untrained_from: folder of the model whose untrained parts were copied to `folder`.
+    dtype: the weights' dtype, written to config.json, where `transformers` reads it.
     If a file cannot be written, a warning is logged, because the weights matter more.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))
@@ -200,7 +200,7 @@ def write_model_files(
         for part in (config, config.get("text_config")):
             if part is not None:
                 part |= _with_token_ids(part, token_ids)
-        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5 or 4
+        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 or 4
         config[dtype_key] = str(dtype).removeprefix("torch.")
         write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
@@ -219,8 +219,8 @@ def differences_from_config(
 ) -> dict[str, tuple[Any, Any]] | None:
     """Return field -> (the model's value, config.json's value) for the fields that differ.
 
-    None: the folder has no config.json, or the model's family has none.
-    Raises ValueError for a config.json that no model here matches.
+    Returns None if the folder has no config.json or the model's args are not `DecoderArgs`.
+    Raises ValueError for a config.json that no model here supports.
     """
     path, args = Path(folder, "config.json"), getattr(adapter, "model_args", None)
     if not path.is_file() or not isinstance(args, DecoderArgs):
@@ -257,16 +257,16 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
             config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
         if left_out:
             logger.info(f"Fields of {path} that do not apply to the export, left out: {left_out}")
-        # Fields that only one of transformers 4 and 5 writes, for readers of the other.
+        # Add fields that only transformers 4 or only 5 writes, so both versions can read the file.
         config = to_hf_config(model_args) | config if "text_config" not in config else config
         if config.get("rope_parameters") and config.get("rope_scaling"):
-            config["rope_scaling"] = config["rope_parameters"]  # 5 needs its rope_theta
+            config["rope_scaling"] = config["rope_parameters"]  # transformers 5 needs rope_theta
         return config
     return to_hf_config(model_args)
 
 
 def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return token_ids for a file; the end-of-text id is added to those that the file has."""
+    """Return token_ids for a file, keeping the end-of-text ids that the file already lists."""
     end, ends = token_ids.get("eos_token_id"), content.get("eos_token_id")
     if end is None or ends is None:
         return dict(token_ids)
@@ -277,7 +277,7 @@ def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) ->
 def _write_tokenizer(
     folder: str, assets: Path, tokenizer: Any, chat_template: str | None
 ) -> dict[str, int]:
-    """Write the tokenizer; return its begin- and end-of-text ids, by config.json's keys."""
+    """Write the tokenizer; return its begin- and end-of-text ids under config.json's keys."""
     if any(Path(folder, name).exists() for name in _TOKENIZER_FILES):
         return _token_ids(HuggingFaceTokenizer(folder))
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -299,7 +299,8 @@ def _write_tokenizer(
         token, entry = getattr(tokenizer, key), config.get(key)
         if token != (entry.get("content") if isinstance(entry, dict) else entry):
             config[key] = token
-    # transformers 4 knows neither this class nor the list under this key; 5 reads both spellings.
+    # transformers 4 knows neither this class nor a list under extra_special_tokens. transformers 5
+    # reads the old spellings too.
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = _CLASS
     if isinstance(config.get("extra_special_tokens"), list):

@@ -57,18 +57,18 @@ _WEIGHTS_ONLY_HINT = (
 class CheckpointManager:
     """Saves and loads the states of a run, following the `[checkpoint]` section.
 
-    `states` is updated in place with the model, optimizer, schedulers and dataloader. Every setting
-    is an attribute, which may be set at run time, as may `sd_adapter`.
+    The constructor adds the model, optimizer, schedulers and dataloader to `states`. Every setting is
+    an attribute; the settings and `sd_adapter` may be changed at run time.
     model_description: the name of the model in error messages. run_record: see `run_record.py`.
     tokenizer, chat_template: written beside exported weights. chosen_args: see `hf.load_from_hf`.
-    lora: the settings of the model's adapters. Checkpoints then hold what trains, and the name and
-        digest of the base.
+    lora: the settings of the model's adapters. Checkpoints then hold only trained parameters, and
+        the name and digest of the base model.
 
     Without a dataloader every `save` is due, because the caller drives the run.
     With `enable = false` only the initial checkpoint and folders named by `path` are used.
     """
 
-    # Names that attributes of the saver and the retention have in 0.2.x.
+    # torchtitan 0.2.x has these attributes of the saver and the retention here.
     save_future = property(lambda self: self._saver.future)
     staging = property(lambda self: self._saver.staging)
     staging_future = property(lambda self: self._saver.staging_future)
@@ -118,7 +118,7 @@ class CheckpointManager:
         self.tokenizer: Any = None
         self.chat_template: str | None = None
         self.chosen_args: Collection[str] | None = ()
-        # These objects don't refer to the manager, or it would live until a garbage collection.
+        # These objects hold no reference to the manager: a cycle would delay its deletion.
         self._saver = Saver()
         self._retention = Retention(self.folder)
         if self.initial_load_path:
@@ -130,12 +130,12 @@ class CheckpointManager:
             logger.info(f"Checkpointing is on, in {self.folder}")
 
     def __del__(self) -> None:
-        # Daemon threads are frozen while the interpreter ends, so joining one would never return.
+        # At interpreter exit, daemon threads no longer run, so joining them would hang.
         if not sys.is_finalizing():
             self.close()
 
     def close(self) -> None:
-        """Wait for a running save and end the helper threads. Raises RuntimeError if it failed."""
+        """Wait for a running save and end the helper threads. Raises RunError if the save failed."""
         if not hasattr(self, "_selection"):  # the constructor has raised
             return
         try:
@@ -158,12 +158,11 @@ class CheckpointManager:
 
         The last step, every `interval`-th step, and with `enable_first_step_checkpoint` step 1 are
         due; without a dataloader, every step is.
-        force: save even if the step is not due. path: save, due or not, to this folder instead of
-            `<folder>/step-<curr_step>`; no run removes it.
+        force: save even if the step is not due. path: save to this folder instead of
+            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
-        RuntimeError) if this save or an earlier asynchronous one fails; older checkpoints are then
-        untouched.
+        RuntimeError) if this save or the previous asynchronous save fails; older checkpoints stay.
         """
         if path is not None or force:
             if self.load_only:
@@ -191,7 +190,7 @@ class CheckpointManager:
             with self._saver.one_error(what, folder, self.folder):
                 from_rank_zero(
                     lambda: mark_unfinished(folder, KEPT_MARKER)
-                )  # first, in case the save is killed
+                )  # before the save, which may be killed
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -205,7 +204,7 @@ class CheckpointManager:
         else:
             GarbageCollection.collect("before saving a checkpoint")
             self.async_mode = self._saver.prepare(self.async_mode)
-            # Made here and not in DCP, so that the copies wait for the device work that makes them.
+            # Build the states before DCP copies them: the copies must wait for this device work.
             states = live_states(self.states)
             self._saver.follow(self.dcp_save(states, folder, self.async_mode, True), folder)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
@@ -243,9 +242,10 @@ class CheckpointManager:
     def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
         """Write the adapters to the folder `path` in PEFT's format. Collective.
 
-        base_model: the name or folder of the base; None is the one that was loaded.
-        rank: beyond which all adapters are zero (`redraw_adapters`) and not written; None writes all.
-        Raises ValueError for a model without adapters or HF's names.
+        base_model: the name or folder of the base model; None: the base model that was loaded.
+        rank: write only the first `rank` rows of A and columns of B, because the others are zero
+            (see `redraw_adapters`); None writes all.
+        Raises ValueError for a model without LoRA adapters or without a state-dict adapter.
         """
         model, adapter = self.adapters, self.require_adapter()
         dropout = model.require_lora("save_peft").dropout
@@ -261,7 +261,7 @@ class CheckpointManager:
         load_peft(path, model.model, model.whole(), model.trained, self.require_adapter())
 
     def maybe_wait_for_staging(self) -> None:
-        """Wait until pinned copies are complete. Call it before the optimizer changes the weights."""
+        """Wait until the copies in pinned memory are complete; call before the optimizer's step."""
         self._saver.wait_for_staging()
 
     @torch.no_grad()
@@ -302,10 +302,10 @@ class CheckpointManager:
     def load(self, step: int = -1, *, path: str | None = None, model_only: bool = False) -> bool:
         """Load a checkpoint; return False if there is none. Collective.
 
-        step: of this run's folder; -1 is the newest whole one, or the configured initial checkpoint
-            if there is none, or if `checkpoint.enable` is not set.
+        step: a step in this run's folder. -1: the newest complete step, or the configured initial
+            checkpoint if the folder has none or `checkpoint.enable` is false.
         path: the step folder to load instead, DCP or Hugging Face files.
-        model_only: leave optimizer, schedule, step and data position as they are.
+        model_only: load only the weights; optimizer, schedule, step and data position stay.
 
         Raises FileNotFoundError or ValueError if the named checkpoint is missing, is damaged, or
         belongs to another model.
@@ -354,7 +354,7 @@ class CheckpointManager:
         if facts is None:
             return self._initial_checkpoint()
         has_initial = self.initial_load_path or self.initial_load_in_hf
-        if has_initial and not self.has_adapters:  # with adapters, it is their base
+        if has_initial and not self.has_adapters:  # adapters need the initial checkpoint as base
             logger.warning(
                 f"This run continues from {facts.path}; checkpoint.initial_load_path and "
                 "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
@@ -380,9 +380,9 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Read `wanted`, by component, from a checkpoint. Collective.
+        """Load `wanted` (component name -> state) from a checkpoint. Collective.
 
-        entries: the model's, which stand at the top level. of_adapters: they stand beside a base.
+        entries: of the model. of_adapters: the entries are adapters, whose base model must match.
         """
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
@@ -395,7 +395,7 @@ class CheckpointManager:
             )
         if of_adapters:
             self.adapters.check_same_base(facts.record, path, self.model_description)
-        if OPTIMIZER in states or DATALOADER in states:  # the run continues, not from weights only
+        if OPTIMIZER in states or DATALOADER in states:  # the run resumes
             compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
@@ -410,10 +410,10 @@ class CheckpointManager:
         from_hf: bool,
         from_quantized: bool,
     ) -> None:
-        """Read `checkpoint_id` into `state_dict` and the model."""
+        """Load the folder `checkpoint_id` into `state_dict` and the model."""
         if from_hf:
             if any(map(tied_copies.holds_second, self.states[MODEL].model)):
-                # Files hold the tied parameter once, under the name of the embedding.
+                # HF files hold tied weights once, under the embedding's name.
                 state_dict = {tied_copies.FIRST: state_dict[tied_copies.SECOND]} | state_dict
             state_dict = load_from_hf(
                 state_dict,
@@ -430,15 +430,15 @@ class CheckpointManager:
         self.states[MODEL].load_state_dict(state_dict)
 
     def newest_step(self) -> int:
-        """The newest whole step in this run's folder; -1 if there is none. Collective.
+        """Return the newest complete step in this run's folder; -1 if there is none. Collective.
 
-        Raises ValueError if no step is whole and at least one is damaged.
+        Raises ValueError if no step is complete and at least one is damaged.
         """
         newest = self.enable and self._selection.newest(self.folder, self.verify_on_load)
         return newest.step if newest else -1
 
     def holds_weights_only(self, step: int) -> bool:
-        """True if training cannot continue from this step of the run's folder. Collective."""
+        """True if this step of the run's folder has weights but no training state. Collective."""
         facts = self._selection.facts_of(self._create_checkpoint_id(step))
         return facts.holds_weights_only(self.states)
 
@@ -446,7 +446,7 @@ class CheckpointManager:
         return os.path.join(self.folder, f"step-{step}")
 
     def require_adapter(self) -> BaseStateDictAdapter:
-        """The model's adapter. Raises ValueError if it has none."""
+        """Return the model's state-dict adapter. Raises ValueError if the model has none."""
         if self.sd_adapter is None:
             raise ValueError(
                 f"Checkpoints of {self.model_description} cannot be read or written in Hugging "
@@ -455,6 +455,6 @@ class CheckpointManager:
         return self.sd_adapter
 
     def claim_folder(self) -> None:
-        """See `Retention.claim`; does nothing if this manager never saves on its own."""
+        """Lock the folder (`Retention.claim`), unless this manager never saves by itself."""
         if self.enable and not self.load_only:
             self._retention.claim(self.folder)

@@ -24,18 +24,18 @@ from torchtitan.tools.logging import logger
 
 
 class Terminate:
-    """An item of the purge queue that ends the thread."""
+    """An item of the purge queue; it ends the purge thread."""
 
 
 class SaveDone:
-    """In 0.2.x the end of a save in another process. Unused here."""
+    """In torchtitan 0.2.x, signals the end of a save in another process. Unused here."""
 
 
 @contextmanager
 def _warning(path: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:  # a later save tries it again
+    except OSError as error:  # a later save retries the removal
         logger.warning(f"The old checkpoint {path} could not be removed: {error}")
 
 
@@ -48,11 +48,11 @@ def purge_thread(purge_queue: queue.Queue) -> None:
 
 
 class Retention:
-    """Removes old steps in a thread.
+    """Removes old step folders in a thread.
 
-    configured_folder: here steps of earlier processes may be removed, elsewhere only `written` ones.
-    written, given, damaged: resolved paths of the steps that this manager wrote under a name of its
-        own, that a caller named for a save or load, and that a load found damaged.
+    configured_folder: steps of earlier processes are removed only in this folder.
+    written: resolved paths of the steps that this manager wrote without a path from the caller.
+    given: resolved paths that a caller named for a save or load. damaged: found damaged by a load.
     """
 
     def __init__(self, configured_folder: str) -> None:
@@ -76,11 +76,11 @@ class Retention:
             from_rank_zero(lock)
 
     def leave_alone(self, path: str) -> None:
-        """Never remove the folder `path`, which a caller named, in this process."""
+        """Never remove `path` in this process, because a caller named it."""
         self.given.add(os.path.realpath(path))
 
     def will_write(self, folder: str, warns: bool) -> None:
-        """Record that this manager writes `folder`. warns: if it replaces a checkpoint."""
+        """Record that this manager writes `folder`. warns: warn if this replaces a checkpoint."""
         path = os.path.realpath(folder)
         if warns and path not in self.written:
             if contents_of(folder) not in (Contents.UNKNOWN, Contents.UNFINISHED):
@@ -91,8 +91,8 @@ class Retention:
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
-        saving_to: the step that is being written. It is neither counted nor removed, and neither
-        are steps that this run doesn't own. Interrupted and damaged steps are not counted, and go
+        saving_to: the step that is being written. This step, and steps that this run doesn't own, are
+        neither counted nor removed. Interrupted and damaged steps are not counted, and are removed
         once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
@@ -102,7 +102,7 @@ class Retention:
             if f.contents in (Contents.UNFINISHED, Contents.DAMAGED)
             or os.path.realpath(f.path) in self.damaged
         ]
-        # After a resume from an older step, this process's steps are newer than higher numbers.
+        # After a resume from an older step, this process's steps are newer than higher-numbered ones.
         finished = sorted(
             (f for f in folders if f not in broken),
             key=lambda f: (os.path.realpath(f.path) in self.written, f.step),

@@ -1,4 +1,4 @@
-"""The settings of the run that wrote a checkpoint, compared with the run that continues from it.
+"""Records a run's settings in its checkpoints, and compares them when a run resumes.
 
 The record is a flat table of strings and numbers, `run.json` in the step folder. Checkpoints of
 other tools have no record and are not compared.
@@ -33,11 +33,11 @@ def _settings(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
-# Settings whose saved values come with a component's state, if that is loaded -> the component.
+# Settings whose saved values are restored with a component's state -> the component.
 _SAVED_WITH = {"optimizer.lr": "lr_scheduler"} | dict.fromkeys(
     _settings("optimizer", "beta1 beta2 eps weight_decay groups"), "optimizer"
 )
-# Settings of which a difference is told.
+# Settings whose difference is only logged.
 _TOLD = (
     *_SAVED_WITH,
     *_settings("optimizer", "muon state_dtype"),
@@ -45,20 +45,21 @@ _TOLD = (
     *_settings("lr_scheduler", "step_offset init_lr_factor"),
     *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
 )
-# Settings that change what the model computes, and what it reads. A run that continues has the same,
-# unless checkpoint.allow_changed names them, or, of the latter, the data position is not loaded.
+# Settings that change what the model computes. A resume refuses a difference, unless
+# checkpoint.allow_changed names the setting. The same holds for the data settings in `_DATA`, if the
+# data position is loaded.
 _FUNCTION = (
     "model.hf_assets_path",
     *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
     *_settings("training", "restart_positions mask_boundary_loss"),
 )
-_MODEL_ARGS = "model.args."  # with the name of each
+_MODEL_ARGS = "model.args."  # prefix of the model args' names
 _DATA = (
     *_settings("training", "dataset dataset_path mixture packing shuffle data_seed too_long"),
     *_settings("training", "bos_token eos_token chat_template"),
     *_settings("validation", "dataset dataset_path"),
 )
-_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # with the names behind them
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",
@@ -66,7 +67,7 @@ _BY_CONTENT = (
     "validation.dataset_path",
     *_settings("rl.task", "path eval_path chat_template"),
 )
-_CONTENT = "content of "  # begins the entry of the digest of what a setting names
+_CONTENT = "content of "  # prefix of entries with the digest of the files that a setting names
 _GLOBAL_BATCH_SIZE = "global batch size"
 _OPTIMIZER = "optimizer.name"
 _PATTERNS = "patterns of optimizer.groups"
@@ -81,9 +82,9 @@ def record_of(
     model_args: Any = None,
     sources: Sequence[Source] = (),
 ) -> dict[str, Any]:
-    """Return the settings that matter to a run that continues from this run's checkpoints.
+    """Return the settings that a run resuming from this run's checkpoints compares with its own.
 
-    sources: of the training data. Raises ConfigError for a wrong name in checkpoint.allow_changed.
+    sources: of the training data. Raises ConfigError for an unknown name in checkpoint.allow_changed.
     """
     record: dict[str, Any] = {"seed": seed}
     unread = without_effect(config)
@@ -115,7 +116,7 @@ def record_of(
 
 
 def record_of_task(rl: Any, task: Any) -> dict[str, Any]:
-    """Return the settings that matter to a run of RL. rl: the section `[rl]`. task: the one in use."""
+    """Return the RL settings to compare on resume. rl: the section `[rl]`. task: the task in use."""
     record = {
         key: _plain(value)
         for key, value, *_ in settings_of(rl, "rl.")
@@ -150,7 +151,7 @@ def _digests(contents: dict[str, Any]) -> dict[str, str]:
 
 
 def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
-    """Return digests of the data, and of the chat template."""
+    """Return digests of the training and validation data and of the chat templates."""
     files = [
         [source.name, record_of_files(find_shipped(source.path), is_movable=True)]
         for source in sources
@@ -169,7 +170,7 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
 
 
 def read_record(folder: str) -> dict[str, Any]:
-    """The record in a step folder; empty if there is none."""
+    """Return the record in a step folder; empty if the folder has none."""
     path = os.path.join(folder, RUN_RECORD)
     if not os.path.isfile(path):
         return {}
@@ -189,11 +190,11 @@ def compare_with_saved(
 ) -> None:
     """Warn of each setting that differs from the run that wrote `path`.
 
-    saved, own: the record in `path`, and this run's. loaded: the components whose state comes from
-    the checkpoint. allowed: settings whose difference changes the model or the data, and is only
-    warned of.
-    Raises ValueError for other such differences, and if the saved optimizer is of another kind, or
-    groups parameters differently: each group loads the settings of its number.
+    saved: the record in `path`. own: this run's record. loaded: the components whose state is loaded
+    from the checkpoint. allowed: `checkpoint.allow_changed`.
+    Raises ValueError for a difference that changes the model or the data and is not in `allowed`.
+    Also raises ValueError if the optimizer's name or the patterns of its parameter groups differ,
+    because each group loads the saved settings of the group with the same index.
     """
     for key, excluded in (
         (_OPTIMIZER, "['optimizer']"),

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 
 class AsyncMode(StrEnum):
-    """The setting `checkpoint.async_mode`: how long training waits for a save."""
+    """The values of the setting `checkpoint.async_mode`."""
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -29,7 +29,7 @@ class AsyncMode(StrEnum):
 
 
 class HostCopies:
-    """Copies states into memory that is kept from one save to the next. Used by `AsyncMode.ASYNC`.
+    """Copies states into host memory that is reused by later saves. Used by `AsyncMode.ASYNC`.
 
     Copying into fresh memory takes five times as long, because the system clears each page at its
     first use.
@@ -40,7 +40,7 @@ class HostCopies:
         self._layout: Any = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The states with copies in place of their tensors. The next call overwrites the copies."""
+        """Return the states with copies of their tensors. The next call overwrites the copies."""
         leaves, structure = torch_parts.pytree.tree_flatten(state_dict)
         tensors = [x if torch.is_tensor(x) else None for x in leaves]
         layout = (
@@ -51,22 +51,22 @@ class HostCopies:
             ],
         )
         if self._layout != layout:
-            self._kept = None  # freed first, so that both are never held at once
+            self._kept = None  # free the old copies before allocating new ones
             self._kept, self._layout = torch_parts.allocate_states(state_dict), layout
         return torch_parts.copy_states(state_dict, self._kept, type_check=False)
 
 
-# Makes torch's stager. `torchtitan.components.checkpoint` replaces it.
+# Creates torch's stager. `torchtitan.components.checkpoint` replaces this function.
 make_stager: Callable[[StagingOptions], Any] = DefaultStager
 
 
 class Saver:
-    """Writes one checkpoint at a time. It has the memory, threads and process group for that.
+    """Writes one checkpoint at a time, and owns the memory, threads and process group for saves.
 
-    future, folder: of the background save; None if there is none.
+    future, folder: of the background save; None if no save is running.
     staging, staging_future: whether the live tensors are still being copied to pinned memory.
     stager: torch's stager for pinned memory. host_copies: the copies of `AsyncMode.ASYNC`.
-    group: for background saves, which must not share a group with the training's collectives.
+    group: the process group of background saves, separate from the groups of training.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Saver:
     def prepare(self, mode: AsyncMode) -> AsyncMode:
         """Set up background saves; return ASYNC if memory cannot be pinned. Collective."""
         if self.stager is not None and torch.__version__ < "2.13":
-            # Older versions close a stager after its first use (torch 2.11's `DefaultStager._stage`).
+            # torch before 2.13 closes a stager after its first use (`DefaultStager._stage`).
             self.stager.close()
             self.stager = None
         if mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
@@ -116,7 +116,7 @@ class Saver:
         return mode
 
     def follow(self, result: Future | AsyncSaveResponse, folder: str) -> None:
-        """Take over the background save that `save` has started, and log its end."""
+        """Keep the future of the background save that `save` has started; log when it is written."""
         self.folder, start = folder, time.monotonic()
         if isinstance(result, AsyncSaveResponse):
             self.staging, self.staging_future = True, result.staging_completion
@@ -136,13 +136,13 @@ class Saver:
 
     def wait_for_staging(self) -> None:
         """Wait on the host until the pinned copies are complete."""
-        # The device cannot wait instead: the stager reports only after its last copy has finished.
+        # A device-side wait is impossible: the stager reports only after its last copy has finished.
         if self.staging:
             self.staging_future.result()
             self.staging = False
 
     def wait(self, run_folder: str) -> bool:
-        """Wait for the background save; False if there is none. Raises RunError if it failed."""
+        """Wait for the background save; False if none is running. Raises RunError if it failed."""
         if self.future is None:
             return False
         future, folder = self.future, self.folder
@@ -155,7 +155,7 @@ class Saver:
     def one_error(self, what: str, folder: str, run_folder: str) -> Iterator[None]:
         """Raise a failure of the block as one RunError, which names the newest step in `run_folder`.
 
-        The files in `folder`, which the block writes, are removed, because they may fill the disk.
+        After a failure, the unfinished files in `folder` are removed, because they may fill the disk.
         """
 
         def advice() -> str:
@@ -175,25 +175,25 @@ class Saver:
             raise
 
     def close(self) -> None:
-        """Free memory, threads and process group. The next save makes them again."""
+        """Free memory, threads and process group. The next save creates them again."""
         if self.stager is not None:
             self.stager.close()
             self.stager = None
         self.host_copies = HostCopies()
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # destroyed already, with an earlier default group
+            with suppress(ValueError):  # already destroyed together with an earlier default group
                 dist.destroy_process_group(group)
 
 
 def order_staging_after_compute(stager: Any) -> None:
-    """Make the stager's own stream wait for the work that is queued on the current stream."""
+    """Make the stager's stream wait for the work queued on the current stream."""
     if not torch.accelerator.is_available():
         return
     compute = torch.accelerator.current_stream()
-    # torch's stager copies on this private stream, which waits for nothing by itself.
+    # torch's stager copies on this private stream, which is not ordered after the compute stream.
     stream = torch_parts.field_of(stager, "staging_stream")
-    if stream is None:  # another version of torch, whose stager has no such attribute
+    if stream is None:  # this version of torch has no such attribute
         compute.synchronize()
     else:
         stream.wait_stream(compute)

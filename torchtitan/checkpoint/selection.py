@@ -23,9 +23,9 @@ class Facts(NamedTuple):
     """What rank 0 has read of a checkpoint folder.
 
     step: -1 if the folder is not one of the run's own steps.
-    hashes: the recorded ones, with which the files are to be compared.
-    shapes: of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
-    damage: found without hashing.
+    hashes: the recorded hashes to compare the files with; empty: don't compare.
+    shapes: shapes of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
+    damage: what is wrong with the folder, as far as known without hashing; None if nothing.
     """
 
     path: str
@@ -42,19 +42,19 @@ class Facts(NamedTuple):
 
     @property
     def has_adapters(self) -> bool:
-        """True if a DCP checkpoint holds adapters, and so not their base."""
+        """True if this is a DCP checkpoint with LoRA adapters, which lacks the base model."""
         return any(name.endswith(("lora_a", "lora_b")) for name in self.shapes or ())
 
     def holds_weights_only(self, states: Collection[str]) -> bool:
-        """True if the checkpoint has nothing of `states`, a run's components, but the model."""
+        """True if the model is the only component of `states` that the checkpoint has."""
         return self.is_hf if self.shapes is None else not keys_outside_model(self.shapes, states)
 
     def find_damage(self) -> str | None:
-        """Return what is wrong with the files, or None. Collective: the ranks share the hashing."""
+        """Return what is wrong with the files, or None. Collective: each rank hashes its share."""
         return (self.hashes and find_damage(self.path, self.hashes)) or self.damage
 
     def require_whole(self) -> "Facts":
-        """Return self, a checkpoint that the user named; ValueError if it is damaged. Collective."""
+        """Return self; raise ValueError if the checkpoint is unfinished or damaged. Collective."""
         if self.contents == Contents.UNFINISHED:
             raise ValueError(f"The checkpoint {self.path} is incomplete: its save was interrupted")
         if damage := self.find_damage():
@@ -68,8 +68,8 @@ class Facts(NamedTuple):
 class Selection:
     """Chooses among the steps of a run. The methods are collective.
 
-    damaged: the resolved paths of damaged steps are added to this set.
-    verify, in the methods: compare the files with their recorded hashes.
+    damaged: the methods add the resolved paths of damaged steps to this set.
+    verify (a parameter of the methods): compare the files with their recorded hashes.
     """
 
     def __init__(self, damaged: set[str]) -> None:
@@ -78,10 +78,10 @@ class Selection:
         self._newest: Facts | None = None
 
     def step(self, folder: str, step: int, verify: bool) -> Facts | None:
-        """Return the facts of a step in `folder`; -1 is the newest whole one, None if there is none.
+        """Return the facts of a step in `folder`; step -1 is the newest complete step, None if none.
 
-        Raises FileNotFoundError if there is no such step, ValueError if it is not whole, or the run
-        would replace a base of adapters.
+        Raises FileNotFoundError if the step does not exist. Raises ValueError if it is not complete, or
+        if a later step, which this run would replace, is the base model of adapters.
         """
         if step == -1:
             chosen, folders = self.newest(folder, verify), self._folders
@@ -105,10 +105,10 @@ class Selection:
         return chosen
 
     def newest(self, folder: str, verify: bool) -> Facts | None:
-        """Return the facts of the newest whole step; None if there is none.
+        """Return the facts of the newest complete step; None if there is none.
 
-        The result is kept while the folders stay the same, because hashing takes long.
-        Raises ValueError if no step is whole and at least one is damaged.
+        The result is cached until the folders change, because hashing takes long.
+        Raises ValueError if no step is complete and at least one is damaged.
         """
         damaged: dict[str, str] = {}
         while True:
@@ -140,7 +140,7 @@ class Selection:
         return facts
 
     def facts_of(self, path: str) -> Facts:
-        """Return the facts of a step folder, without reading the newest one again."""
+        """Return the facts of a step folder; the facts of the newest step are cached."""
         if self._newest is not None and self._newest.path == path:
             return self._newest
         return from_rank_zero(lambda: _read(path))
@@ -149,8 +149,8 @@ class Selection:
 def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
     """Return the facts of the folder `path`, which the setting `key` names. Collective.
 
-    in_hf: whether the settings name Hugging Face's format; None accepts either.
-    Raises FileNotFoundError or ValueError if there is no whole checkpoint.
+    in_hf: True: read Hugging Face files. False: refuse a folder that has only those. None: read either.
+    Raises FileNotFoundError or ValueError if `path` is not a complete checkpoint.
     """
 
     def read() -> Facts:
@@ -175,7 +175,7 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
 
 
 def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) -> Facts:
-    """Return the facts of a folder. in_hf: read its Hugging Face files, whatever else it holds."""
+    """Return the facts of a folder. in_hf: use its Hugging Face files even if it has others."""
     facts = Facts(path, contents_of(path), step)
     if facts.contents == Contents.UNFINISHED:
         return facts
@@ -206,7 +206,7 @@ def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder],
 def _newest_step(
     folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
 ) -> tuple[list[StepFolder], Facts | None]:
-    """Return the newest step that may be whole, none of `passed_over`; None for `known` folders."""
+    """Return the steps, and the newest usable one's facts; None if none, or if steps are `known`."""
     folders = list_steps(folder)
     if not passed_over and folders == known:
         return folders, None

@@ -1,7 +1,7 @@
-"""The states of a run, their names in a checkpoint, and how they are matched with a saved one.
+"""The states of a run, their names in a checkpoint, and the check that a checkpoint fits the run.
 
-Model entries stand at the top level of a checkpoint under their parameter names. Checkpoints of
-adapters do not hold their base, but its name and its digest, which covers every frozen parameter.
+Model entries are at the top level of a checkpoint under their parameter names. Checkpoints of LoRA
+adapters lack the base model; they hold its name and a digest of all frozen parameters.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
 TRAIN_STATE = "train_state"
 USER_STATE = "user_state"
-# States of `torchtitan.rl` and of embedding programs. A run that only reads the weights lacks them.
+# States of `torchtitan.rl` and of embedding programs. Other runs load a checkpoint without them.
 EXTRA_STATES = ("rl", "rl_reference", "rl_critic", "rl_generator", USER_STATE)
 
 WEIGHTS_ONLY = (
@@ -50,20 +50,20 @@ WEIGHTS_ONLY = (
     "checkpoint, name its step in checkpoint.load_step"
 )
 
-_NEW_KEY = "weights_version"  # of the train state, which torchtitan's checkpoints lack
+_NEW_KEY = "weights_version"  # key of the train state that checkpoints of torchtitan 0.2.x lack
 
 # Name of an entry -> its shape; None if the entry is not a tensor.
 Shapes = dict[str, tuple[int, ...] | None]
 
 
 def with_model_on_top(states: dict[str, Any]) -> dict[str, Any]:
-    """The states, with the model's entries at the top level under their own names."""
+    """Return the states, with the model's entries at the top level under their own names."""
     others = {name: state for name, state in states.items() if name != MODEL}
     return others | (states[MODEL].state_dict() if MODEL in states else {})
 
 
 def live_states(states: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a full checkpoint, with the live tensors."""
+    """Return the contents of a full checkpoint; its tensors are the live tensors."""
     return {name: _entries_of(state) for name, state in with_model_on_top(states).items()}
 
 
@@ -72,7 +72,7 @@ def _entries_of(state: Any) -> Any:
 
 
 def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights with floating-point tensors in `dtype`."""
+    """Return the weights with floating-point tensors cast to `dtype`."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in weights.items()
@@ -80,7 +80,7 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """The states to load: neither excluded nor None, which stands for an absent dataloader."""
+    """Return the states without excluded ones and without None (a missing dataloader)."""
     for name in excluded:
         if name not in states:
             raise ConfigError(
@@ -95,9 +95,9 @@ def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, A
 class ModelWrapper(Stateful):
     """The parameters and persistent buffers of all model parts, as one state dict.
 
-    `state_dict()` returns the live parameters, which are collected at each call, because a client
-    may have moved them. lora: the settings of the adapters, if the model has some; `state_dict()`
-    then returns only what trains beside the frozen base.
+    `state_dict()` collects the live parameters at each call, because a client may have moved them.
+    lora: the settings of the model's adapters, or None. With adapters, `state_dict()` returns only
+    the trained parameters, without the frozen base.
     """
 
     def __init__(self, model: nn.Module | list[nn.Module], lora: LoRA | None = None) -> None:
@@ -110,14 +110,14 @@ class ModelWrapper(Stateful):
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         ]
-        self.base_name: str | None = None  # None: initial weights
+        self.base_name: str | None = None  # None: randomly initialised weights
         self._base_record: dict[str, str] | None = None
 
     def whole(self) -> dict[str, Any]:
         """Return all entries: the base model's and the adapters'."""
         entries: dict[str, Any] = {}
         for part in self.model:
-            reshard_model(part)  # FSDP holds gathered parameters after an evaluation
+            reshard_model(part)  # after an evaluation, FSDP may hold unsharded parameters
             entries |= get_model_state_dict(part)
         return entries
 
@@ -156,7 +156,7 @@ class ModelWrapper(Stateful):
 
     @property
     def are_off(self) -> bool:
-        """True in a context of `off`."""
+        """True inside a context that `off` returned."""
         modules = (module for part in self.model for module in part.modules())
         return self._lora is not None and any(getattr(m, "lora_n_off", 0) for m in modules)
 
@@ -165,21 +165,21 @@ class ModelWrapper(Stateful):
         return {name: x for name, x in self.whole().items() if name not in self.in_adapters}
 
     def set_base(self, name: str) -> None:
-        """name: what the base was read from. Collective."""
+        """name: the folder that the base model was loaded from. Collective."""
         self.base_name, self._base_record = name, None
         if self._lora is not None:
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the name and the digest of the base; {} without adapters. Collective.
+        """Return the name and the digest of the base model; {} without adapters. Collective.
 
-        model: the base's name if it has its initial weights.
+        model: description of the model, for the name of a base that was not loaded from a folder.
         """
         if self._lora is None:
             return {}
         if self._base_record is None:
             frozen = {
-                name: f"{t.dtype} {tuple(t.shape)} {fingerprint(t).item()}"  # gathers one at a time
+                name: f"{t.dtype} {tuple(t.shape)} {fingerprint(t).item()}"  # gathers one tensor at a time
                 for name, t in self.whole().items()
                 if name not in self.trained
             }
@@ -213,7 +213,7 @@ class ModelWrapper(Stateful):
 class UserState(Stateful):
     """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
 
-    Each state is one pickled entry; one rank's is saved and every rank loads it.
+    Each state is one pickled entry. One rank's entry is saved, and every rank loads that entry.
     """
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load wou
 
 
 class _FittedState(Stateful):
-    """A state that DCP loads from other entries than those that the state itself would save."""
+    """A state for which DCP loads `entries` instead of the state's own `state_dict()`."""
 
     def __init__(self, state: Any, entries: dict[str, Any]) -> None:
         self._state, self._entries = state, entries
@@ -273,7 +273,7 @@ def fit_to_checkpoint(
 ) -> dict[str, Any]:
     """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
 
-    states: the states to load, with the model's entries at the top level, which are `model_names`.
+    states: the states to load; the model's entries, named `model_names`, are at the top level.
     all_states: the run's components. saved: the entries of the checkpoint.
     Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
     another model.
@@ -291,7 +291,7 @@ def fit_to_checkpoint(
     contents = {name: _entries_of(state) for name, state in others.items()}
     if TRAIN_STATE in contents and f"{TRAIN_STATE}.{_NEW_KEY}" not in saved:
         contents[TRAIN_STATE] = {k: v for k, v in contents[TRAIN_STATE].items() if k != _NEW_KEY}
-    # The keys under which DCP stores the components, of all ranks.
+    # Component -> the keys under which DCP stores this rank's state.
     own_keys = {name: set(torch_parts.flatten_states({name: x})[0]) for name, x in contents.items()}
     positions = {key for key in saved if key.startswith(f"{DATALOADER}.")}
     of_ranks = all_ranks(
@@ -307,7 +307,7 @@ def fit_to_checkpoint(
         keys: set[str] = set().union(*(by_name[name] for _, by_name in of_ranks))
         if name == DATALOADER and positions:
             if getattr(state, "needs_all_positions", False) or positions != keys:
-                # The dataloader gets the positions of all saving ranks and divides them again.
+                # The dataloader gets the data positions of all saving ranks and redistributes them.
                 contents[name] = {key.removeprefix(f"{DATALOADER}."): None for key in positions}
             keys = set()
         if missing := sorted(keys - saved.keys()):
@@ -327,7 +327,7 @@ def check_same_model(
     model_description: str,
     remedy: str = "",
 ) -> None:
-    """Raise ValueError unless the names and shapes that all ranks want are the saved ones."""
+    """Raise ValueError unless `wanted`, of all ranks, and `saved` have the same names and shapes."""
     keys = "model.name and model.flavor"
     if any(".lora_" in name for name in (*wanted, *saved)):
         keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train)"
@@ -365,7 +365,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """The shapes in a DCP checkpoint; None if its metadata is missing, or empty as in 0.2.x's tests."""
+    """Return the shapes in a DCP checkpoint; None if `.metadata` is missing or empty (0.2.x's tests)."""
     metadata = os.path.join(path, DCP_METADATA)
     if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
         return None

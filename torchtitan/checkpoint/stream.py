@@ -1,6 +1,6 @@
-"""A model's weights under Hugging Face names, one after another, for a server.
+"""Streams a model's weights under Hugging Face names, one after another, to an inference server.
 
-A version and a digest show the receiver that it has the weights that were sent.
+The receiver verifies the weights by a version and a digest.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools.torch_parts import name_without_wrappers
 
-# A fingerprint reads bytes as 64-bit words and sums rows of this many words.
+# `fingerprint` reads bytes as 64-bit words and sums rows of this many words.
 _WORDS_PER_ROW = 2**15
 _ROWS_AT_ONCE = 2**9
 
@@ -28,18 +28,18 @@ _ROWS_AT_ONCE = 2**9
 class WeightStream:
     """Iterates over (HF name, tensor) of all weights, in the order of the model.
 
-    Every rank gets all whole tensors, one tensor or one stack of experts at a time. This is a
-    collective, over pipeline stages too: every rank has to iterate to the end. A tied output weight
-    is yielded as the tensor of the embedding; adapters are merged into their weights. Tensors may
+    Every rank gets all unsharded tensors, one tensor or one stack of experts at a time. Iterating is
+    a collective, also over pipeline stages: every rank has to iterate to the end. A tied output
+    weight is yielded as the embedding's tensor; adapters are merged into their weights. Tensors may
     share the live parameters' memory.
 
-    sharded: yield `LocalShard`s instead, views of this rank's part of its own stage, without
-        communication, except for A and B. Every rank yields its replicas.
-    dtype: of floating-point parameters; buffers and routers keep theirs. None casts nothing.
-    stage_indices, pp_group: of the model parts, under pipeline parallelism.
+    sharded: yield `LocalShard`s instead: views of this rank's shards of its own stage. Only LoRA's A
+        and B need communication. Replicated weights are yielded by every rank that holds them.
+    dtype: dtype to cast floating-point parameters to; buffers and routers keep theirs. None: no cast.
+    stage_indices, pp_group: stage index of each model part, and the pipeline's process group.
 
     version: the number of optimizer steps that have changed the weights. digest: `digest_of` the
-    yielded pairs, None until the end; for whole tensors the same for every layout of ranks.
+    yielded pairs, None until the end; for unsharded tensors independent of the parallel layout.
 
     Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
@@ -68,7 +68,7 @@ class WeightStream:
 
     @classmethod
     def from_engine(cls, engine: Any, adapter: BaseStateDictAdapter, **options: Any) -> Self:
-        """The stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
+        """Return the stream of a `TrainingEngine`'s weights. options: dtype, sharded."""
         schedule = engine.pp_schedule
         return cls(
             engine.model_parts,
@@ -98,9 +98,9 @@ class WeightStream:
 
     @torch.no_grad()
     def live_tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors under our names, cast to the receiver's dtype; DTensors if sharded.
+        """Return this rank's tensors under our names, cast to the stream's dtype; DTensors if sharded.
 
-        No communication. A tensor that needs no cast shares the live parameter's memory.
+        A tensor that needs no cast shares the live parameter's memory.
         """
         live = {}
         for part in self._parts.values():
@@ -146,20 +146,20 @@ class WeightStream:
 
     @torch.no_grad()
     def _groups(self, part: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield lists of (HF name, whole tensor); each list is gathered at once."""
+        """Yield lists of (HF name, unsharded tensor); the tensors of a list are in memory together."""
         state = self._state_of(part)
         for names in self._adapter.groups_of(state):
             whole = {}
             for name in names:
                 tensor, dtype = state[name]
                 tensor = tensor.to(self._device, non_blocking=True)  # from pinned memory
-                whole[name] = whole_tensor(tensor.to(dtype))  # cast before it travels
+                whole[name] = whole_tensor(tensor.to(dtype))  # cast before the all-gather
             if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group
 
     def _state_of(self, part: nn.Module) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """The live tensors of a part by name, each with the dtype to send."""
-        # FSDP returns shards here, and frees parameters that an evaluation left gathered.
+        """Return name -> (live tensor, the dtype to send) of a model part."""
+        # FSDP's state_dict returns shards, and reshards parameters that an evaluation left unsharded.
         live = {name_without_wrappers(name): tensor for name, tensor in part.state_dict().items()}
         live = merged(live, [part], self._dtype)
         if self._dtype is None:
@@ -172,9 +172,9 @@ class WeightStream:
 
 
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
-    """The digest of every name, dtype, shape and bit, in any order and on any device.
+    """Return a digest of all names, dtypes, shapes and bits. Order and device don't matter.
 
-    It detects accidents, not forgery.
+    The digest detects accidents, not forgery.
     """
     digest = WeightDigest()
     for name, tensor in pairs:
@@ -208,11 +208,11 @@ class WeightDigest:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """One int64, on the tensor's device, that changes if any bit of the tensor changes.
+    """Return one int64, on the tensor's device, that changes if any bit of the tensor changes.
 
-    The bytes, read as 64-bit words, are summed row by row with odd weights, modulo 2^64; then the
-    sums in the same way, until one is left. Integer sums don't depend on the order. hashlib would be
-    ten times as slow and need the weights on the host.
+    The tensor's 64-bit words are summed row by row with odd weights, modulo 2^64. The sums are summed
+    in the same way, until one is left. Integer sums don't depend on the order. hashlib would be ten
+    times as slow and would need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8
@@ -234,13 +234,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
     if rows.device.type == "cpu":
         return [torch.mv(rows, weights)]
-    # Accelerators have no integer matrix-vector product; in pieces, because this takes memory.
+    # Accelerators have no integer matrix-vector product. Split the rows to bound temporary memory.
     return [(piece * weights).sum(1) for piece in rows.split(_ROWS_AT_ONCE)]
 
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Odd weights, so that a change of one word cannot vanish; the same in every process."""
+    """Return odd weights, equal in every process. With odd weights any change of one word shows."""
     draw = random.Random(0)
     words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
     signed = [word - 2**64 if word >= 2**63 else word for word in words]

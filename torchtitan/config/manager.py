@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -54,7 +55,7 @@ class ConfigManager:
         for a mistake in the flags, after printing it; with several ranks `exit_on_config_error`
         prints it.
         """
-        args = sys.argv[1:] if args is None else args
+        args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
         toml_values = self._maybe_load_toml(args)
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
@@ -164,7 +165,11 @@ class ConfigManager:
                 default=default, default_factory=factory, metadata=field.metadata
             )
             merged.append((name, kind, copy))
-        return dataclasses.make_dataclass(f"Merged{base.__name__}", merged, bases=(base,))
+        # A class made here has no source, so the parser takes its help texts from the docstring.
+        help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
+        return dataclasses.make_dataclass(
+            f"Merged{base.__name__}", merged, bases=(base,), namespace={"__doc__": help_texts}
+        )
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
         return with_values(cls(), data) if dataclasses.is_dataclass(cls) else data
@@ -222,6 +227,14 @@ class ConfigManager:
             if type_info.type == list[str]:
                 return comma_separated
             return inline_table if type_info.type == dict[str, Any] else None
+
+
+def _as_utf8(argument: str) -> str:
+    """Return an argument decoded as UTF-8; under LC_ALL=C Python may have read it as ASCII."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:  # not UTF-8: the checks report it
+        return argument
 
 
 custom_registry = tyro.constructors.ConstructorRegistry()
@@ -305,6 +318,29 @@ def _expand_home(section: Any) -> None:
             _expand_home(value)
         elif isinstance(value, str) and is_path(field.name):
             setattr(section, field.name, os.path.expanduser(value))
+            try:
+                os.fsencode(value)
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"{field.name} = {value!r} cannot be a file's name here, because Python encodes names "
+                    f"in {error.encoding}; set PYTHONUTF8=1, or LC_ALL to a UTF-8 locale"
+                ) from None
+
+
+def _help_texts(section: type) -> dict[str, str]:
+    """Return key -> the comment behind or above it; {} for a class without source."""
+    texts, above, source = {}, [], ""
+    with contextlib.suppress(OSError, TypeError):
+        source = inspect.getsource(section)
+    for line in source.splitlines():
+        code, _, comment = line.strip().partition("# ")
+        if comment and not code:
+            above.append(comment)
+            continue
+        if key := re.match(r"(\w+): ", code):
+            texts[key[1]] = comment or " ".join(above)
+        above = []
+    return texts
 
 
 if __name__ == "__main__":

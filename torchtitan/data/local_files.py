@@ -97,7 +97,13 @@ class _File:
             try:
                 stat = os.fstat(file)
                 if (stat.st_size, stat.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
-                    return os.pread(file, end - start, start)
+                    parts = []
+                    # A call returns at most 2 GiB, and less in some network file systems.
+                    while start < end and (part := os.pread(file, end - start, start)):
+                        parts.append(part)
+                        start += len(part)
+                    if start == end or start >= stat.st_size:
+                        return b"".join(parts)
             finally:
                 os.close(file)
             now = f"has {stat.st_size:,} now, and was written to since"
@@ -127,13 +133,15 @@ class _Lines(_File):
         return len(self._starts) - 1
 
     def read(self, number: int) -> dict[str, Any]:
+        line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            sample = json.loads(self.bytes_at(*self._starts[number : number + 2]))
-            problem = self._rule.problem_of(sample)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            sample = json.loads(line.rstrip())  # of blank lines, which may have form feeds
+        except (ValueError, RecursionError) as error:
             problem = (
                 f"not valid JSON ({error}); every line must be one object like {self._rule.example}"
             )
+        else:
+            problem = self._rule.problem_of(sample)
         if problem:
             raise ValueError(f"{self.where(number)}: {problem}")
         return sample

@@ -28,6 +28,8 @@ class PythonDocs:
     """Documents of the running Python by number. split: "train", or "validation" for the held-out ones."""
 
     def __init__(self, split: str = "train") -> None:
+        if split not in ("train", "validation"):
+            raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
         by_name: dict[str, str | Path] = _modules()
         with suppress(ImportError):  # a separate package in some distributions
             from pydoc_data.topics import topics  # 0.7 MB of text

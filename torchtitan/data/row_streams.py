@@ -107,24 +107,36 @@ class RowStream:
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint; a document of which nothing was taken is one number."""
         places: list[Any] = []
+        lengths: list[int] = []  # of those that are one number
         for document in self.open:
             if document.num_left:
                 place = document.place()
                 if not isinstance(place, dict) and place[2:] == (0, 0):
                     place = place[1] * len(self._sources) + place[0]
+                    lengths.append(document.num_left)
                 places.append(place)
-        return places, [feed.state() for feed in self.feeds], list(self.num_tokens)
+        return places, [feed.state() for feed in self.feeds], list(self.num_tokens), lengths
 
     def load(self, state: tuple[Any, ...]) -> None:
-        places, feeds, self.num_tokens, *_ = state
+        places, feeds, self.num_tokens, *rest = state
+        lengths = iter(rest[0] if rest else [])  # none if the documents were dealt out again
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
         self.open = []
         for place in places:
+            length = 0  # earlier versions saved 0 for a length that they did not know
             if isinstance(place, int):
                 place = (*divmod(place, len(self._sources))[::-1], 0, 0)
-            source = place["source"] if isinstance(place, dict) else place[0]
-            self.open.append(self._sources[source].reopen(place))
+                length = next(lengths, 0)
+            source = self._sources[place["source"] if isinstance(place, dict) else place[0]]
+            document = source.reopen(place)
+            if length and document.num_left != length:
+                raise ValueError(
+                    f"{source.where(document.index)}: had {length} tokens when the data position was saved, "
+                    f"and has {document.num_left}; resume with the same data and tokenizer, or begin with "
+                    "this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
+                )
+            self.open.append(document)
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:
         """Take the next T + 1 tokens. At the end of the data, fewer tokens stay open."""

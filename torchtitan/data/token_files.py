@@ -140,9 +140,13 @@ class Pair:
         files = [prefix + ".idx", prefix + ".bin", *[prefix + SUMS] * has_sums]
         missing = [file for file in files if not os.path.exists(file)]
         if missing:
+            lack = f"{' and '.join(missing)}: missing"
+            needed = "a pair of .bin and .idx files"
+            if missing[:2] == files[:2]:
+                lack, needed = f"{prefix}: no pair there", f"a folder with pairs, or {needed},"
             raise ValueError(
-                f"{' and '.join(missing)}: missing (looked in {os.getcwd()}), and a pair of .bin and .idx "
-                "files is needed; write pairs with `python -m torchtitan.data.tokenize`, or correct the path"
+                f"{lack} (looked in {os.getcwd()}), and {needed} is needed; write pairs with "
+                "`python -m torchtitan.data.tokenize`, or correct the path"
             )
         self._map_index(files[0])
         self._data, last_byte = _mapped(files[1]), 0

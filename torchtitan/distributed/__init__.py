@@ -4,8 +4,8 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.lazy_names import load_on_access
 
 __all__ = ["NoParallel", "ParallelDims"]
-# Loaded at first use, because these modules are slow to import: a config error is reported before,
-# and a job without the feature never loads its module.
+# Loaded at first use, because these modules are slow to import: config errors are reported sooner,
+# and a job without a feature never loads the feature's module.
 _MODULE_OF = {
     "LocalFloat8Linear": ".float8_tensor_parallel",  # torchao
     "float8_shards_for": ".float8_tensor_parallel",

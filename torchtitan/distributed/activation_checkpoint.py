@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 # (in_features, out_features) of the linear layers whose products are always recomputed.
 _Shapes = frozenset[tuple[int, int]]
 
-# Matrix products, every second of which is kept -> the position of the right operand.
+# Matrix-product op -> the position of its right operand. Mode "op" keeps every second product.
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
@@ -48,13 +48,13 @@ def apply_ac(
     selective: if selective_ac_option is a number n, every n-th block keeps only its input. If it is
     "op", every block keeps the outputs of `op_sac_save_list`, except every second matrix product.
 
-    reads_device: blocks call `read_once`, and are not compiled as a whole.
+    reads_device: True if blocks call `read_once`; such blocks are not compiled as a whole.
 
     Raises ValueError for other modes and options, for memory_budget without compile, and for a
     name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
     """
-    # Source of torch 2.13: dynamo moves the compiled variant of a block that ran last to the front of
-    # its list, so forward and recomputation could pick different variants. This fixes the order.
+    # Source of torch 2.13: dynamo moves a block's last used compiled variant to the front of its list,
+    # so forward and recomputation could pick different variants. This setting keeps the order.
     host.change(False, torch_parts.reorder_compiled, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option
@@ -72,7 +72,7 @@ def apply_ac(
             f"block), got {option!r}"
         )
     every = max(int(option), 1) if mode == "selective" and not by_op else 1
-    # What runs is an overload, so a packet in the list stands for all of its overloads.
+    # Torch dispatches overloads, so an overload packet in the list stands for all of its overloads.
     saved_ops = frozenset(
         op if overload is None else getattr(op, overload)
         for op in op_sac_save_list or ()
@@ -80,7 +80,7 @@ def apply_ac(
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
-        # Number the blocks of the whole model, so that any split into stages wraps the same ones.
+        # Number the blocks of the whole model, so that any split into stages wraps the same blocks.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
         if number % every:
             continue
@@ -143,7 +143,7 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """Return the factory of contexts of forward and recomputation.
+    """Return a factory of (forward context, recomputation context).
 
     Cached, because dynamo compiles again for every new object.
     """
@@ -178,10 +178,10 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's mode, made to run ops that forward did not run (views of a FLOP counter's hook)."""
+    """Return torch's recomputation mode, but allow ops that forward did not run (a FLOP counter's views)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
-        # Torch registers flex attention and compiled regions for the exact type of its own mode.
+        # Torch registers flex attention and compiled regions for its own class only, not for a subclass.
         supports_higher_order_operators = True
         maybe_saved_ops: frozenset[Any]
 

@@ -1,7 +1,7 @@
 """Collectives that take less CPU time than gloo's own, and an all-to-all with a gradient.
 
-For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and its
-reduce-scatter twice that of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
+For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and gloo's
+reduce-scatter twice the time of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
 host). The replacements send no more bytes. docs/measured.md has the figures.
 """
 
@@ -23,19 +23,19 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Send rows to ranks: x [sum of sent, ...], in rank order, -> [sum of received, ...]."""
+    """Exchange rows between ranks: x [sum(sent), ...] -> [sum(received), ...], both in rank order."""
     return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 def start_all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Gather x [n, ...] of every rank into [size * n, ...], in rank order; `wait_tensor` ends it."""
+    """Gather x [n, ...] of every rank into [size * n, ...], in rank order; complete it with `wait_tensor`."""
     if x.device.type != "cpu":
         return OPS.all_gather_into_tensor(x.contiguous(), size, group)
     return torch.ops.torchtitan.all_gather(x, size, group)
 
 
 def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Sum x [size * n, ...] over ranks; returns this rank's part [n, ...]. `wait_tensor` ends it."""
+    """Sum x [size * n, ...] over ranks; returns this rank's part [n, ...]. Complete it with `wait_tensor`."""
     if x.device.type != "cpu":
         return OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
     return torch.ops.torchtitan.reduce_scatter(x, size, group)
@@ -91,7 +91,7 @@ _library.impl(
 
 
 class AllToAll(torch.autograd.Function):
-    """`all_to_all` with a gradient, which is sent back to the ranks that the rows came from."""
+    """`all_to_all` with a backward, which sends gradients to the ranks that the rows came from."""
 
     @staticmethod
     def forward(

@@ -8,10 +8,10 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both compute what one process computes: "alltoall" under every mask, "allgather" under causal masks
+Both give the result of a single process: "alltoall" for every mask, "allgather" for causal masks
 with known document boundaries. The mask passed to attention has a `ContextPart`.
 
-`batch.context` shards a batch and its masks; `config.context_layout` has the row lengths.
+`batch.context` shards a batch and its masks; `config.context_layout` has the valid row lengths.
 """
 
 import math
@@ -33,7 +33,7 @@ from torchtitan.distributed.collectives import (
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.lazy_names import load_on_access
 
-# torchtitan 0.2.x has these two functions here. Ours need masks, which are in a higher layer.
+# torchtitan 0.2.x has these two functions here. Ours need `batch.mask`, which imports this module.
 __getattr__ = load_on_access(
     __name__,
     {
@@ -80,7 +80,7 @@ class TokenShards:
         """Return all ranks' tokens in row order, [.., T/cp, ..] -> [.., T, ..].
 
         Collective. Each rank gets the gradient of its own tokens, not a sum over ranks, so all ranks
-        must compute the same from the result.
+        must compute the same value from the result.
         """
         return _Unshard.apply(x, self, dim)
 
@@ -89,7 +89,7 @@ class TokenShards:
         return self._permute_chunks(x, self.place_of_chunk)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The inverse of `in_order`."""
+        """Return tokens [T, ...] in rank order, given in row order."""
         return self._permute_chunks(x, self.chunks.flatten())
 
     def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
@@ -153,9 +153,10 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 
 @dataclass(frozen=True)
 class ContextPart:
-    """The communication of attention on rows of which this rank holds only some tokens.
+    """Attention's communication, where each rank holds only some tokens of every row.
 
-    keys: for "allgather", the keys that this rank's queries need. gathering: see `start_gathering`.
+    keys: for "allgather", the keys that this rank's queries need. gathering: set by `start_gathering`,
+        (this rank's packed keys and values, the started all-gather).
     """
 
     shards: TokenShards
@@ -190,10 +191,10 @@ class ContextPart:
     # ---- allgather ----
 
     def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
-        """Start to gather keys and values [B, K, T/cp, D or Dv]; returns the part to attend with.
+        """Start to gather keys and values [B, K, T/cp, D or Dv]; returns a part with `gathering` set.
 
-        On accelerators, communication overlaps with what is computed until attention, and in backward
-        with that work's gradients.
+        On accelerators the all-gather overlaps with computation before attention, and the
+        reduce-scatter in backward with the backward of that computation.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = _WaitForGradient.apply(packed)
@@ -202,7 +203,7 @@ class ContextPart:
         return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
 
     def gathered_keys(self) -> Tensor:
-        """Return the keys and values [keys, K, D + Dv] that `keys` lists, in its order."""
+        """Return the keys and values [keys, K, D + Dv] in the order of `keys.index`."""
         own, gathered = self.gathering
         shards = self.shards
         rows = _GatheredRows.apply(own, gathered, shards.cp, shards.group_name)
@@ -212,7 +213,7 @@ class ContextPart:
 class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
-    A stretch is a run of consecutive queries of one document; its last query sees its last key.
+    A stretch is a run of consecutive queries of one document; the last query of a stretch sees the last key.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
         max_q, max_k: the most queries and the most keys of a stretch.
@@ -255,7 +256,7 @@ def needed_keys(
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    # where[column]: the position of the first row's token in all ranks' packed tokens.
+    # where[column]: the position of row 0's token in this column in all ranks' packed tokens.
     columns = torch.arange(seq_len, device="cpu")
     by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
     n_local = seq_len // len(chunks)
@@ -292,7 +293,7 @@ class _GatheredRows(torch.autograd.Function):
     """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
     Backward starts the reduce-scatter of the gradient, but does not wait for it: x must come from
-    `_WaitForGradient`, which does.
+    `_WaitForGradient`, whose backward waits.
     """
 
     @staticmethod

@@ -22,8 +22,8 @@ def set_determinism(
     """Seed the random generators; returns the base seed, the same on every rank.
 
     The base seed is `debug.seed`, or else the seed of rank 0's generator. A single rank without
-    `debug.seed` keeps its generators as they are. Ranks draw different numbers from torch's
-    generator if they differ along `distinct_seed_mesh_dims`, and the same numbers otherwise.
+    `debug.seed` keeps its generators as they are. Ranks with different indices along
+    `distinct_seed_mesh_dims` draw different numbers from torch's generator; other ranks draw the same.
     `debug.deterministic` restricts torch to deterministic kernels.
     """
     if debug_config.deterministic:
@@ -43,10 +43,10 @@ def set_determinism(
     elif debug_config.seed is None:
         return base_seed
     torch.manual_seed(seed)
-    # For child processes only: this interpreter fixed its hashes when it started.
+    # For child processes only: this interpreter fixed its string hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
-    # DTensor has a generator of its own, except on the CPU. Seeding replaces its tracker, which nothing
-    # else puts back.
+    # DTensor has its own generator, except on the CPU. Seeding replaces DTensor's RNG tracker, so have
+    # `host` restore the old tracker.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":

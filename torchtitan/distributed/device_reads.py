@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def read_once(read: Callable[[], T]) -> T:
-    """Return `read()`; in the recomputation of a checkpointed block, the value that forward read.
+    """Return `read()`; when a checkpointed block is recomputed, return the value that its forward read.
 
     Forward and recomputation must make the same calls. Outside `reading_contexts` every call reads.
     """
@@ -22,7 +22,7 @@ def read_once(read: Callable[[], T]) -> T:
 def reading_contexts(
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
 ) -> "tuple[_Reads, _Reads]":
-    """Return contexts for `checkpoint(context_fn=...)`: `context_fn`'s, in which `read_once` works."""
+    """Return `context_fn`'s two contexts with `read_once` enabled, for `checkpoint(context_fn=...)`."""
     forward, recompute = context_fn()
     values: list[Any] = []
     return _Reads(values, False, forward), _Reads(values, True, recompute)

@@ -13,7 +13,7 @@ from torchtitan.tools import torch_parts
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True if `x` is a DTensor, without importing that slow module: no DTensor exists before."""
+    """Return True if `x` is a DTensor, without the slow import: before it no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -39,7 +39,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(tensor: Tensor) -> LocalShard | None:
-    """Return this rank's part of a DTensor, None if that is empty; all of a plain tensor."""
+    """Return this rank's part of a DTensor, None if the part is empty; a plain tensor as a whole."""
     if not is_dtensor(tensor):
         return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
     local = tensor.to_local()
@@ -69,7 +69,7 @@ def local_tensor(x: Tensor) -> Tensor:
 def forget_scales(weights: Iterable[Tensor]) -> None:
     """Drop the float8 scales that the last optimizer step computed in advance.
 
-    Call it after any other change of weights: FSDP then computes the scales when it gathers.
+    Call this after any other change of weights: FSDP then computes the scales when it gathers them.
     """
     for weight in weights:
         # Not `to_local`, which returns a new object if the weight needs a gradient.
@@ -79,11 +79,12 @@ def forget_scales(weights: Iterable[Tensor]) -> None:
 
 
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
-    """Return this rank's part of a DTensor parameter as a plain tensor; others as they are.
+    """Return this rank's part of a DTensor parameter as a plain tensor; other parameters unchanged.
 
     Ranks that hold the whole parameter use it on their own tokens, heads or hidden units, so its
     gradient is summed over these ranks.
-    added_once: divide by their number, for a bias that each of them adds to its summand of one sum.
+    added_once: divide the parameter by the number of these ranks, for a bias that each rank adds to its
+        summand of one sum.
     """
     if not is_dtensor(parameter):
         return parameter

@@ -1,4 +1,4 @@
-"""Names of 0.2.x for overlapping experts with another microbatch's attention: not available.
+"""torchtitan 0.2.x's names for overlapping experts with another microbatch's attention: not available.
 
 The schedule DualPipeV runs without that overlap.
 """

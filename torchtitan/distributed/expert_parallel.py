@@ -11,8 +11,8 @@ Every rank enters every exchange, in backward too, even without any pairs.
 
 Under tensor parallelism all ranks of its axis have the same pairs. Either each rank dispatches a
 share of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp`
-of the same ranks (`ExpertTensorParallel`). Then, and with `TensorParallel`, a rank's result is one
-summand of the whole result, and so is the gradient of its input.
+of the same ranks (`ExpertTensorParallel`). With `ExpertTensorParallel` or `TensorParallel`, a rank's
+result is one summand of the whole result, and so is the gradient of its input.
 """
 
 from abc import ABC, abstractmethod
@@ -102,7 +102,7 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Start to exchange the counts [E] of the next dispatch, while the device has work."""
+            """Start to exchange the next dispatch's counts [E], while the device still has work."""
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
         module.announce_counts = announce_counts
@@ -154,10 +154,10 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Has each rank of a 1-D mesh reorder a share of the tokens, all of which every rank has.
+    """Makes each rank of a 1-D mesh reorder only its share of the tokens; every rank has all tokens.
 
     Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens. Pairs
-    keep their numbers among all T * k pairs.
+    keep their indices among all T * k pairs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -211,7 +211,7 @@ class _Exchange:
     """An exchange of token counts per expert.
 
     sent: [E], this rank's counts. received: [R * e], every rank's counts for this rank's experts.
-    splits: [2, R], the sums of both per rank; in host memory, valid after `copied`.
+    splits: [2, R], the sums of `sent` and `received` per rank; on the host, valid after `copied`.
     """
 
     sent: Tensor

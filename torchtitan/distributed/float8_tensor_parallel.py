@@ -1,8 +1,8 @@
 """float8 linear layers that are split over the ranks of a tensor-parallel mesh.
 
-Layers with one scale per tensor use that of the whole tensor: where ranks hold parts, an all-reduce
-finds the largest magnitude. If all linear layers of a block are such, it gathers hidden states and
-gradients in float8. Layers with one scale per row compute the scales of this rank's part, and
+Layers with one scale per tensor use the scale of the whole tensor: an all-reduce over the ranks that
+hold parts finds the largest magnitude. A block that has only such linear layers gathers hidden states
+and gradients in float8. Layers with one scale per row compute the scales of this rank's part, and
 their hidden states are gathered in high precision.
 
 B rows, T tokens, t = T / tp tokens on this rank, K inputs and N outputs of this rank's part.
@@ -70,7 +70,7 @@ def to_float8(
     mm_config: LinearMMConfig,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """Return `x` in float8, with one scale for the parts on all ranks of `group` (None: only this)."""
+    """Return `x` in float8, with one scale for the parts on all ranks of `group` (None: this rank)."""
     if isinstance(x, Float8TrainingTensor):
         return x
     cast = {
@@ -85,15 +85,15 @@ def to_float8(
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 
 
-# allow_in_graph: dynamo doesn't look inside, so it never meets a float8 tensor's subclass.
+# allow_in_graph: dynamo does not trace the functions, so it never meets the float8 tensor subclass.
 
 
 @torch.compiler.allow_in_graph
 class _TensorwiseLinear(torch.autograd.Function):
     """Multiply x [..., K] by this rank's part [N, K] of a weight, transposed.
 
-    split_dim: how ranks split the weight. 0: each computes some of the outputs; 1: each sums over
-        some of the inputs; None: every rank has the whole weight.
+    split_dim: how ranks split the weight. 0: each rank computes some of the outputs; 1: each rank
+        sums over some of the inputs; None: every rank has the whole weight.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ class _TensorwiseLinear(torch.autograd.Function):
 
 
 class Float8SequenceShards(SequenceShards):
-    """`SequenceShards` that gathers in float8, rounded as in `linear`, any of the block's layers."""
+    """`SequenceShards` that gathers in float8, with the settings of `linear`, any of the block's layers."""
 
     def __init__(self, mesh: DeviceMesh, linear: Float8Linear):
         super().__init__(mesh, overlap=True)
@@ -144,7 +144,7 @@ class Float8SequenceShards(SequenceShards):
         return _Float8Gather.apply(shard, seq_len, self._ranks, *self._configs)
 
     def reduce(self, partial_sum: Tensor) -> Tensor:
-        """[B, T, M], one summand on each rank -> [B, t, M], whose gradient comes in float8."""
+        """Sum [B, T, M] over ranks -> this rank's [B, t, M]; backward gathers gradients in float8."""
         return _Float8Reduce.apply(partial_sum, self._ranks, *self._configs)
 
 
@@ -193,7 +193,7 @@ _REDUCED = ("attention.wo", "feed_forward.w2")
 
 
 def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
-    """Return shards that gather the block's hidden states in float8; None if a layer doesn't fit."""
+    """Return shards that gather the block's hidden states in float8; None if a layer can't do that."""
     modules = dict(block.named_modules())
     linears = [modules.get(name) for name in _READ + _REDUCED]
     fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)

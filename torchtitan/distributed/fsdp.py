@@ -87,15 +87,15 @@ def apply_fsdp(
     gradient_divide_factor: int | None = None,
     register_buffers: bool = False,
 ) -> None:
-    """Shard the model in place. Embeddings, each block, and norm with output are one unit each.
+    """Shard the model in place. FSDP's units are the embeddings, each block, and norm with output.
 
     dp_mesh: [shard] for FSDP, [replicate, shard] for HSDP. Size 1 works, without communication.
-    param_dtype, reduce_dtype: parameters are gathered in the first, gradients reduced in the second.
+    param_dtype: the dtype of gathered parameters. reduce_dtype: the dtype that gradients are reduced in.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
         parallelism, and on a mesh of one rank without cpu_offload; otherwise "always". A number n
-        keeps them spread over n successive ranks of the shard axis, such as those of a node, for
-        backward to gather; experts are then freed as with "always".
+        reshards the block's parameters over n successive ranks of the shard axis, such as those of a
+        node, from which backward gathers them; experts are then freed as with "always".
     ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
         are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
     gradient_divide_factor: ignored; gradients are never divided.
@@ -183,7 +183,7 @@ def _expert_placement(
         return None
 
     def placement(parameter: nn.Parameter) -> Shard:
-        # FSDP pads uneven shards along dim 0 only, where some ranks then hold nothing.
+        # FSDP pads uneven shards along dim 0 only; some ranks then hold nothing.
         return Shard(0 if parameter.to_local().shape[1] % num_shards else 1)
 
     return placement
@@ -192,7 +192,7 @@ def _expert_placement(
 def _prefetch_in_order(
     embeddings: nn.Module | None, blocks: list[nn.Module], output: nn.Module | None
 ) -> None:
-    """Make each unit prefetch the next unit's parameters: the host waits for experts in each block."""
+    """Make each unit prefetch the next unit, because the host waits for token counts in each MoE block."""
     units = [[block, block.moe.experts] if block.moe_enabled else [block] for block in blocks]
     units = [[embeddings], *units, [output]]
     # Leave out None, and modules that are part of another module's unit.
@@ -203,7 +203,7 @@ def _prefetch_in_order(
 
 
 def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """Return `fully_shard`'s argument. keeps: "default" is "never"."""
+    """Return `fully_shard`'s argument of this name. keeps: whether "default" means "never"."""
     num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
     if isinstance(policy, int) or policy.isdecimal():
         kept_on = int(policy)
@@ -227,7 +227,7 @@ def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) 
 def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
     """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
 
-    Torch makes a mesh for each unit on this rank's dp_mesh only, where all ranks must make groups together.
+    Torch would make a mesh per unit, from this rank's dp_mesh only; but all ranks must make groups together.
     """
     axis = dp_mesh.ndim - 1
     names = "fsdp_between", "fsdp_within"
@@ -251,19 +251,19 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
         if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
             unit.set_gradient_divide_factor(1.0)
-        # Otherwise the collective applies the factor, which gloo cannot do.
+        # Without this the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_model(model: nn.Module) -> None:
     """Free all gathered parameters, so that the model has its sharded parameters again.
 
-    A forward without backward leaves the last unit gathered, which optimizers and checkpoints don't
-    know. No-op without FSDP.
+    A forward without backward leaves the last unit gathered, and optimizers and checkpoints don't know
+    gathered parameters. No-op without FSDP.
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Backward prefetches the recorded forwards: clear those without a backward (torch 2.13).
+    # Backward prefetches by the recorded forwards: clear forwards that had no backward (torch 2.13).
     for group in _param_groups(_units_of(model)):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
@@ -289,7 +289,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end.
 
-    Sets the mesh after forward to None: `set_reshard_after_forward` forgets a mesh of fewer ranks.
+    Sets FSDP's mesh after forward to None and restores it: `set_reshard_after_forward` would forget it.
     """
     groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
@@ -326,10 +326,10 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Make backwards leave gradients on each rank, and parameters gathered. No-op without FSDP.
+    """Make backward keep unreduced gradients and gathered parameters on each rank. No-op without FSDP.
 
-    For a pipeline: a stage's backward of weights only runs no hook of FSDP. After the last backward
-    call `reduce_accumulated_gradients`.
+    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. Call
+    `reduce_accumulated_gradients` after the last backward.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -380,8 +380,8 @@ def recover_model(model: nn.Module) -> None:
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)
-    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep those of gathered
-    # parameters, which the next backward would reduce with its own.
+    # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep the gradients of
+    # gathered parameters, which the next backward would add to its own.
     for shard, grad in zip(shards, reduced, strict=True):
         shard.grad = grad
     field = torch_parts.attribute("fsdp_gradient")
@@ -400,10 +400,10 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     """
     if enable_compile:
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
-    # Buffers are not broadcast: each rank counts its experts' tokens in one, summed over ranks later.
+    # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP averages. Its communication hook also gets gradients reduced before, so it can't undo that.
+    # DDP averages gradients. A communication hook also gets gradients reduced before, so it can't undo that.
     scale_gradients(model, float(dp_mesh.size()))
 
 

@@ -81,7 +81,7 @@ class ParallelDims:
             )
 
     def build_mesh(self) -> DeviceMesh:
-        """Build the 1-D mesh of all ranks, which is returned, and all other meshes from it.
+        """Build all meshes; returns the 1-D mesh of all ranks.
 
         Collective: all ranks must call it. Raises ValueError if ep * etp does not divide the
         number of ranks that share dense parameters.
@@ -129,7 +129,7 @@ class ParallelDims:
 
         self._world_mesh = world_mesh
         self._global_meshes = cuts | {"loss": loss_mesh}
-        # Each axis from the first cut that has it.
+        # Take each axis from the first cut that has the axis.
         cut_of = {name: cut for cut, axes in reversed(_AXES_OF_CUT.items()) for name in axes}
         self._meshes = {
             name: loss_mesh if name == "loss" else cuts[cut_of[name]][name] for name in sizes
@@ -143,7 +143,7 @@ class ParallelDims:
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
-        """Return the mesh of one axis, or of several, outermost first; None if one of them is off.
+        """Return the mesh of one axis, or of several axes, outermost first; None if an axis is off.
 
         Raises ValueError for an unknown axis, and for axes that are not all in one cut of the world.
         """
@@ -242,5 +242,5 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """The divisor of row lengths of 0.2.x, for its clients; here see `sequence_multiple`."""
+        """The divisor of row lengths in torchtitan 0.2.x, for clients; here see `sequence_multiple`."""
         return self.tp * (self.cp * 2)

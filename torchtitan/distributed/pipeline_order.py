@@ -1,7 +1,7 @@
 """The order in which a rank of a pipeline computes and communicates, as lists of actions.
 
-Each of torch's schedules is a table of what every rank computes, in order. This module reads it (1F1B
-and GPipe, which have none, are written here), and adds the messages.
+Each of torch's schedules has a table of what every rank computes, in order. This module reads the table
+(1F1B and GPipe have none, and are written here), and adds the sends and receives.
 """
 
 import csv
@@ -21,9 +21,9 @@ class Action(NamedTuple):
     """One thing that a rank does for a stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
-        gradients of the stage's input, and those of its weights. SEND_F, RECV_F, SEND_B, RECV_B: of
-        hidden states to the next stage, and of gradients to the previous one. REDUCE: all backwards
-        of the stage are done. RESHARD: free the stage's gathered parameters for a while.
+        gradients of the stage's input, and those of its weights. SEND_F, RECV_F: hidden states, to the
+        next stage. SEND_B, RECV_B: gradients, to the previous stage. REDUCE: reduce the stage's
+        gradients, after its last backward. RESHARD: free the stage's gathered parameters for a while.
     microbatch: -1 for REDUCE and RESHARD.
     """
 
@@ -78,7 +78,7 @@ def _check_complete(order: Order, num_stages: int, csv_path: str) -> None:
 
 
 def _single_stage_order(stage: int, num_ahead: int, n: int) -> list[Action]:
-    """Return `num_ahead` forwards, then backwards and the remaining forwards by turns."""
+    """Return `num_ahead` forwards, then backwards that alternate with the remaining forwards."""
     forwards = (Action("F", stage, microbatch) for microbatch in range(n))
     actions = list(islice(forwards, num_ahead))
     for microbatch in range(n):
@@ -102,8 +102,8 @@ def rank_of_stages(order: Order) -> dict[int, int]:
 def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     """Add sends and receives between ranks, in an order in which no rank waits for ever.
 
-    All ranks are played side by side; a send and its receive are entered at the same moment, so any
-    two ranks have their messages in the same order. Raises ValueError if an action can never start.
+    Simulates all ranks together, and adds a send and its receive at the same moment, so any two ranks
+    have their messages in the same order. Raises ValueError if an action can never start.
     """
     result: Order = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)
@@ -112,7 +112,7 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     while any(position[rank] < len(actions) for rank, actions in order.items()):
         before = dict(position)
         for rank, actions in order.items():
-            # Skip what communicates nothing, then compute one action.
+            # Take actions up to the next forward or backward, if that can start already.
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 kind, stage, microbatch = action
@@ -151,7 +151,7 @@ def with_reductions(actions: list[Action]) -> list[Action]:
 
 
 def with_resharding(actions: list[Action]) -> list[Action]:
-    """Add RESHARD for stages that are not among the next three: a rank may hold many stages."""
+    """Add RESHARD for gathered stages that are not among the next three; a rank may hold many stages."""
     if len({action.stage for action in actions}) <= _ACTIVE_STAGES:
         return actions
     result: list[Action] = []

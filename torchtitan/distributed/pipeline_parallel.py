@@ -1,7 +1,7 @@
 """Pipeline parallelism: a decoder cut into stages, each with a part of its layers.
 
-A train spec names `pipeline_llm` as its `pipelining_fn`. Slow modules are loaded by `distributed` at
-first use: every train spec imports this module.
+A train spec names `pipeline_llm` as its `pipelining_fn`. Every train spec imports this module, so
+`distributed` loads the slow modules only at first use.
 """
 
 import copy
@@ -97,7 +97,7 @@ def pipeline_module_split(
     """Return this rank's stages and their modules: copies of the model, without the other stages.
 
     module_names_per_stage: names of the model's children, or `<child>.<key>` for an entry of a
-        ModuleDict, which keeps its key, or of a ModuleList. Other children become None.
+        ModuleList or ModuleDict. Entries of a ModuleDict keep their keys. Other children become None.
     Raises ValueError if the schedule cannot place the stages on the ranks.
     """
     num_stages = len(module_names_per_stage)

@@ -96,7 +96,7 @@ class PipelineSchedule:
     def step(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
-        They are reduced over data-parallel ranks once, after the last microbatch of the call.
+        Gradients are reduced over data-parallel ranks once, after the last microbatch of the call.
 
         Call it with lists, where entry i of each list belongs to microbatch i:
 
@@ -251,9 +251,9 @@ class PipelineSchedule:
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
-        """Sum the gradients computed inside: over replicas, and a tied embedding's over its copies.
+        """Sum the gradients computed inside over `replicas`, and a tied embedding's over its two copies.
 
-        Gradients of earlier calls of `step` are summed already: they are set aside and added at the end.
+        Gradients of earlier `step` calls are summed already, so they are set aside and added at the end.
         """
         parts = [stage.submod for stage in self.stages]
         copies = tied_copies.trained_copies_in(parts)
@@ -292,7 +292,7 @@ class PipelineSchedule:
     def _make_actions(self, n: int, forward_only: bool) -> list[Action]:
         """Return this rank's actions for n microbatches.
 
-        Torch's table may be for more: actions of microbatches that don't exist are removed.
+        Torch's table may be for more microbatches; the actions of the extra microbatches are removed.
         """
         order = select(self._compute_order(n), n, forward_only)
         order[self._rank] = with_reductions(order[self._rank])
@@ -322,10 +322,10 @@ class PipelineSchedule:
 
 
 class _Call:
-    """One call of `step` or `eval` on this rank: its microbatches, and the tensors on their way.
+    """One call of `step` or `eval` on this rank: its microbatches, and the tensors being sent or received.
 
     target_mbs: None on ranks without the last stage, and in calls that compute no loss.
-    losses, outputs: of the last stage, filled by `run`.
+    losses, outputs: the last stage's losses and outputs, filled by `run`.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class _Call:
         self._loss_fn, self._keeps_outputs = loss_fn, keeps_outputs
         self._schedule = schedule
         self._stages = {stage.stage_index: stage for stage in schedule.stages}
-        # (F or B, stage, microbatch) -> the hidden states, or their gradient, that the stage needs.
+        # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}
         self._sending: list[
@@ -355,8 +355,8 @@ class _Call:
             name = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
             with record_function(name):
                 self._do(*action)
-            # gloo completes a send only when it is waited for. All receives precede what follows, so
-            # waiting for an old send ends.
+            # gloo completes a send only in a wait for it. The other rank starts the receive before any
+            # action that depends on later actions here, so waiting for an old send ends.
             longest = 4 * self._schedule.num_stages
             sending = self._sending
             while sending and (sending[0][0].is_completed() or len(sending) > longest):

@@ -67,7 +67,7 @@ class PipelineStage:
         has_backward: bool,
         contexts: Sequence[ContextFactory] | None = None,
     ) -> None:
-        """Prepare for a call. contexts: one per microbatch, for its forward and its backward."""
+        """Prepare for a schedule's call. contexts: one per microbatch, for its forward and its backward."""
         if self.hidden_states is None:
             raise ValueError(
                 f"pipeline stage {self.stage_index} does not know the size of hidden states: its "
@@ -110,7 +110,7 @@ class PipelineStage:
         if self.is_last:
             start = compute_loss(output) if compute_loss is not None else None
         else:
-            # The next stage allocates a buffer for this. Another size would be garbage, or a hang.
+            # The next stage allocates a buffer of this size. Another size would give garbage, or a hang.
             input_shape, (dim, dtype) = self._input_shapes[microbatch], self.hidden_states
             if (*output.shape, output.dtype) != (*input_shape, dim, dtype):
                 raise RuntimeError(
@@ -129,7 +129,7 @@ class PipelineStage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Accumulate the weights' gradients; return the gradient of the hidden states [B, T, dim].
 
-        gradient: of the stage's output; None on the last stage, where the loss begins.
+        gradient: the gradient of the stage's output; None on the last stage, which has the loss.
         """
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -140,7 +140,7 @@ class PipelineStage:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Return only the gradient of the hidden states; `backward_weight` continues from here."""
         if self.is_first:
-            self._postponed[microbatch] = gradient  # no stage is waiting: do all of it later
+            self._postponed[microbatch] = gradient  # no stage waits for it: backward runs later
             return None
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -156,7 +156,7 @@ class PipelineStage:
             return
         _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            # Halves of several nodes first: they pass through nodes that a half of one node frees.
+            # Halves with several nodes first: their backward needs nodes that a half with one node frees.
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
@@ -167,10 +167,10 @@ class PipelineStage:
 
 
 class _Forward(NamedTuple):
-    """Where the backward of a forward starts and ends.
+    """The start and the end of a microbatch's backward.
 
-    start: the output, or the loss on the last stage; None if nothing there requires a gradient.
-    hidden: the hidden states that came in; None on the first stage.
+    start: the output, or the loss on the last stage; None if it requires no gradient.
+    hidden: the stage's input hidden states; None on the first stage.
     """
 
     start: Tensor | GradientEdge | None
@@ -185,12 +185,12 @@ def _gradient_of(hidden: Tensor) -> Tensor:
 # ---- backward in two halves ----
 #
 # The first half propagates the gradient from the stage's output to its input along a path of autograd
-# nodes. Where a branch leads from the path to a weight, it keeps the gradients that arrive at the
-# node. The second half continues from there.
+# nodes. Where a branch leads from the path to a weight, the first half keeps the gradients that arrive
+# at the branching node. The second half continues from these gradients.
 
 
 class _WeightHalf(NamedTuple):
-    """Weights, and the nodes of the path from which they are reached -> gradients of their outputs."""
+    """Weights, and the path's nodes that lead to them. arrived: node -> gradients of its outputs."""
 
     arrived: dict[Node, tuple[Tensor | None, ...]]
     weights: list[Tensor]
@@ -220,7 +220,7 @@ def _backward_input(
 
 
 def _users_of_nodes(root: Node) -> dict[Node, list[Node]]:
-    """Return, for each node of the graph below `root`, the nodes whose backward calls it."""
+    """Return, for each node of the graph below `root`, the nodes that pass gradients to it."""
     users: dict[Node, list[Node]] = {root: []}
     to_visit = [root]
     while to_visit:
@@ -238,7 +238,7 @@ def _users_of_nodes(root: Node) -> dict[Node, list[Node]]:
 def _ancestors(
     nodes: Iterable[Node], users: dict[Node, list[Node]], end: frozenset[Node] = frozenset()
 ) -> frozenset[Node]:
-    """Return these nodes, and all nodes from which they are reached; don't look beyond `end`."""
+    """Return `nodes`, and all nodes that lead to them; the search stops at nodes of `end`."""
     seen, to_visit = set(nodes), list(nodes)
     while to_visit:
         node = to_visit.pop()
@@ -250,7 +250,7 @@ def _ancestors(
 
 
 def _group_weights(users: dict[Node, list[Node]], path: frozenset[Node]) -> list[_WeightHalf]:
-    """Return the weights below the path; those reached from a common node of the path together."""
+    """Return the weights below the path in groups; weights that share a node of the path are together."""
     group_of: dict[Node, _WeightHalf] = {}
     for leaf in users:
         weight = getattr(leaf, "variable", None)  # only nodes that accumulate gradients have it
@@ -273,7 +273,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # A node gets the kept gradients as they are: another node of the path would add its own share.
+    # Replace what arrives at a node by the kept gradients: another node's backward adds its share again.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()

@@ -4,7 +4,7 @@ An element's value depends only on the seed, the parameter's name, the number of
 the parameter, and the element's global index. Each rank generates only its own shard.
 
 The random numbers are SplitMix64's output function (Steele, Lea, Flood 2014, with the constants of
-Stafford's variant 13) of `key + index * golden`, where `key` is a hash of the other three.
+Stafford's variant 13) of `key + index * golden`, where `key` is a hash of seed, name and draws.
 """
 
 import hashlib
@@ -207,7 +207,7 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
 
 
 def _memory_of(tensor: Any) -> tuple | None:
-    """Return the tensor's memory location, by which `parameter.data` is recognised too."""
+    """Return the tensor's memory location, which also identifies `parameter.data`."""
     local = local_tensor(tensor)
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or local.numel() == 0:
         return None

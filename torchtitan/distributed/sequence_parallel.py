@@ -6,10 +6,10 @@ own tokens (Korthikanti et al. 2022, arXiv:2205.05198):
     whole    [B, T, M]
     a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
 
-If tp does not divide T, the last shards end in rows of zeros, which gathering drops.
+If tp does not divide T, the last shards end in rows of zeros, which `gather` and `join` drop.
 
 There are two ways to gather. In a split module each rank's gradient is one summand of the whole
-gradient: use `gather`. Elsewhere (logits, pipeline stages) every rank has the whole one: use `join`.
+gradient: use `gather`. Elsewhere (logits, pipeline stages) every rank has the whole gradient: use `join`.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class SequenceShards:
         return _Move.apply("reduce_scatter", "all_gather", partial_sum, 1, seq_len, *self._ranks)
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows [B, t, M] of [B, T, M], which is the same on every rank."""
+        """Return this rank's rows [B, t, M] of hidden states [B, T, M] that are equal on every rank."""
         return _Move.apply("own_rows", "all_gather", whole, 1, whole.shape[1], *self._ranks)
 
     def join(self, shard: Tensor, seq_len: int) -> Tensor:
@@ -76,7 +76,7 @@ def join_shards(
 
 
 class _Move(torch.autograd.Function):
-    """Apply one of `_MOVES` in forward, and another, `back`, to the gradient in backward."""
+    """Apply `_MOVES[move]` to x in forward, and `_MOVES[back]` to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, move: str, back: str, x: Tensor, *where: Any) -> Tensor:
@@ -94,7 +94,7 @@ def all_gather(
     if overlap:
         gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
-        # No `narrow` to the full length: the pass would not recognise the pattern, and products
+        # No `narrow` to the full length: the compiler would not recognise the pattern, and products
         # could not begin before all rows have arrived.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     gathered = OPS.wait_tensor(start_all_gather(shard, size, group))

@@ -12,7 +12,7 @@ a block of a decoder (B rows, T tokens, t = T / tp tokens on this rank, M model 
     reduce                      -> [B, t, M]
 
 The gradient of a parameter that every rank holds whole is always summed over ranks. A value that
-every rank computes from all tokens (an auxiliary loss) must be divided by their number.
+every rank computes from all tokens (an auxiliary loss) must be divided by the number of ranks.
 """
 
 import functools
@@ -95,7 +95,7 @@ def distribute_modules(
     overlap: use the form of collectives that asynchronous tensor parallelism needs in blocks.
     float8_gather: gather hidden states in float8 in blocks whose linear layers all support it.
 
-    Parameters that are DTensors already are left as they are. Others that are not on the meta device
+    Parameters that are DTensors already are unchanged. Other parameters, if not on the meta device,
     must have the same values on every rank. Modules that share a parameter still share it afterwards.
 
     Raises ValueError for parameters without a row, a size that the mesh doesn't divide, and a class
@@ -158,11 +158,11 @@ def _find_row(
 def _compute_locally(name: str, module: nn.Module) -> None:
     """Make the module's forward read this rank's part of its parameters, by changing its class.
 
-    A wrapper would change parameter names, and an own forward per module could not share compiled code.
+    A wrapper would change parameter names, and a new forward per module could not share compiled code.
     """
     if getattr(module, "reads_local_parameters", False):
         return
-    # Not imported, because that takes seconds: without it no module is a Float8Linear.
+    # Don't import torchao, which takes seconds: before its import no module is a Float8Linear.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = LocalLinear
@@ -194,7 +194,7 @@ class LocalRMSNorm(nn.RMSNorm):
 
 
 class LocalLinear(Linear):
-    """If the layer is split along its inputs, a rank's result is one summand, with a share of the bias."""
+    """Linear by this rank's part; if inputs are split, the result is one summand with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
@@ -204,7 +204,7 @@ class LocalLinear(Linear):
 class VocabularyEmbedding(nn.Embedding):
     """An embedding whose rows are split over ranks. [B, T] -> [B, T, M].
 
-    The result is one summand, which is zero for tokens whose rows are on other ranks.
+    The result is this rank's summand: zero for tokens whose embeddings are on other ranks.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class VocabularyOutput(nn.Linear):
     """An output projection whose vocabulary is split over ranks. [B, T, M] -> logits [B, T, V].
 
     keeps_shards: return a DTensor split along the vocabulary, instead of a plain tensor of all logits.
-    With a head, returns head(h, this rank's weight, its bias, group=...) instead.
+    With a head, returns head(h, this rank's weight, this rank's bias, group=...) instead.
     """
 
     keeps_shards: bool = True
@@ -290,8 +290,8 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces them by one operator that
-    sends in pieces through symmetric memory, so the ranks must be on one node.
+    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces a collective and its product
+    by one operator that sends pieces through symmetric memory, so the ranks must be on one node.
     Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:

@@ -42,7 +42,7 @@ def copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def trained_copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the copies that these parts hold; none if the model was cut with both frozen."""
+    """Return the copies that these parts hold; none if the weight was frozen when the model was cut."""
     return copies_in(part for part in parts if getattr(part, "tied_copy_trains", False))
 
 

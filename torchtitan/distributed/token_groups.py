@@ -59,9 +59,9 @@ def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> T
 
 
 def inverse_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """Return where each of `num_rows` rows is in `rows` [M], which has it once: [num_rows], -1 for none.
+    """Return the position in `rows` of each row index 0..num_rows-1: [num_rows], -1 if absent.
 
-    rows: -1 in gaps.
+    rows: [M], distinct row indices, and -1 in gaps.
     """
     inverse = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=rows.device)
     target = torch.where(rows < 0, num_rows, rows).long()
@@ -80,7 +80,7 @@ def take_rows(
 
     places: [N, c], the rows of the result that are copies of each row of x; -1 for none. The gradient
         of x is gathered from there and summed in fp32, where torch's indexing would add in any order.
-    rows_have_gaps, places_have_gaps: they may contain -1.
+    rows_have_gaps, places_have_gaps: whether `rows` and `places` may contain -1.
     """
     return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
 

@@ -48,9 +48,9 @@ def get_train_context(enable_loss_parallel: bool) -> TrainContext:
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context of every forward: autocast to `mixed_precision_param`, if FSDP casts nothing.
+    """Return the context of every forward: autocast to `mixed_precision_param`, unless FSDP casts.
 
-    Tensor and pipeline parallelism without FSDP run in full precision.
+    Tensor and pipeline parallelism without FSDP run in `training.dtype`.
     """
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
     if dtype == torch.bfloat16 and device_type == "cpu" and not cpu_multiplies_bf16():
@@ -103,7 +103,7 @@ def _reduced(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 def _dist_reduce(
     op: str, x: Tensor, mesh: DeviceMesh | None = None, extra_pg: dist.ProcessGroup | None = None
 ) -> float:
-    """Reduce `x` (one element) over the ranks of `mesh`, after `extra_pg`; an int for integer `x`."""
+    """Reduce `x` (one element) over `extra_pg`, then over `mesh`; returns an int if `x` is integer."""
     x = whole_tensor(x)
     if extra_pg is not None:
         x = _reduced(x, op, extra_pg)
@@ -156,8 +156,8 @@ def clip_grad_norm_(
 
     norms = []
     for axes, grads in parts.items():
-        # On the CPU, first compute the norm of each row: for 6 million elements the error is 5e-7, where
-        # the CPU kernel's is 2e-4 and depends on the sharding.
+        # On the CPU, first compute the norm of each row: for 6 million elements the error is 5e-7. The
+        # CPU kernel's error over all elements is 2e-4, and depends on the sharding.
         rows = [
             torch.linalg.vector_norm(grad, norm_type, dim=-1)
             if grad.device.type == "cpu" and grad.ndim > 1

@@ -77,7 +77,7 @@ def aggregation_weights(
     """Return a weight for every token; the loss is the sum of weight * loss per token.
 
     With m[i, t] the mask, n_i its sum, N the sum of all n_i, l the loss per token, and S and G the
-    numbers of sequences and prompts with a token in the loss (`count_empty`: of all of them):
+    numbers of sequences and prompts with a token in the loss (with `count_empty`, all):
 
         token-mean               sum m l / N
         token-sum                sum m l
@@ -91,7 +91,7 @@ def aggregation_weights(
     norm: for seq-mean-token-sum-norm, a length that is the same in every step.
     prompt_ids: for prompt-mean, one per sequence, the same for a prompt on every rank.
     group: the ranks that have other sequences of the step; counts are summed over it (collective).
-    normalize: False if the step has further sequences. Then returns (weights without the last
+    normalize: False if other calls add sequences to the step. Then returns (weights without the last
         denominator, this rank's share of that denominator, 0 for token-sum) for
         `TrainingEngine.optim_step(denominator=...)`. All sequences of a prompt must be in one call.
     count_empty: S and G include sequences and prompts without a token in the loss, as in verl.
@@ -144,7 +144,7 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return the tokens of every prompt of the step, and the number of prompts that no rank before has."""
+    """Return each prompt's tokens in the step, and how many of this rank's prompts no lower rank has."""
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
         own[prompt] += n

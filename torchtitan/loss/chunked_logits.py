@@ -1,12 +1,12 @@
-"""Numbers per token from logits [B, T, V] that never exist whole.
+"""Log-probabilities and losses from logits [B, T, V] that are never stored as a whole.
 
-Numbers per token are computed in chunks of tokens from hidden states and the output projection's weight,
-so that the largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward.
-`SummedLoss` is a scalar, whose gradient is known up to a factor, and is computed in forward.
+They are computed in chunks of tokens from hidden states and the output projection's weight, so that the
+largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss` is
+a scalar: forward computes its gradient, and backward multiplies that by the incoming gradient.
 
-Under tensor parallelism each rank computes its vocabulary entries, and ranks exchange a few numbers
-per token once. A chunk may have tokens of several models, each with adapters of its own; a model's tokens
-are cut into chunks as if it was alone.
+Under tensor parallelism each rank computes the logits of its vocabulary entries, and ranks exchange four
+numbers per token once. A chunk may have tokens of several models, each with its own adapters; a model's
+tokens are cut into chunks as if it were the only model.
 
 `head` has `temperature` (a number, or [N, 1]), `product` ((x, weight, bias) -> logits), `chunk_tokens` and
 `compile_backend`. B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
@@ -30,8 +30,8 @@ from torchtitan.tools.torch_parts import assert_on_device
 
 
 class Operands(NamedTuple):
-    """x: [N, M], or the logits [N, v] without a weight. weight: [v, M]. bias: [v]. adapted_x, a, b: of a
-    `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """x: [N, M], or the logits [N, v] if weight is None. weight: [v, M]. bias: [v]. adapted_x, a, b: x, a
+    and b of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
     """
 
     x: Tensor
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """first: the vocabulary entry that this rank's logits begin with. sizes, scale: of the `LowRank`."""
+    """first: this rank's first vocabulary entry. sizes, scale: those of the `LowRank`."""
 
     first: int
     group: dist.ProcessGroup | None
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. begin: the first token. sizes: tokens of each model, [m]."""
+    """Tokens whose logits are stored together. begin: the first token. sizes: [m], tokens of each model."""
 
     begin: int
     sizes: list[int]
@@ -70,7 +70,7 @@ def operands_of(
     group: dist.ProcessGroup | None,
     low_rank: LowRank | None,
 ) -> tuple[Operands, Call]:
-    """Check the labels. Return the operands, h, weight and bias in autocast's dtype if it is on."""
+    """Check the labels; return the operands, with h, weight and bias cast if autocast is on."""
     rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
     operands = [h.flatten(0, -2), weight, bias]
@@ -210,7 +210,7 @@ class SummedLoss(torch.autograd.Function):
 
 
 class _Gradients:
-    """Sums the gradients of the operands, if wanted, over chunks. scale: of the adapters' product."""
+    """Sums the wanted gradients of operands over chunks. scale: the factor on the adapters' product."""
 
     def __init__(self, operands: Operands, wanted: tuple[bool, ...], scale: float):
         self.operands, self.wanted, self.scale = operands, wanted, scale
@@ -265,8 +265,8 @@ class _Gradients:
 
 
 def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
-    # Each chunk adds a gradient of the whole weight to a sum in fp32, on which accelerators would spend much
-    # time if chunks were small. Compiled code stores logits in 16 bits only.
+    # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
+    # spend much time on this. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     sizes, begin = call.sizes or [len(x)], 0
@@ -286,8 +286,8 @@ def logits_of(
 ) -> tuple[Tensor, float | Tensor, list[Tensor]]:
     """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
 
-    Logits for compiled functions have any dtype; others are divided by the temperature, in fp32 (fp64 if
-    x is) and memory of their own.
+    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without, they
+    are divided, in fp32 (fp64 if x is) and in memory of their own.
     """
     x, weight, bias, adapted_x, a, b = operands
     rows, temperature, low_rank = chunk.rows, head.temperature, []
@@ -319,7 +319,7 @@ def _statistics(
     """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
 
     The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
-    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, logits become e.
+    sum of e * (z - maximum), 0 without wants_entropy. If not compiled, the logits are overwritten.
     """
     if torch.compiler.is_compiling():
         logits = _in_fp32(logits, temperature, copy=True)
@@ -342,7 +342,7 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
-    """Return log-probs of tokens with the logits `chosen`; the others are those of `exponentials_`.
+    """Return log-probabilities of tokens. chosen: their logits. highest, sums: from `exponentials_`.
 
     The trainer and the generator both call it, because another formula rounds differently.
     """
@@ -363,8 +363,8 @@ def _over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
 
-    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 where it is
-    IGNORE_INDEX; the entropy, undefined if the statistics have none.
+    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 for labels
+    IGNORE_INDEX; the entropy, undefined if `_statistics` was called without wants_entropy.
     """
     of_ranks = of_all_ranks(statistics, group)
     highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
@@ -427,13 +427,13 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
     """Add values [n] to result [n, v] in the columns of the labels, in place."""
     index, is_elsewhere = _own_index(own_labels, result.shape[1])
     values = values.masked_fill(is_elsewhere, 0)[:, None]
-    if torch.compiler.is_compiling():  # a scatter is a kernel of its own, after all of result
+    if torch.compiler.is_compiling():  # a scatter would be a separate kernel after `result`
         columns = torch.arange(result.shape[1], device=result.device)
         return result + torch.where(columns == index, values, 0)
     return result.scatter_add_(1, index, values)
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return (the labels' columns [n, 1], 0 for labels not on this rank; [n] True for those)."""
+    """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels; [n] True for these."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

@@ -32,7 +32,7 @@ def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     """Return the summed cross entropy of every label that is not IGNORE_INDEX, a scalar.
 
     pred: [B, T, V] logits, within torch's `loss_parallel()` also a DTensor split along V; labels:
-    [B, T] int64, plain. In fp32: bf16 has too few digits for a sum over the vocabulary.
+    [B, T] int64, plain. Computed in fp32: bf16 has too few digits for a sum over the vocabulary.
     """
     loss = F.cross_entropy(
         pred.flatten(0, 1).float(),

@@ -36,7 +36,7 @@ from torchtitan.numerics.low_rank import LowRank
 class TokenOutputs(NamedTuple):
     """The result of `TokenLogProbs`; a tuple, because FSDP and DDP find its tensors in tuples.
 
-    logprobs: [B, T] fp32, of the label at each position; 0 where it is IGNORE_INDEX.
+    logprobs: [B, T] fp32, of the label at each position; 0 where the label is IGNORE_INDEX.
     entropy: [B, T] fp32, in nats, of the distribution at each position; None without `entropy`.
     """
 
@@ -50,10 +50,10 @@ class TokenLogProbs:
 
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
-    chunk_tokens: tokens whose logits exist at a time; None: 1,024 on a CPU, elsewhere 4,096,
-        or 8,192 if compiled.
+    chunk_tokens: number of tokens whose logits are stored at a time; None: 1,024 on a CPU,
+        elsewhere 4,096, or 8,192 if compiled.
     compile_backend: compile all but the matrix products with this backend of torch.compile.
-    batch_invariant: logits that do not depend on the other tokens, see `numerics.batch_invariant`.
+    batch_invariant: a token's logits do not depend on other tokens, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
     batch does not have. Temperatures on an accelerator are not read.
@@ -96,7 +96,7 @@ class TokenLogProbs:
 
         group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
             call is collective, and the gradient of h is this rank's summand.
-        low_rank: is added to the logits; its rows are sorted by model, and its b is [m, v, r].
+        low_rank: the adapters' product to add to the logits; rows sorted by model, b [m, v, r].
         """
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
         with torch.autocast(h.device.type, enabled=False):
@@ -153,7 +153,7 @@ class TopTokens(TokenLogProbs):
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
-        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
+        head = replace(self._of_tokens(labels), compile_backend=None)  # seldom used
         best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for chunk in chunks_of(operands.x, self, call):

@@ -47,8 +47,8 @@ def dpo(
     The two answers of a pair may be two rows, or two documents of one row.
 
     metrics: the margin d and the accuracy, which is 1 where d > 0, summed over pairs.
-    Raises ValueError for a missing entry, for settings out of range and for a pair that has one answer
-    only; on an accelerator such a pair makes the loss NaN.
+    Raises ValueError for a missing entry, for settings out of range and for a pair with only one
+    answer; on an accelerator such a pair makes the loss NaN.
     """
     if not beta > 0 or not 0 <= label_smoothing < 0.5:
         raise ValueError(

@@ -41,7 +41,7 @@ class DecoderArgs(BaseModelArgs):
         self.enable_weight_tying = self.enable_weight_tying and not self.value_head
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Read the RoPE length from training.seq_len, and attention and heads from [model]."""
+        """Read the RoPE length from training.seq_len, and the attention and head settings from [model]."""
         seq_len = job_config.training.seq_len
         if seq_len > self.max_seq_len:
             logger.warning(

@@ -4,8 +4,8 @@ B rows, T tokens per row, N = B * T packed tokens, H query heads, K key/value he
 Kernels get queries [B, H, T, D] and keys, values [B, K, T, D]. Layers pass a `DocumentMask`, lowered
 once per batch to what the kernel takes: a bool tensor or nothing (sdpa), a `BlockMask` (flex) or a
 `VarlenMetadata` (varlen). torch trains flex and varlen on accelerators only, so on the CPU their
-wrappers run `attention_cpu`. Importing torch's modules of both loads the compiler, so `tools.compiler`
-delays that.
+wrappers run `attention_cpu`. Importing torch's modules for flex and varlen loads the compiler, so
+`tools.compiler` delays the import.
 """
 
 import inspect
@@ -63,8 +63,8 @@ def get_document_mask_mod(
 ) -> MaskMod:
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are read from the first of these that is given, [B, T] or one row [T]; a warning names
-    row and token if several disagree:
+    Documents are read from the first of these arguments that is given, [B, T] or one row [T]; if several
+    are given and disagree, a warning names row and token:
     document_ids: -1 is padding, which sees only itself.
     positions: go up by exactly one within a document. Negative: padding.
     batch, eos_id: token ids; the end-of-text token belongs to the document it closes.
@@ -77,7 +77,7 @@ def get_document_mask_mod(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
             f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
-    # Without `batch` only the shape of "input" is used, so any of the tensors serves.
+    # Without `batch` only the shape of "input" is used, so any of the tensors will do.
     tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
@@ -125,7 +125,7 @@ def create_attention_mask(
 ) -> "BlockMask":
     """torch's `create_block_mask` with the same arguments, compiled unless the device is the CPU.
 
-    Evaluates mask_mod for every query and key. device: None is the accelerator, if there is one.
+    Evaluates mask_mod for every query and key. device: None means the accelerator, if there is one.
     """
     if device is None:
         device = get_device_type()
@@ -167,18 +167,18 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 def _tiles(
     forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
 ) -> dict[str, int]:
-    """Options of flex attention's kernels from (queries, keys of a tile, stages, warps)."""
+    """Return flex attention's options. forward, backward: (queries, keys of a tile, stages, warps)."""
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
     queries, keys, stages, warps = backward
-    # M1 and N1 are the tiles of the keys' gradients, M2 and N2 those of the queries'.
+    # M1 and N1 are tile sizes for the gradients of keys, M2 and N2 for the gradients of queries.
     options |= {f"bwd_BLOCK_{name}": queries for name in ("M1", "N2")}
     options |= {f"bwd_BLOCK_{name}": keys for name in ("N1", "M2")}
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (size of query heads, of value heads) -> the fastest options of flex attention in 16 bits among those
-# tried on an H200 (benchmarks/LOG.md); for H100, too.
+# (query head size, value head size) -> flex attention's fastest options in 16 bits among the options
+# tried on an H200 (benchmarks/LOG.md); used on H100, too.
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -192,7 +192,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # with the sums of `numerics.batch_invariant`, as the other wrappers
+    batch_invariant = False  # True: sum as `numerics.batch_invariant` does; in all wrappers
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -301,7 +301,7 @@ class FlexAttentionWrapper(nn.Module):
 
 
 def choose_kernel_options(model: nn.Module) -> None:
-    """Have flex attention inside compiled blocks use kernels that fit this process' accelerator."""
+    """Set flex attention's options for this process's accelerator, for use inside compiled blocks."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         for module in model.modules():
             if isinstance(module, FlexAttentionWrapper):
@@ -367,7 +367,7 @@ def _varlen(
         out, lse = kernel(q, k, v, *lengths, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
-    # torch's kernel returns the log-sum-exp without its gradient; `config.checks.device` refuses such models.
+    # torch's log-sum-exp has no gradient; `config.checks.device` refuses models that need the gradient.
     assert not return_lse, "attn_type 'varlen' gives no log-sum-exp on an accelerator"
     varlen_attn = load_varlen().varlen_attn
     extra = {}
@@ -435,10 +435,11 @@ def attend(
 
     mask: a `DocumentMask`, or an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens
         are this rank's tokens of rows that context-parallel ranks share.
-    window: a query sees itself and the window - 1 tokens before it; for masks without a window.
-        flex ignores it, because a BlockMask contains its own.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
+        flex ignores it, because a BlockMask contains the window.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
-    Raises TypeError if the wrapper takes another kind of mask, and ValueError if it cannot compute this.
+    Raises TypeError if the wrapper takes another kind of mask, and ValueError for a window or log-sum-exp
+    with sdpa.
     """
     mask = DocumentMask.from_mask(mask)
     window = window if mask.window is None else mask.window
@@ -489,7 +490,7 @@ def _kernel_options(
         fits = isinstance(lowered, VarlenMetadata)
         expected = "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
-    else:  # flex, and the kernel of `generation.kv_cache`; both masks contain the window
+    else:  # flex, and the kernel of `generation.kv_cache`; their masks contain the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
         fits = is_block_mask or attn_type == "cache"  # the cache takes a bool tensor
         expected = "a BlockMask"

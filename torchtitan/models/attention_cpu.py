@@ -7,7 +7,7 @@ there are M packed keys, and a document's last query sees its last key.
 `document_attention` costs the sum of squared document lengths, or of length times window if a
 sliding window is shorter than the document: a training step of small models takes a tenth to a half
 less time than with a dense mask. It is an operator, so that torch.compile and activation
-checkpointing see one node for any documents. `block_mask_attention` takes any mask, and is slower.
+checkpointing see one node whatever the documents. `block_mask_attention` takes any mask, and is slower.
 """
 
 import functools
@@ -37,7 +37,7 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries in one call of the kernel under a sliding window, which computes this many keys plus the window.
+# Queries in one call of the kernel under a sliding window; it computes this many keys plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
 # split into calls of 128 queries, each with the keys up to its last query: about half of the square,
@@ -47,7 +47,7 @@ SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of queries whose document has one key (mostly padding), and of the keys."""
+    """Return the indices of queries whose document has one key (mostly padding), and of these keys."""
     is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
     mask: None, or numbers added to the scores [queries, keys].
     adds: the call before computed the same queries with other keys; the results are combined.
-    keys_again: an earlier call may have used these keys, so their gradients must be added to.
+    keys_again: an earlier call may have used these keys, so this call adds to the keys' gradients.
     """
 
     queries: slice
@@ -111,7 +111,7 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32 for bf16 and fp16: it rounds once instead of often, and is almost twice as fast."""
+    """Return fp32 for bf16 and fp16: the kernel then rounds only once, and is almost twice as fast."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -256,7 +256,7 @@ def _backward(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """Attention of any kernel within documents, with the gradient of `_backward`."""
+    """Attention within documents by a given kernel; the gradient is `_backward`'s."""
 
     @staticmethod
     def forward(ctx, kernel, q, k, v, cu_seq_q, cu_seq_k, scale, window):
@@ -356,7 +356,7 @@ def block_mask_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Differentiable attention under any BlockMask; stores the mask of all T * T' pairs.
+    """Differentiable attention with any BlockMask; the mask of all T * T' pairs is stored.
 
     q: [B, H, T, D]; k, v: [B, K, T', D]. Returns [B, H, T, Dv] and with `return_lse` the
     log-sum-exp of the scores, fp32 [B, H, T]. A query that sees nothing gets zeros.

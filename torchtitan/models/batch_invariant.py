@@ -14,8 +14,8 @@ from torchtitan.tools.errors import ConfigError
 def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
     """Have all products, attention and activations of a model's parts computed by `numerics.batch_invariant`.
 
-    Gradients stay those of the ordinary operations. Raises ConfigError for a module that has no such
-    form, such as a mixture of experts.
+    Gradients stay those of the ordinary operations. Raises ConfigError for a module without a
+    batch-invariant form, such as a mixture of experts.
     """
     for part in parts:
         if not isinstance(part, Decoder):

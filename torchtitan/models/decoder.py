@@ -1,7 +1,7 @@
 """The decoder that all families share: embedding, blocks of attention and feed-forward, norm, and
 output or score.
 
-A family is a dataclass of args, and a subclass that answers how its blocks differ from Llama's.
+A family is a dataclass of args, and a subclass whose methods say how its blocks differ from Llama's.
 Checkpoints depend on the names and the order of the modules, so neither may change.
 
 B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
@@ -12,7 +12,7 @@ Initialisation (std; truncated normal unless said otherwise; norms start at one,
     attention.{wq,wk,wv}, feed_forward.w1 0.02
     attention.wo, feed_forward.{w2,w3}    0.02 / sqrt(2 * (layer + 1)); depth_init off: 2 * n_layers
     output                                M ** -0.5, cut at 3 std; also the tied embedding
-    score                                 0.02, normal, as transformers has it
+    score                                 0.02, normal, as in transformers
 """
 
 import functools
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qk_norm_eps: RMS-normalise each head of queries and keys before RoPE; None: no such norm.
+    qk_norm_eps: eps of the RMS norm of each query and key head before RoPE; None: no norm.
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
-    mask_name: the entry of this layer, if the model's masks are a dict.
+    mask_name: the key of this layer's mask, if the model's masks are a dict.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M].
 
-        routed_experts: [B, T, k], for a mixture of experts, whose router then does not choose.
+        routed_experts: [B, T, k], for a mixture of experts, in place of its router's choice.
         """
         sequence, seq_len = self.sequence, rope.shape[1]
         h = sequence.gather(self.attention_norm(x), seq_len)
@@ -200,8 +200,8 @@ class TransformerBlock(nn.Module):
 
 
 class OutputProjection(Linear):
-    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head, called where FSDP has
-    gathered the weight. in_fp32: compute with fp32 copies of weight and hidden states."""
+    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head, which is called here because
+    FSDP has gathered the weight. in_fp32: compute with fp32 copies of weight and hidden states."""
 
     in_fp32: bool = False
     reads_local_parameters = True  # tensor parallelism replaces this class by its own
@@ -230,7 +230,8 @@ class ValueHead(nn.Linear):
 class Decoder(ModelProtocol):
     """A decoder-only transformer.
 
-    rope_buffer_name: the RoPE table's name; "rope_cache" pairs a head's halves, "freqs_cis" neighbours.
+    rope_buffer_name: the RoPE table's name; "rope_cache" rotates pairs of a head's halves, "freqs_cis"
+        neighbouring pairs.
 
     The norm is followed by `output`, or by `score` if the args set `value_head`; the other
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
@@ -253,7 +254,7 @@ class Decoder(ModelProtocol):
         self.tok_embeddings = nn.Embedding.from_pretrained(
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
-        # Not saved: it follows from the args, and sequence length may change between runs.
+        # Not saved: the table follows from the args, and sequence length may change between runs.
         rope_table = self.build_rope_table(model_args.max_seq_len)
         self.register_buffer(self.rope_buffer_name, rope_table, persistent=False)
         self.layers = nn.ModuleDict()
@@ -272,7 +273,7 @@ class Decoder(ModelProtocol):
     # ---- how a family differs ----
 
     def attention_options(self, layer_id: int) -> dict[str, Any]:
-        """Return the keyword arguments of a block's `Attention`, beside sizes, kernel and RoPE."""
+        """Return the keyword arguments of a block's `Attention`, except sizes, kernel and RoPE."""
         return {}
 
     def hidden_dim(self, layer_id: int) -> int:
@@ -285,11 +286,11 @@ class Decoder(ModelProtocol):
 
     @property
     def rope_scaling(self) -> RoPEScalingArgs | YaRNArgs | None:
-        """How RoPE's frequencies are stretched to longer contexts."""
+        """How RoPE's frequencies are stretched to longer contexts; None: not at all."""
         return None
 
     def build_attention(self, layer_id: int) -> nn.Module:
-        """Return a block's attention, which has the forward of `Attention`."""
+        """Return a block's attention module, with the arguments and result of `Attention.forward`."""
         args, by_halves = self.model_args, self.rope_buffer_name == "rope_cache"
         return Attention(
             args.dim,
@@ -333,14 +334,14 @@ class Decoder(ModelProtocol):
         attention_masks: the result of `get_attention_masks`, a mask of the caller's, or a
             `DocumentMask`; None for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
         positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE only; None
-            means 0..T-1. Under context parallelism those of the whole rows are also accepted.
+            means 0..T-1. Under context parallelism positions of whole rows are also accepted.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
             projection; its result is returned. `loss.logprobs` has heads. Under tensor
-            parallelism weight is this rank's [V/tp, M] and group the ranks that hold the others.
+            parallelism weight is this rank's [V/tp, M] and group the ranks that hold the other parts.
         routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
-        before the last returns them. Under tensor parallelism hidden states are whole, and logits a
-        DTensor split along V if the loss is parallel. Raises ValueError for a head of a value model.
+        before the last returns hidden states. Under tensor parallelism hidden states are whole, and logits a
+        DTensor split along V if the loss is parallel. Raises ValueError if a value model gets a head.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
@@ -378,7 +379,7 @@ class Decoder(ModelProtocol):
 
     @functools.cached_property
     def moe_layers(self) -> list[int]:
-        """The numbers of the blocks with a mixture of experts, of all pipeline stages."""
+        """The indices of the blocks with a mixture of experts, of all pipeline stages."""
         return [i for i in range(self.n_layers) if self.is_moe_layer(i)]
 
     def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:
@@ -423,7 +424,7 @@ class Decoder(ModelProtocol):
             )
 
     def _routed_experts_of(self, layer_id: int, routed_experts: Tensor | None) -> Tensor | None:
-        """Return a layer's part [B, T, k] of `check_routed_experts`' tensor; None if it has none."""
+        """Return a layer's part [B, T, k] of routed_experts [B, T, L, k]; None for a dense layer."""
         if routed_experts is None or not self.is_moe_layer(layer_id):
             return None
         is_per_layer = routed_experts.shape[2] == self.n_layers
@@ -431,10 +432,10 @@ class Decoder(ModelProtocol):
         return routed_experts[:, :, slot]
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
-        """Return the RoPE table, after replacing it by a longer one if positions go beyond it.
+        """Return the RoPE table; replace it by a longer table if positions go beyond its end.
 
-        row_len: T of whole rows. Reading positions waits for an accelerator, so there they are read
-        only if rows are longer than the table.
+        row_len: T of whole rows. Reading positions waits for the device, so on an accelerator they are
+        read only if rows are longer than the table.
         """
         table = getattr(self, self.rope_buffer_name)
         length = row_len
@@ -473,7 +474,7 @@ class Decoder(ModelProtocol):
 
     @property
     def makes_document_masks(self) -> bool:
-        """True unless a client overrides `get_attention_masks`, which is then called instead."""
+        """True unless a client overrides `get_attention_masks`, which then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
     def document_masks(self, tokens: Tensor, document_ids: Tensor | None) -> Masks:
@@ -522,11 +523,11 @@ class Decoder(ModelProtocol):
         with torch.device(buffer_device or buffer.device):
             table = self.build_rope_table(self.model_args.max_seq_len)
         setattr(self, self.rope_buffer_name, table)
-        # `to_empty` has given each of the two modules its own tensor.
+        # `to_empty` has untied the embedding and the output: each has its own tensor now.
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # The shared table is drawn twice, and so are its copies on two pipeline stages.
+            # The tied table is drawn twice below, also where two pipeline stages hold copies.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)

@@ -65,9 +65,9 @@ _INFRA = {
 
 
 def add_old_paths(family: str) -> None:
-    """Make the modules that 0.2.x has below a family importable, without loading what `infra` names.
+    """Make a family's submodules of torchtitan 0.2.x importable; names of `infra` load at first access.
 
-    family: the name of the family's module, which takes the place of its `model.args` and so on.
+    family: the name of the family's module, which also stands for its `model.args` and so on.
     """
     own = sys.modules[family]
     parallelize = {name: family for name in vars(own) if name.startswith("parallelize_")}

@@ -33,7 +33,7 @@ class FeedForward(nn.Module):
 
 
 def init_linear(linear: nn.Linear, std: float) -> None:
-    """Truncated normal weight, zero bias."""
+    """Fill the weight with truncated normal numbers, and the bias with zeros."""
     trunc_normal_(linear.weight, mean=0.0, std=std)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

@@ -1,4 +1,4 @@
-"""Renames tensors between a decoder and Hugging Face (HF) files by a table of templates."""
+"""Converts state dicts between our names and Hugging Face's (HF) by a table of name templates."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_templat
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
-# The value head, which has the same names here and in HF files.
+# The value head has the same names here and in HF files.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 # The linear layers of a block: HF name -> ours.
@@ -43,7 +43,7 @@ _HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "f
 
 
 class Fused(NamedTuple):
-    """One HF tensor with the rows of several of ours, each [E, R, C]; perhaps transposed."""
+    """One HF tensor that joins the rows of several of our tensors [E, R, C]."""
 
     ours: tuple[str, ...]
     transposed: bool = False
@@ -51,7 +51,7 @@ class Fused(NamedTuple):
 
 HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
 
-# Router and experts in files of Qwen 3 and DeepSeek. transformers 5 has the fused names in memory.
+# Router and experts in files of Qwen 3 and DeepSeek. transformers 5 uses the fused names in memory.
 HF_EXPERTS: HFKeyMap = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
@@ -65,21 +65,21 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap:
-    """Return the table of "weight" or "bias" in every block. names: HF's module -> ours."""
+    """Return the table for parameter `kind` of modules in every block. names: HF's module -> ours."""
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
     }
 
 
 def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
-    """Return the table of files laid out like Llama's. biased: keys of `HF_LINEARS` with a bias."""
+    """Return the table for files with Llama's names. biased: keys of `HF_LINEARS` with a bias."""
     table: HFKeyMap = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
         HF_OUTPUT: OUTPUT,
         SCORE: SCORE,
         SCORE_BIAS: SCORE_BIAS,
-        # Old files contain RoPE's frequencies, which the config determines.
+        # Old files contain RoPE's frequencies, which are computed from the config.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
     with_bias = {hf: ours for hf, ours in HF_LINEARS.items() if hf in biased}
@@ -89,22 +89,22 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
 class KeyMapAdapter(StateDictAdapter):
     """Renames tensors by the table `from_hf_map`. An entry maps an HF template to
 
-        our template. If HF's has one `{}` more, it numbers the entries along our dim 0: files
-            store experts one by one.
-        Fused, if the HF tensor holds several of ours or has another layout.
-        None, if the HF tensor is left out on reading.
+        our template. If the HF template has one more `{}`, this `{}` is the index along dim 0 of our
+            tensor, because files store one tensor per expert.
+        Fused, if the HF tensor joins several of our tensors or is transposed.
+        None, if the HF tensor is skipped on reading.
 
     If several HF templates map to one of ours, all are read and the first is written.
 
-    optional: our templates that HF files need not have; they then keep their values on reading.
-    ignored_hf_keys: regular expressions for the beginnings of further HF names to leave out.
+    optional: our templates that HF files may lack; these tensors then keep their values on reading.
+    ignored_hf_keys: regular expressions that match the start of further HF names to skip.
     rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
         order of the other RoPE convention.
-    quantized_format: of the family's published files; see `build_quantized_reader`.
+    quantized_format: format of the family's published files; see `build_quantized_reader`.
 
-    A value head reads files of language models, and of classifiers with one label. Of a sharded
-    model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts them back. Files of
-    tied models have no output weight; reading makes it the same tensor as the embedding.
+    A model with a value head reads files of language models and of classifiers with one label. For a
+    sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these. Files
+    of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
     """
 
     from_hf_map: HFKeyMap
@@ -115,7 +115,7 @@ class KeyMapAdapter(StateDictAdapter):
 
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
-        # Our names of the tensors that the last `to_hf` split into experts -> their layouts.
+        # Our name of each tensor that the last `to_hf` split into experts -> the tensor's layout.
         self._layouts: dict[str, StackLayout | None] = {}
         # HF templates in the files that will be read; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
@@ -136,7 +136,7 @@ class KeyMapAdapter(StateDictAdapter):
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Return our template -> the HF template to write, which is one of possibly several."""
+        """Return our template -> the HF template to write, preferring templates of the files read."""
         chosen: dict[str, str] = {}
         in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():
@@ -150,7 +150,7 @@ class KeyMapAdapter(StateDictAdapter):
         }
 
     def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (our name, HF template) of what is written; raises ValueError for unknown names."""
+        """Yield (our name, HF template) of tensors to write. Raises ValueError for unknown names."""
         to_hf_map, names = self._to_hf_map(), list(names)
         _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
         for name in names:
@@ -190,7 +190,7 @@ class KeyMapAdapter(StateDictAdapter):
                 yield hf_template.format(*numbers), part
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return HF name -> tensor. Raises ValueError that lists the keys without an HF name."""
+        """Return HF name -> tensor. Raises ValueError, which lists the keys without an HF name."""
         self._layouts = {}
         hf_state_dict: dict[str, Any] = {}
         fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -217,11 +217,11 @@ class KeyMapAdapter(StateDictAdapter):
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return our name -> tensor. Raises ValueError that lists the keys that the table lacks."""
+        """Return our name -> tensor. Raises ValueError, which lists the keys that the table lacks."""
         relevant = {k: t for k, t in hf_state_dict.items() if not self.ignores_hf_key(k)}
         _check_all_known(relevant, self.from_hf_map, "the Hugging Face weights")
         state_dict: dict[str, Any] = {}
-        # A rank without experts gets no HF tensors, but still has to return its empty stack.
+        # A rank without experts gets no HF tensors, but has to return its empty shard of the stack.
         stacks: dict[str, dict[int, Tensor]] = {
             name: {} for name, layout in self._layouts.items() if layout and not layout.rows
         }
@@ -276,12 +276,12 @@ def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -
 def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
     """Reorder the rows of a query or key projection between the two RoPE conventions.
 
-    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The rows of a RoPE pair
-    are neighbours in our order, and half a head apart in HF's.
+    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The two rows of a RoPE
+    pair are adjacent in our order, and D / 2 rows apart in HF's.
     """
     if is_dtensor(tensor):
         tensor_api = load_dtensor()
-        # Ranks can reorder their own rows only if each of them has whole heads.
+        # A rank can reorder its rows without communication only if it holds whole heads.
         mesh, placements = tensor.device_mesh, tensor.placements
         row_ranks = [mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard(0)]
         has_whole_heads = (
@@ -300,7 +300,7 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
 
 
 def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:
-    """Yield the blocks that a block of rows becomes in HF's order: a head's even rows, its odd rows."""
+    """Yield a shard of rows as shards in HF's order: per head, its even rows and its odd rows."""
     n_rows = shard.shape[0] // n_heads
     first, *other_offsets = shard.offsets
     end = first + shard.tensor.shape[0]

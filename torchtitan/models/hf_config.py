@@ -1,8 +1,8 @@
-"""Finds the model that a Hugging Face (HF) config.json describes, and writes the config.json of a model.
+"""Converts a Hugging Face (HF) config.json to our model args, and model args to a config.json.
 
     python -m torchtitan.models.hf_config path/to/config.json
 
-What is written has the spelling of transformers 4 (rope_theta, rope_scaling), which transformers 5
+Written files use the field names of transformers 4 (rope_theta, rope_scaling), which transformers 5
 and vLLM also read.
 """
 
@@ -31,11 +31,11 @@ from torchtitan.models.hf_model_types import (
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.files import read_json_object
 
-_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # ends of class names
+_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # suffixes of class names
 
 
 class HFMatch(NamedTuple):
-    """The model that a config.json describes; `flavor` is None if no flavor has the same numbers."""
+    """The model that a config.json describes; `flavor` is None if no flavor has equal args."""
 
     family: str
     flavor: str | None
@@ -43,12 +43,12 @@ class HFMatch(NamedTuple):
 
 
 def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
-    """Return the family, the flavor if one has the same numbers, and new args with all of them.
+    """Return the model's family, the flavor with equal args (or None), and new model args.
 
-    config: the content of a config.json, in the spelling of transformers 4 or 5, its path, or its
-        folder. A classifier with one label is a model with a value head.
-    Raises ValueError, with the field and the reason, for a config that the family cannot express,
-    and for numbers that no model can have.
+    config: the path or folder of a config.json, or its content, in the spelling of transformers 4 or
+        5. A classifier with one label becomes a model with a value head.
+    Raises ValueError, naming the field and the reason, for a config that the family cannot express
+    and for values that no model can have.
     """
     if not isinstance(config, Mapping):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
@@ -108,7 +108,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
 
 def to_hf_config(model_args: Any) -> dict[str, Any]:
-    """Return the content of a config.json that describes a model with these args, without token ids.
+    """Return the content of a config.json for these args. It has no token ids.
 
     Raises ValueError if Hugging Face has no model with these args.
     """
@@ -155,7 +155,7 @@ def _has_value_head(config: Config) -> bool:
     if not any(name.endswith(_CLASSIFIERS) for name in names):
         return False
     labels = config.get("id2label")
-    # transformers writes no labels if there are two.
+    # transformers writes no id2label if there are two labels.
     n_labels = len(labels) if labels else config.get("num_labels", 2)
     if n_labels != 1:
         reason = f"a value head needs one label, not {n_labels}; give a model with num_labels = 1"
@@ -164,22 +164,22 @@ def _has_value_head(config: Config) -> bool:
 
 
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (a's, b's) for different values that change which weights fit, or the result."""
+    """Return name -> (a's value, b's) for fields that differ and affect the weights or the result."""
     facts_a, facts_b = facts_of(a), facts_of(b)
     pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
     if a.value_head or b.value_head:
-        del pairs["enable_weight_tying"]  # a model with a value head has no output to tie
+        del pairs["enable_weight_tying"]  # a model with a value head has no output projection
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def names_of_choices(table: Mapping[str, Any]) -> set[str]:
-    """Return the names by which `differing` knows the fields that a table of model args sets."""
+    """Return the names that `differing` uses for the fields in `table`, a table of model args."""
     tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
     names = {*table, *(f"{name}.{field}" for name, value in tables.items() for field in value)}
     return names | {derived for derived, fields in DERIVED.items() if names & {*fields}}
 
 
-# Fields that a run sets, or that nothing reads.
+# Fields that depend on the run and not on the weights, or that nothing reads.
 _IGNORED_FIELDS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
     "expert_parallel_comm_backend value_head fp32_head _enforced "
@@ -204,7 +204,7 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
         facts["n_kv_heads"] = args.n_heads
     if getattr(args, "moe_enabled", True) is False:
         dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
-    elif hasattr(args, "moe_enabled"):  # Qwen 3 with experts in all layers
+    elif hasattr(args, "moe_enabled"):  # Qwen 3 with experts in every layer has no dense hidden_dim
         dropped.add("hidden_dim")
     if getattr(args, "interleave_moe_layer_step", 0) == 1:
         dropped.add("ffn_hidden_dim")
@@ -212,7 +212,7 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
         dropped.add("moe_args.group_score")
     if not getattr(args, "attn_temperature_tuning", True):
         dropped |= {"floor_scale", "attn_scale"}
-    if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # 1 has the effect of None
+    if facts.get("rope_scaling_args.scaling_factor", 1) == 1:  # factor 1 is the same as None
         dropped |= {name for name in facts if name.startswith("rope_scaling_args")}
     if facts.get("rope_factor") == 1:
         dropped |= {"original_seq_len", "beta_fast", "beta_slow", "ntk_alpha", "ntk_beta", "mscale"}

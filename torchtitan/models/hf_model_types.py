@@ -1,6 +1,6 @@
-"""The table of each model_type of Hugging Face (HF), which is read in both directions.
+"""A table for each model_type of Hugging Face (HF), used to read and to write a config.json.
 
-It pairs the fields of a config.json with those of our args. What a family cannot express is refused.
+Each table pairs fields of config.json with our args. Values that a family cannot express are refused.
 """
 
 import operator
@@ -12,19 +12,19 @@ from torchtitan.models.rope import RoPEScalingArgs
 
 Config = Mapping[str, Any]
 
-# Properties to compare -> the fields they are computed from, which are not compared.
+# Property that is compared -> the fields that it is computed from, which are not compared.
 DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
     "expert_hidden_dim": ["moe_inter_dim", "auto_scale_hidden_dim"],
     "attention_head_dim": ["head_dim"],
 }
-# Our field, which may be None -> the property that computes its value then.
+# Our field that may be None -> the property that then computes the value.
 _COMPUTED = {fields[0]: derived for derived, fields in DERIVED.items()}
 
 MOE = "moe_args."  # prefix of the fields of MoEArgs
 
-# What a value may be: a range of integers, one of the types float, bool and str, or None for anything.
-# Larger sizes must be mistakes, and are refused before anything is allocated.
+# Allowed values: a range of integers, one of the types float, bool and str, or None for any value.
+# Larger sizes must be mistakes; they are refused before memory is allocated.
 _Kind = range | type | None
 _SIZE, _COUNT = range(1, 2**24 + 1), range(2**24 + 1)
 _REQUIRED = object()
@@ -33,7 +33,7 @@ _REQUIRED = object()
 class _Field(NamedTuple):
     """A field of HF's config, and the field of our args with the same value.
 
-    default: the value if a config lacks it, or a function of the config that returns it.
+    default: the value if a config lacks the field, or a function from the config to that value.
     """
 
     hf: str
@@ -45,10 +45,11 @@ class _Field(NamedTuple):
 class ModelType(NamedTuple):
     """A model_type of Hugging Face.
 
-    family: ours. name: how the names of its classes begin. fields: beside those of all types.
-    read, write: return what needs more than tables: our field -> value, HF field -> value.
-    fixed: HF field -> (the only value that our model computes, the reason).
-    args: our field -> value in all models of this type. rope_theta: of configs without one.
+    family: our family. name: prefix of HF's class names. fields: in addition to `ALL_TYPES`.
+    read: function from a config to our field -> value, for fields that need more than a table.
+    write: the inverse, from our args to HF field -> value.
+    fixed: HF field -> (the only value that our model supports, the reason).
+    args: our field -> value in all models of this type. rope_theta: default if a config lacks it.
     """
 
     family: str
@@ -199,7 +200,7 @@ def _read_deepseek(config: Config) -> dict[str, Any]:
     is_grouped = method != "greedy" and config.get("n_group") not in (None, 1)
     values = take(config, _GROUPS) if is_grouped else {field.ours: None for field in _GROUPS}
     rope = _rope(config, "yarn")
-    # If the two differ, HF also scales cos and sin; our model scales only the softmax.
+    # If mscale and mscale_all_dim differ, HF also scales cos and sin; our model scales only the softmax.
     if rope and (not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim")):
         raise refusal(rope, "mscale", "it must be given and equal mscale_all_dim")
     return values | _read_yarn(rope, _DEEPSEEK_YARN, truncate=True)
@@ -324,7 +325,7 @@ _SAME_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def take(config: Config, fields: Iterable[_Field]) -> dict[str, Any]:
-    """Return our field -> value. Raises ValueError for values that no model can have."""
+    """Return our field -> value from a config. Raises ValueError for missing or impossible values."""
     values, missing = {}, []
     for field in fields:
         names = _SAME_FIELDS if field.hf in _SAME_FIELDS else (field.hf,)
@@ -352,16 +353,16 @@ def give(args: Any, fields: Iterable[_Field]) -> dict[str, Any]:
 
 
 def _rope(config: Config, name: str | None) -> Config | None:
-    """Return the table that stretches RoPE's frequencies, of type `name`; None without."""
+    """Return the RoPE scaling table; None if unscaled. Raises ValueError unless its type is `name`."""
     rope = config["rope_parameters"]
     require(rope, "rope_type", {"default", name}, "frequencies cannot be scaled that way")
     return None if rope["rope_type"] == "default" else rope
 
 
 def rope_table(config: Config) -> dict[str, Any]:
-    """Return the rope_parameters of either spelling; raise ValueError if both are there and differ.
+    """Return rope_parameters from either spelling; ValueError if a config has both and they differ.
 
-    transformers 5 reads rope_scaling and then forgets rope_theta; 4 reads only rope_scaling.
+    transformers 5 reads rope_scaling and then ignores rope_theta; transformers 4 reads only rope_scaling.
     """
     theta = config.get("rope_theta")
     if theta is not None:
@@ -408,7 +409,7 @@ def require(config: Config, name: str, allowed: Collection[Any], reason: str) ->
 
 
 def _require_layers(config: Config, name: str, expected: list[Any]) -> None:
-    """Raise ValueError for another list of layers, if the config has one."""
+    """Raise ValueError if the config has this list of layers and it is not `expected`."""
     if config.get(name) is not None and list(config[name]) != expected:
         raise refusal(config, name, f"the layers must be {expected}")
 

@@ -1,4 +1,4 @@
-"""Readers of Hugging Face files with quantized weights; they return dequantized fp32 weights."""
+"""Readers for Hugging Face files with quantized weights; they return dequantized fp32 weights."""
 
 import os
 from typing import Literal
@@ -15,7 +15,7 @@ from torchtitan.tools.files import read_json_object
 def build_quantized_reader(
     path: str, number_format: Literal["fp8", "mxfp4"]
 ) -> HuggingFaceStorageReader:
-    """Return a reader of fp8 with a scale for each block, as DeepSeek-V3's, or of gpt-oss' MXFP4."""
+    """Return a reader for fp8 with one scale per block (DeepSeek-V3), or for MXFP4 (gpt-oss)."""
     file = os.path.join(path, "config.json")
     config = read_json_object(file) if os.path.isfile(file) else {}
     blocks = (config.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
@@ -28,7 +28,7 @@ def build_quantized_reader(
 
 
 class QuantizedReader(QuantizedHuggingFaceStorageReader):
-    """Finds weights and their scales in the files' headers; torch 2.13's reader needs an index."""
+    """Finds weights and scales through the files' headers; torch 2.13's reader needs an index file."""
 
     def _load_quantization_metadata(self) -> None:
         metadata = HuggingFaceStorageReader.read_metadata(self)
@@ -42,15 +42,15 @@ class QuantizedReader(QuantizedHuggingFaceStorageReader):
 class MXFP4Reader(QuantizedReader):
     """Reads experts as [E, out, in].
 
-    torch 2.13's reader gives the one chunk of a dequantized tensor the stored shape [E, out, groups,
-    16], so that only the first `groups` columns would be read. Here it gets the tensor's size.
+    torch 2.13's reader gives the single chunk of a dequantized tensor the stored shape [E, out,
+    groups, 16], so DCP would read only the first `groups` columns. This class corrects the shape.
     """
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
         for name, tensor in metadata.state_dict_metadata.items():
             if name.endswith("_blocks"):
-                # Keep the offsets, by which the chunk is found in the files.
+                # Keep the offsets: DCP finds the chunk in the files by its offsets.
                 (part,) = tensor.chunks
                 tensor.chunks = [ChunkStorageMetadata(part.offsets, tensor.size)]
         return metadata

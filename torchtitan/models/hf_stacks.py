@@ -1,8 +1,8 @@
-"""Splitting and joining stacked weights, plain or DTensors, without copies, for `hf_adapter`.
+"""Splits and joins stacked weights, plain or DTensors, without copies, for `hf_adapter`.
 
-Hugging Face files hold one matrix per expert, or several of our tensors as one. The functions here
-return views of a DTensor's local memory, so that a reader that fills a view fills the parameter,
-and no rank handles more than its own part. E experts, R rows, C columns.
+Hugging Face files hold one matrix per expert, or several of our tensors joined into one. The
+functions here return views of a DTensor's local memory. A reader that fills a view fills the
+parameter, and each rank handles only its own shard. E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torchtitan.distributed.dtensor import (
 
 
 class StackLayout(NamedTuple):
-    """The layout of a DTensor [E, R, C]. rows: the entries along E that this rank holds."""
+    """The layout of a DTensor [E, R, C]. rows: the indices along E that this rank holds."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -32,10 +32,10 @@ class StackLayout(NamedTuple):
 
 
 def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
-    """Return views of this rank's entries along dim 0 of [E, R, C], and the layout for `stack`.
+    """Return index -> view of this rank's matrices of [E, R, C], and the layout for `stack`.
 
-    The views are [R, C]: plain tensors if this rank holds them whole, else DTensors on the mesh
-    axes that split them. The layout is None if `stacked` is a plain tensor.
+    The views are [R, C]: plain tensors if this rank holds whole matrices, otherwise DTensors on the
+    mesh axes that shard R or C. The layout is None if `stacked` is a plain tensor.
     """
     if not is_dtensor(stacked):
         return dict(enumerate(stacked.unbind(0))), None
@@ -95,7 +95,7 @@ def join_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
-    """The inverse of `join_rows` for equal parts; returns views, unless ranks split the rows."""
+    """The inverse of `join_rows` for equal parts; returns views, unless dim 1 is sharded."""
     if n_parts == 1:
         return [joined]
     return [
@@ -105,21 +105,21 @@ def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
 
 
 def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
-    """Return a shard of [E, R, C] as a shard of the `join_rows` result, where it is part `part`."""
+    """Return a shard of the `part`-th tensor [E, R, C] as a shard of the `join_rows` result."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     offsets = entry, part * n_rows + row, column
     return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
 
 
 def transposed_shard(shard: LocalShard) -> LocalShard:
-    """Return a shard of [E, R, C] as a shard of the `swap_rows_and_columns` result."""
+    """Return a shard of [E, R, C] as a shard of the transposed tensor [E, C, R]."""
     (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
     swapped = shard.tensor.transpose(1, 2)
     return LocalShard(swapped, (entry, column, row), (n_entries, n_columns, n_rows))
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
-    """Return the shard's part of each entry along dim 0, by the entry's index."""
+    """Return index along dim 0 -> shard of that matrix."""
     views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
@@ -140,7 +140,7 @@ def swap_rows_and_columns(tensor: Tensor) -> Tensor:
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Apply `change` to the local tensors, which all have the layout of `like`.
 
-    Dim 1 (rows) is gathered first if ranks split it.
+    Dim 1 (rows) is gathered first if it is sharded.
     """
     if not is_dtensor(like):
         return change(*tensors)
@@ -175,9 +175,9 @@ def _from_local(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Return a DTensor of this shape, which can't be inferred from uneven shards.
+    """Return a DTensor. shape: its global shape, which can't be inferred from uneven shards.
 
-    stride: of the whole tensor, None if contiguous. `contiguous()` of the result depends on it.
+    stride: of the global tensor, None if contiguous; the result's `contiguous()` depends on it.
     """
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
@@ -187,7 +187,7 @@ def _from_local(
 
 
 def _on_dim(placement: Any, dim: int) -> Any:
-    """Return the same kind of split (strided or not) along another dim."""
+    """Return the same kind of shard placement (strided or not) along another dim."""
     if placement.dim == dim:
         return placement
     split_factor = getattr(placement, "split_factor", None)

@@ -85,8 +85,8 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     products = torch_parts.members("low_precision_products")
     saved |= {packet.default for packet in products + torch_parts.members("costly_operators")}
     if not compile_blocks:
-        # Flex attention, which is compiled by itself, is such a region. A compiled block contains
-        # none, and dynamo cannot trace a policy that names this operator.
+        # The operator of flex attention, which is compiled by itself. A compiled block contains no such
+        # operator, and dynamo cannot trace a policy that names it.
         saved.add(ops.higher_order.inductor_compiled_code)
     if get_device_type() != "cpu":
         saved.add(torch_parts.varlen.default)
@@ -104,7 +104,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
     """Compile each block in place; blocks of the same shape share the compiled code.
 
     If a block's experts wait for the device to read their token counts (under expert parallelism,
-    or computed one by one), the parts of the block are compiled apart. A second call does nothing.
+    or computed one by one), the block's parts are compiled separately. A second call does nothing.
     """
     # All blocks share one limit of compiled variants: kinds of layers, static and dynamic shapes,
     # with and without gradients, context parallelism. With fullgraph, exceeding it is an error.

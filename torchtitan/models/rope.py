@@ -22,7 +22,7 @@ class RoPEScalingArgs:
     """Llama 3.1's scaling of low frequencies for longer contexts.
 
     Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, those shorter than .../ high_freq_factor stay; between them the two are blended.
+    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and those between are blended.
     """
 
     scaling_factor: float = 8.0
@@ -81,7 +81,7 @@ class YaRNArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor (equation 22) on queries and keys, or its square on the softmax scale."""
+    """Return YaRN's factor (equation 22) for queries and keys; its square is for the softmax scale instead."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -115,7 +115,7 @@ def select_positions(table: Tensor, positions: Tensor | None, seq_len: int) -> T
 
     table: [L, ...]. positions: None for 0..T-1, or int [1, T] or [B, T]; negative positions
         (padding) read row 0.
-    Raises ValueError for positions beyond the table; an accelerator asserts it on the device.
+    Raises ValueError for positions beyond the table; on an accelerator a device assertion fails.
     """
     length = table.shape[0]
     if positions is None:
@@ -213,7 +213,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)
 
 
-# ---- composed of operations that round each number alike wherever it stands, for `numerics.batch_invariant` ----
+# ---- for `numerics.batch_invariant`: operations that round a number alike at every place of a tensor ----
 
 
 def _batch_invariant_neighbours(

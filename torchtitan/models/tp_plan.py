@@ -144,8 +144,8 @@ def apply_moe_ep_tp(
 ) -> None:
     """Distribute the experts of every block over ranks, or split each expert, or both; in place.
 
-    tp_mesh, ep_mesh: 1-D, or None if this parallelism is off. With both, and without `etp_mesh`,
-        the ranks of `tp_mesh` share out the tokens.
+    tp_mesh, ep_mesh: 1-D, or None if the parallelism is off. With both, and without `etp_mesh`,
+        each rank of `tp_mesh` sends a share of the tokens to the experts.
     etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp], if experts are also split by
         hidden units.
     Call it before `apply_tp`, which skips modules that are already distributed. Raises ValueError for

@@ -1,5 +1,5 @@
 """Sizes of a model: parameters and floating-point operations per token."""
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def get_dense_model_nparams_and_flops(
     """Return (parameters, FLOPs of forward and backward per token) of a dense transformer.
 
     Counted as in the PaLM paper (Chowdhery et al. 2022, appendix B): 6 per matmul parameter and
-    token, plus attention over the whole row. The embedding lookup costs nothing. A table that is
-    tied to the output is left out of both numbers.
+    token, plus attention over the whole row. The embedding lookup costs nothing. An embedding tied to
+    the output is counted in neither number.
 
     head_dims: query head size + value head size.
     """
@@ -32,7 +32,7 @@ def get_dense_model_nparams_and_flops(
 def get_moe_model_nparams_and_flops(
     model_args: Any, model: nn.Module, head_dims: int, seq_len: int
 ) -> tuple[int, int]:
-    """As for a dense transformer, but only the experts that a token chooses cost FLOPs."""
+    """As `get_dense_model_nparams_and_flops`, but count FLOPs only for the experts that a token chooses."""
     n_params, flops = get_dense_model_nparams_and_flops(model_args, model, head_dims, seq_len)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".moe.experts." in name)

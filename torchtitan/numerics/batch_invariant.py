@@ -2,9 +2,9 @@
 
 A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
 every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
-`QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Functions
-of single numbers treat the last numbers of a tensor, which fill no vector register, like all others,
-as torch's `silu` and its product of complex numbers do not. Gradients are the ordinary operations'.
+`QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
+functions round the last numbers of a tensor, which don't fill a vector register, like all others; torch's
+`silu` and complex product don't. Gradients are those of the ordinary operations.
 
 n products, B rows, T tokens, R queries, S keys, H query heads, K key/value heads, D head size, M
 inputs, N outputs.
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from torchtitan.numerics.linear import is_slow_product, linear
 
-# The ROWS of one product share the reading of its weight. A token that is generated for a few rows
-# pays for all of them.
+# The ROWS of one product share one read of the weight. Generating a token for only a few rows costs as
+# much as for ROWS rows.
 ROWS, QUERIES, KEYS = 32, 8, 64
 
 
@@ -97,7 +97,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[T
     n_missing = -n_queries % QUERIES
     q, visible = F.pad(q, (0, 0, 0, n_missing)), F.pad(visible, (0, 0, 0, n_missing))
     visible[:, n_queries:, 0] = True
-    # The end of the last tile of keys that a tile of queries sees, in tiles.
+    # For each tile of queries, the number of tiles of keys up to the last one that it sees.
     seen = visible.view(len(visible), -1, QUERIES, visible.shape[-1] // KEYS, KEYS)
     seen = seen.any(dim=4).any(dim=2).any(dim=0)
     ends = (seen * torch.arange(1, seen.shape[1] + 1)).amax(dim=1).tolist()
@@ -138,7 +138,7 @@ def attend_to_visible(
         x = x.unflatten(1, (n_kv_heads, group)).transpose(2, 3)
         return x.flatten(2, 3).flatten(0, 1)
 
-    def of_heads(x: Tensor) -> Tensor:  # and back
+    def of_heads(x: Tensor) -> Tensor:  # the inverse
         x = x.unflatten(1, (n_queries, group)).unflatten(0, (n_rows, n_kv_heads))
         return x.transpose(2, 3).flatten(1, 2)
 

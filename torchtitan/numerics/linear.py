@@ -103,7 +103,7 @@ class Linear(nn.Linear):
         return self.compute(x, self.weight, self.bias)
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the layer's result with a rank's parts of its weight and bias."""
+        """Return the layer's result for this weight and bias, which may be a rank's parts."""
         adapter = None if self.low_rank is None else self.low_rank(self, x)
         return (self.product if adapter is None else adapter.add_to_layer)(x, weight, bias)
 

@@ -15,7 +15,7 @@ from torchtitan.numerics.products import mm
 
 
 class LowRank(NamedTuple):
-    """What adapters add to a layer's output: scale * x A^T B^T, with each model's A and B for its tokens.
+    """What adapters add to a layer's output: scale * x A^T B^T, with A and B of each token's model.
 
     x [..., K]; a [m, r, K]; b [m, N, r]. sizes: the number of tokens of each model.
     order: indices that sort the rows of x by model; None if they are sorted.
@@ -64,14 +64,14 @@ class LowRank(NamedTuple):
 
 
 def _by_model(t: Tensor, order: Tensor) -> Tensor:
-    """Return t [B, T, ...], or [B * T, ...] in front of experts, as rows [B, T, ...] sorted by model."""
+    """Return t [B, T, ...] (or [B * T, ...], before experts) as rows [B, T, ...] sorted by model."""
     return t.reshape(len(order), -1, t.shape[-1])[order]
 
 
 def _sum_to_compile(
     output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, product: Callable[..., Tensor]
 ) -> Tensor:
-    """`LowRank.add_to` of one model, for the compiler."""
+    """`LowRank.add_to` for one model, in a form that the compiler fuses."""
     if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
         # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
         return output + product(scale * product(x, a), b)
@@ -190,9 +190,9 @@ def add_products(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return (output [n, N] plus the products of x [n, K], in output's dtype; what backward needs).
 
-    The other arguments are those of `LowRank`. A model's rows have the same bits beside other models,
-    and so have the gradients. in_place: overwrite output. Without autograd; call it without autocast.
-    The rank is the first dimension of products: with a small rank last, MKL takes five times as long.
+    The other arguments are those of `LowRank`. Other models in the call don't change the bits of a
+    model's result and gradients. in_place: overwrite output. No autograd; call it without autocast.
+    Products have r as first dimension: with a small last dimension MKL takes five times as long.
     """
     low_rank = []
     wide = torch.float32 if is_slow_product(output) else output.dtype
@@ -222,7 +222,7 @@ def gradients_of_products(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of x, a and b from the result's gradient grad [n, N].
 
-    wants_x: without it the first is None. grad_x: is added to the gradient of x, in place.
+    wants_x: if False, x's gradient is None. grad_x: a tensor that x's gradient is added to, in place.
     low_rank: from `add_products`; the other arguments are the same.
     """
     wide = torch.float32 if is_slow_product(grad) else grad.dtype
@@ -251,7 +251,7 @@ def _add(base: Tensor, a: Tensor, b: Tensor, scale: float, *, beta: int = 1, out
 def _parts(sizes: Sequence[int], batched: bool) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
     """Yield (index of models, function that cuts their tokens out of [n, ...]).
 
-    batched: let one batched product compute all models, if they have as many tokens.
+    batched: use one batched product for all models, if all have the same number of tokens.
     """
     if len(sizes) == 1:
         yield 0, lambda t: t

@@ -3,7 +3,7 @@
 On an AMD EPYC with AVX-512 a training step takes 27 % less time (models of 6 and 100 million
 parameters); with a transposed first matrix, as for a weight's gradient, oneDNN is no faster. The choice
 depends only on the CPU's maker and on shapes, so that the same product always rounds in the same way.
-Only our own layers take part: the host's products are torch's.
+Only our own layers use oneDNN: the host program's products stay torch's.
 """
 
 import contextlib
@@ -49,15 +49,15 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn` until the engine is closed. It chooses by size, so a row's bits depend on the number
-    of rows: a model's rows would go to MKL alone, and to oneDNN together with other models' rows."""
+    """Undo `use_onednn` until the engine is closed. It chooses by size, so the same rows could be computed
+    by MKL if alone, and by oneDNN together with other models' rows, and get other bits."""
     host.change(False, _use, lambda: _is_used)
 
 
 def is_used(a: Tensor, b: Tensor) -> bool:
-    """True if the product of a [..., K] and the matrix b is one for oneDNN, and `use_onednn` chose it.
+    """Return True if `use_onednn` is on, and the product of a [..., K] and the matrix b large enough.
 
-    Compiled code, subclasses of Tensor and autocast take torch's operators.
+    Compiled code, subclasses of Tensor and autocast use torch's operators.
     """
     return (
         not torch.compiler.is_compiling()
@@ -76,7 +76,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compile_options() -> dict[str, Any] | None:
-    """Return inductor's options; None if MKL is as fast, or its setting for a custom pass is in use."""
+    """Return inductor's options; None if MKL is as fast, or if inductor already has a custom pass."""
     if not onednn_is_faster() or torch_parts.inductor_config.post_grad_custom_post_pass is not None:
         return None
     return {"post_grad_custom_post_pass": _own_mm_pass()}
@@ -84,7 +84,7 @@ def compile_options() -> dict[str, Any] | None:
 
 @functools.cache
 def _own_mm_pass() -> Any:
-    """Return the pass, one for all engines, because torch.compile shares code for equal options."""
+    """Return the compiler pass; cached, because torch.compile shares code only for equal options."""
 
     class UseOwnMm(torch_parts.GraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:

@@ -16,10 +16,10 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # as torch names them
 class RoundedAdam(Optimizer):
     """torch's Adam or AdamW on this rank's part of each parameter, with moments in `state_dtype`.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average: a step with
-    beta2 = 0.999 changes a second moment by less than half of the distance to the next number. The
-    random numbers depend on the parameter's number and its count of steps only, so that replicas stay
-    equal and a resumed run continues bit for bit.
+    Moments in bf16 are rounded up or down at random, so that they are right on average: with beta2 =
+    0.999, a step changes a second moment by less than half of bf16's spacing, which rounding to nearest
+    would drop. The random numbers depend only on the parameter's index and its step count, so replicas
+    stay equal and a resumed run continues bit for bit.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RoundedAdam(Optimizer):
                 [first for first, _ in moments],
                 [second for _, second in moments],
                 [],
-                # The count is on the host; a fused kernel reads it on the device, and would count too.
+                # Copies of the step count: a fused kernel reads and increments the count on the device.
                 [torch.full((), float(self.state[p]["step"]), device=p.device) for p in some],
                 amsgrad=False,
                 maximize=False,
@@ -84,9 +84,9 @@ class RoundedAdam(Optimizer):
                 self._keep(p, dict(zip(MOMENTS, of_param, strict=True)))
 
     def _moments(self, p: Tensor, *names: str) -> list[Tensor]:
-        """Return this rank's parts of moments of p, in p's type. Call `_keep` after changing them.
+        """Return this rank's parts of p's moments, in p's dtype. Call `_keep` after changing them.
 
-        At the first call they are zero.
+        At the first call the moments are zero.
         """
         state = self.state[p]
         if not state:
@@ -96,7 +96,7 @@ class RoundedAdam(Optimizer):
         return [local_tensor(state[name]).to(p.dtype) for name in names]
 
     def _keep(self, p: Tensor, moments: dict[str, Tensor]) -> None:
-        """Keep changed moments of p, and count its step."""
+        """Store changed moments of p, and increment p's step count."""
         state = self.state[p]
         if self.state_dtype is not None:
             random = torch.Generator(p.device)

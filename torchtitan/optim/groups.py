@@ -1,4 +1,4 @@
-"""Which settings each parameter is trained with: [optimizer]'s, or those of [[optimizer.groups]]."""
+"""Which settings each parameter trains with: those of [optimizer], or of a table [[optimizer.groups]]."""
 
 import re
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class ParameterGroups:
-    """The trainable parameters of model parts, each in the group of the first table that fits its name.
+    """The trainable parameters of model parts, grouped by the first table whose pattern fits the name.
 
     names: parameter -> its name in the whole model. numbers: parameter -> 0 for the group of
-    [optimizer], or n for that of the n-th table.
+    [optimizer], or n for the group of the n-th table.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], config: OptimizerConfig) -> None:
@@ -38,8 +38,8 @@ class ParameterGroups:
     def of_part(self, part: nn.Module, betas: tuple[float, float]) -> list[dict[str, Any]]:
         """Return torch's parameter groups of a part; keys that a group lacks are the optimizer's.
 
-        betas: of [optimizer]. Every part has every group, so that one state of the schedule fits all
-        parts. Some may be empty.
+        betas: those of [optimizer]. Every part has every group, so that one schedule state fits all
+        parts. Groups may be empty.
         """
         groups: list[dict[str, Any]] = [{"params": []}]
         for table in self.tables:
@@ -53,7 +53,7 @@ class ParameterGroups:
         return groups
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the parameters for Muon: in a layer, of two or three dimensions, and no bias."""
+        """Return the parameters for Muon: 2-D and 3-D, in `layers`, no bias, in a group that allows it."""
         by_muon = [True, *(table.muon for table in self.tables)]
         return [
             parameter
@@ -66,7 +66,7 @@ class ParameterGroups:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise ConfigError if a table has no parameters of the whole model, or if Muon has none."""
+    """Raise ConfigError if a table gets no parameters of the whole model, or if Muon gets no matrices."""
     groups = ParameterGroups([model], config)
     for i, table in enumerate(groups.tables):
         if i + 1 in groups.numbers.values():

@@ -74,9 +74,9 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates again, after loading optimizers that another schedule had set.
+    """Set the learning rates again, after loading optimizers with another schedule's learning rates.
 
-    lr_schedulers: if a client's train spec made them, in a class of its own, nothing is changed.
+    lr_schedulers: nothing is changed if they are of a class of the client's.
     """
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)

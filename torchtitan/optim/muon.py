@@ -5,7 +5,7 @@ needs the whole matrix on one rank:
 
     average the gradients      each rank, its part                                  `_direction`
     gather                     the ranks that share a matrix                        `_update_together`
-    orthogonalize              one of these ranks; each takes another matrix        `orthogonalize`
+    orthogonalize              one of these ranks; a different rank per matrix      `orthogonalize`
     send the result, update    the ranks that share it; each updates its part       `_update_together`
 
 Parameters are [m, n], or [E, m, n] with E matrices. Experts that lie whole on one rank stay there.
@@ -37,7 +37,7 @@ _EPS = 1e-7  # the smallest norm to divide by; torch.optim.Muon's default
 class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
-    options: as torch.optim.Muon's, for all groups. adam: the arguments of `RoundedAdam`.
+    options: those of torch.optim.Muon, for all groups. adam: the arguments of `RoundedAdam`.
     replicas: the mesh of the ranks that have the same plain parameters, as under DDP.
     Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
@@ -68,7 +68,7 @@ class Muon(RoundedAdam):
                     matrices.setdefault((layout.mesh, layout.axes), []).append(p)
             self._update_by_adam(group, others)
             for sharing in matrices.values():
-                sharing.sort(key=_work, reverse=True)  # then those at the same time are alike
+                sharing.sort(key=_work, reverse=True)  # those updated together cost about the same
                 at_once = self._layout_of[sharing[0]].num_ranks
                 for first in range(0, len(sharing), at_once):
                     self._update_together(group, sharing[first : first + at_once])
@@ -95,7 +95,7 @@ class Muon(RoundedAdam):
             local.add_(update.to(local.device), alpha=-lr * factor)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """Average the gradients; return this rank's part of the matrix to orthogonalize."""
+        """Update the average gradient; return this rank's part of the matrix to orthogonalize."""
         (average,) = self._moments(p, "momentum_buffer")
         grad = torch.zeros_like(average) if p.grad is None else local_tensor(p.grad)
         average.lerp_(grad, 1 - self.options.momentum)
@@ -107,8 +107,8 @@ class Muon(RoundedAdam):
 class _Layout:
     """The spread of a matrix, or of E matrices, over ranks.
 
-    mesh: its ranks; None if this rank is the only one. axes: the axes of the mesh whose ranks share the
-    matrices. own_number: this rank's number among those that share.
+    mesh: the mesh of these ranks; None if this rank is the only one. axes: the mesh's axes whose ranks
+    share the matrices. own_number: this rank's index among the ranks that share.
     """
 
     def __init__(self, p: Tensor, replicas: DeviceMesh | None) -> None:
@@ -142,7 +142,7 @@ class _Layout:
         return x.redistribute(placements=self.target).to_local()
 
     def share(self, own: Any, number: int, like: Tensor) -> Tensor:
-        """Return the matrices of the rank with this number, of the type of `like`. Collective."""
+        """Broadcast the matrices of the rank with index `number`, in `like`'s dtype. Collective."""
         if number != self.own_number:
             shape = self._part(self.target)[0]
             own = torch.empty(shape, dtype=like.dtype, device=self.mesh.device_type)
@@ -168,11 +168,11 @@ class _Layout:
 def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
     """Return x [m, n] or [E, m, n] with the singular values of each matrix near 1.
 
-    The Newton-Schulz iteration of torch.optim.Muon, in the type of x. After five steps singular values
-    are between 0.7 and 1.2, except those that were tiny.
+    The Newton-Schulz iteration of torch.optim.Muon, in the dtype of x. After five steps singular values
+    are between 0.7 and 1.2, except singular values that were tiny.
     """
     if x.ndim == 3 and len(x) and x.device.type == "cpu":
-        # Products of a batch, which save launches on a GPU, are rounded differently here.
+        # One by one: on the CPU batched products round differently; they only save launches on a GPU.
         return torch.stack([orthogonalize(matrix, coefficients, steps) for matrix in x])
     a, b, c = coefficients
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -193,5 +193,5 @@ def adjustment(m: int, n: int, adjust_lr_fn: str) -> float:
 
 
 def _work(p: Tensor) -> float:
-    """Return the products of `orthogonalize` in numbers, up to a factor."""
+    """Return the number of multiplications in `orthogonalize`, up to a constant factor."""
     return p.numel() * min(p.shape[-2:])

@@ -1,6 +1,6 @@
 """Moving a model, its gradients and its optimizer's state to host memory and back.
 
-Parameters stay the same objects, and tied ones stay tied, because optimizers and clients hold them.
+Parameters stay the same objects, to which optimizers and clients hold references; tied ones stay tied.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ class Offloader:
         self._has_pinned = False
 
         def put_back(optimizer: Optimizer) -> None:
-            """Move loaded state to its place: torch loads it to the device of the parameters."""
+            """Move loaded state to its place: torch loads state to the device of the parameters."""
             if self.places["optimizer"] != self.places["model"]:
                 _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
@@ -47,7 +47,7 @@ class Offloader:
             optimizer.register_load_state_dict_post_hook(put_back)
 
     def check_target(self, device: torch.device | str) -> torch.device:
-        """The engine's device or `HOST`, whichever `device` means; ValueError for other devices."""
+        """Return the engine's device or `HOST`, whichever `device` names; ValueError for other devices."""
         target = torch.device(device)
         if target.type == self.device.type and target.index in (None, self.device.index):
             return self.device
@@ -104,8 +104,8 @@ class Offloader:
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
         """Tensor id -> (tensor, its copy in host memory), for all tensors on the device.
 
-        The host waits once, after all copies are queued, and puts them in place only then, because FSDP
-        reads what it pads. torch makes non-blocking copies in pinned memory, which it keeps.
+        The host waits once, after all copies are queued. Only then are they put in place, because FSDP
+        reads tensors that it pads. torch makes non-blocking copies in pinned memory, which it keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:

@@ -36,8 +36,8 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
     `param_groups` are the live ones of the inner optimizers. `state_dict()` is keyed by parameter name,
-    so that pipeline ranks don't collide and it loads on another layout.
-    groups_by_part: torch's parameter groups of each part; by default one with all that trains.
+    so keys of pipeline ranks don't collide, and the state loads on another layout.
+    groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
 
     optimizers: list[T]
@@ -52,7 +52,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
     ) -> None:
         self.model_parts = model_parts
         params_by_part = _trainable_params(model_parts)
-        # A group may be empty, of a pipeline stage whose parameters are all frozen; a list may not.
+        # torch accepts an empty group (of a stage with only frozen parameters), but no empty list.
         groups_by_part = groups_by_part or [[{"params": params}] for params in params_by_part]
         self.optimizers = [optimizer_cls(groups, **optimizer_kwargs) for groups in groups_by_part]
         self._optimizers_by_part = [[optimizer] for optimizer in self.optimizers]
@@ -89,7 +89,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
             fresh = [optimizer for optimizer in optimizers if not optimizer.state]
             of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
             if fresh:
-                # torch (2.13) makes missing states by a step with zero gradients, and counts it.
+                # torch (2.13) makes missing states by a step with zero gradients: undo its step count.
                 for state in (state for o in fresh for state in o.state.values()):
                     if "step" in state:
                         state["step"] = state["step"] * 0
@@ -126,11 +126,11 @@ class OptimizersContainer(Optimizer, Generic[T]):
         """Initialise the base class, which holds the step hooks."""
         Optimizer.__init__(self, [{"params": all_params}], optimizer_kwargs)
         # The base class made an empty state, and groups that are never stepped. Without them,
-        # __getattr__ returns the inner optimizers' ones.
+        # __getattr__ returns those of the inner optimizers.
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Yield each model part with its optimizers; its gradients are set aside meanwhile."""
+        """Yield each model part with its optimizers; the part's gradients are set aside meanwhile."""
         # A forward without gradient leaves FSDP2 modules gathered; optimizers know the shards only.
         for part in self.model_parts:
             distributed.reshard_model(part)
@@ -198,8 +198,8 @@ def build_optimizers(
 ) -> OptimizersContainer:
     """Return the config's optimizers for every model part of this rank.
 
-    Raises NotImplementedError for an unknown name, torchft, and stepping in backward with what it does
-    not fit; ValueError for an unknown implementation.
+    Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward with a
+    setting that excludes it; ValueError for an unknown implementation.
     """
     if ft_manager is not None and ft_manager.enabled:
         raise NotImplementedError(
@@ -233,7 +233,7 @@ def build_optimizers(
     if config.name == "Muon":
         optimizer_kwargs["options"] = config.muon
         optimizer_kwargs["matrices"] = groups.matrices()
-        # Of parameters that nothing shards.
+        # The ranks that replicate unsharded parameters.
         optimizer_kwargs["replicas"] = parallel_dims.get_optional_mesh("dp_replicate")
     elif state_dtype is not None:
         optimizer_cls = RoundedAdam

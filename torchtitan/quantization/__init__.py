@@ -1,4 +1,4 @@
-"""Training with 8-bit matrix products through torchao, which is imported where it is used."""
+"""Training with 8-bit matrix products through torchao, which is imported on first use."""
 
 from importlib import import_module
 from types import ModuleType
@@ -14,7 +14,7 @@ from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import has_cuda_capability
 
-# Grouped matrix products need groups of tokens that are padded to multiples of these sizes.
+# Grouped matrix products need groups of tokens padded to multiples of these sizes.
 FP8_GROUP_ALIGNMENT_SIZE = 16
 MXFP8_GROUP_ALIGNMENT_SIZE = 32
 # Kernels for 8-bit matrix products need weight sizes that are multiples of this.
@@ -22,14 +22,14 @@ _DIM_MULTIPLE = 16
 
 
 class QuantizationConverter(ModelConverter):
-    """Base class of the converters quantize.*: torchao's `quantize_` with a config and a filter.
+    """Base class of the converters quantize.*: applies torchao's `quantize_` to filtered modules.
 
     enabled: set to True by a subclass once its checks have passed.
     Raises ValueError if the job mixes number formats.
     """
 
     enabled: bool = False
-    config: Any = None  # torchao's
+    config: Any = None  # torchao's config for `quantize_`
     message: str = ""  # logged after conversion
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -54,14 +54,14 @@ class QuantizationConverter(ModelConverter):
 
 
 class GroupedMMConverter(QuantizationConverter):
-    """Base class of the converters of experts, for modules whose name contains one of `fqns`."""
+    """Base class of converters for experts; converts modules whose name contains one of `fqns`."""
 
     fqns: list[str]
     number_format: str
     alignment: int
 
     def set_up(self, job_config: JobConfig, fqns: list[str] | str, config: Any) -> None:
-        """fqns: TOML may give a single name as a plain string."""
+        """fqns: a list of names; TOML may give a single name as a plain string."""
         if not job_config.compile.applies_to("model"):
             logger.warning(f"{self.number_format} grouped products are slow without compile.enable")
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
@@ -76,7 +76,7 @@ class GroupedMMConverter(QuantizationConverter):
 
 
 def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = False) -> None:
-    """Raise ValueError unless there is a GPU of this compute capability, or `or_else` holds."""
+    """Raise ValueError unless a GPU has this compute capability or higher, or `or_else` is True."""
     if not (has_cuda_capability(major, minor) or or_else):
         raise ValueError(
             f"{key} needs a GPU of compute capability {major}.{minor} or higher; {remedy}"
@@ -86,9 +86,9 @@ def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = F
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """True for a linear layer that fits the kernels and whose name contains none of `filter_fqns`.
+    """True for a linear layer that the kernels support and whose name contains none of `filter_fqns`.
 
-    multiple: must divide both sizes of the weight.
+    multiple: the kernels need weight sizes that are multiples of this number.
     """
     return (
         isinstance(mod, nn.Linear)
@@ -108,9 +108,9 @@ def import_torchao(module_name: str, converter_name: str) -> ModuleType:
 
 
 def keep_state_dicts_plain(model: nn.Module) -> None:
-    """Make the state dicts of a converted model hold plain weights, which share its memory.
+    """Make a converted model's state dicts hold plain tensors that share the weights' memory.
 
-    torchao wraps some weights, and a checkpoint of those could be read only with the same converter.
+    torchao wraps some weights; a checkpoint of wrapped weights needs the same converter to be loaded.
     """
     for module in model.modules():
         if any(hasattr(p, "__tensor_flatten__") for p in module.parameters(recurse=False)):

@@ -19,15 +19,15 @@ from torchtitan.quantization import (
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
-# In filter_fqns, this name leaves out layers that are too small to gain from float8.
+# This name in filter_fqns excludes layers that are too small to gain from float8.
 AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
 
 
 class Float8LinearConverter(QuantizationConverter):
     """Replaces linear layers by torchao's Float8Linear.
 
-    Raises ValueError on hardware without float8, unless an uncompiled model emulates it, and for a
-    recipe together with float8 all-gather; ImportError without torchao.
+    Raises ValueError on hardware without float8, unless an uncompiled model emulates float8, and for
+    a recipe together with float8 all-gather. Raises ImportError without torchao.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -54,7 +54,7 @@ class Float8LinearConverter(QuantizationConverter):
             recipe = config_cls.from_recipe_name(options.recipe_name)
             self.config = replace(recipe, emulate=options.emulate)
         if options.recipe_name == "rowwise":
-            # Makes compiled scaling kernels round as in eager mode.
+            # Makes compiled scaling kernels round like eager ones.
             host.change_attribute(torch_parts.inductor_config, "emulate_precision_casts", True)
         self.precompute_scale = (
             self.config.enable_fsdp_float8_all_gather

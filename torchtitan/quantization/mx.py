@@ -1,6 +1,6 @@
 """MXFP8 matrix products in training: blocks of 32 numbers share a power-of-two scale.
 
-Through torchao, whose MXFP8 interface is still a prototype.
+Uses torchao, whose MXFP8 interface is still a prototype.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _LINEAR_RECIPES = {
     "mxfp8_emulated": "MXFP8_EMULATED_RCEIL",
 }
 _TORCHAO_CONFIG = "torchao.prototype.moe_training.config"
-_BLOCK_SIZE = 32  # consecutive numbers of a row, or of a column, that share a scale
+_BLOCK_SIZE = 32  # consecutive elements of a row or column that share a scale
 
 
 class MXLinearConverter(QuantizationConverter):
@@ -59,7 +59,7 @@ class MXLinearConverter(QuantizationConverter):
             )
         self.config = _from_recipe(torchao_config, _LINEAR_RECIPES[options.recipe_name])
         self.filter_fqns = list(options.filter_fqns)
-        # A block must not be split between two ranks.
+        # Tensor parallelism must not split a block between two ranks.
         self._multiple = _BLOCK_SIZE * parallel_dims.tp
         self.enabled = True
 
@@ -82,7 +82,7 @@ class MXGroupedMMConverter(GroupedMMConverter):
 
 
 def _from_recipe(torchao_config: Any, name: str) -> Any:
-    """torchao's config of a recipe; its own assertion on torch 2.11 asks for a nightly build."""
+    """Return torchao's config of a recipe. Raises ValueError on torch 2.11, which torchao refuses."""
     if torch.__version__ < "2.12":
         raise ValueError(
             f"quantize.*.mx needs a torch newer than 2.11, got {torch.__version__}; upgrade it, or "

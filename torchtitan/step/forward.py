@@ -1,7 +1,7 @@
 """The calls of one step: check the caller's batches, run them, and add up the losses.
 
 `TrainingEngine` makes a `Step` of its parts for each call. The `Runner` prepares and runs the
-microbatches; `LossOfOutputs` makes losses of their outputs.
+microbatches; `LossOfOutputs` computes losses from their outputs.
 
 B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 """
@@ -38,7 +38,7 @@ class Step:
     runner: Runner
     update: Update
     loss_fn: LossFunction  # the default
-    has_token_loss: bool  # it needs logits, and labels that are token ids
+    has_token_loss: bool  # loss_fn needs logits, and labels that are token ids
     loss_group: dist.ProcessGroup | None  # the ranks whose shares of a loss add up
 
     def forward(
@@ -132,7 +132,7 @@ class Step:
         return batches, num_dummies(len(batches), group, runner.device)
 
     def _sum_of_call(self, losses: list[Any] | None, batches: list[TokenBatch]) -> Tensor:
-        """Return the sum of a call's losses, on all ranks of a pipeline, and keep them for messages."""
+        """Return the sum of a call's losses on all pipeline ranks; keep the losses for messages."""
         # fp32 whatever dtype the loss function returns: ranks without a loss have to match it.
         loss = torch.zeros((), device=self.runner.device)
         if losses:
@@ -142,7 +142,7 @@ class Step:
         schedule = self.runner.schedule
         return loss if schedule is None else schedule.broadcast_from_last_stage(loss)
 
-    # ---- checks, before the model runs: an error in a pipeline's last stage leaves the others waiting ----
+    # ---- checks, before the model runs: an error in a pipeline's last stage leaves other stages waiting ----
 
     def _read(
         self,
@@ -151,7 +151,7 @@ class Step:
         head: Head | None,
         has_default_loss: bool = False,
     ) -> tuple[list[TokenBatch], bool]:
-        """(the caller's batches with their labels, True if the caller gave one batch and no list)."""
+        """Return (batches with their labels, True if the caller gave a single batch and no list)."""
         policy, model = self.policy, self.runner.model_parts[0]
         needs_logits = has_default_loss and self.has_token_loss
         check_head(self.runner, head, needs_logits)
@@ -191,12 +191,12 @@ class Step:
 
 
 class LossOfOutputs:
-    """Makes a microbatch's loss of the model's outputs, for one `forward_backward_step`.
+    """Computes a microbatch's loss from the model's outputs, for one `forward_backward_step`.
 
-    model_head: computed by the model in place of logits: the caller's head, or the default loss where
-        it needs no logits; None for logits.
+    model_head: the head that the model computes in place of logits: the caller's, or `default_head`'s;
+        None if the model returns logits.
     may_fail: the call runs a caller's function, which may fail on some ranks. Under a pipeline a caller
-        may give it on the last stage's ranks only, so every rank expects one.
+        may pass the function on the last stage's ranks only, so every rank assumes that there is one.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class LossOfOutputs:
         self._loss_fn, self._denominator = loss_fn, denominator
         sharding = self._runner.sharding
         self._joins_rows = whole_rows and sharding is not None
-        # The ranks that each compute the whole loss of the same rows.
+        # The number of ranks that each compute the whole loss of the same rows.
         self.n_copies = sharding.mesh.size() if self._joins_rows else 1
         self.metrics = None
         if metrics is not None:
@@ -231,7 +231,7 @@ class LossOfOutputs:
         elif self._loss_fn is not None:
             outputs = whole_tensor(outputs)
         if self._loss_fn is None and self.model_head is None:
-            # Not by `attempt`: on logits split over ranks it is collective, so all ranks must run it.
+            # No `attempt`: the loss of logits split over ranks is collective, so all ranks must run it.
             loss = self._step.loss_fn(outputs, microbatch.labels)
         else:
             loss = self._runner.watch.attempt(
@@ -278,7 +278,7 @@ def loss_denominator(
 
 
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
-    """Raise ValueError for a head or a loss that the model cannot serve."""
+    """Raise ValueError for a head that is a class or not callable, and for a head or logits of a value model."""
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(
             f"head must be an object that computes outputs, such as TokenLogProbs(), got {head!r}; give "
@@ -292,7 +292,7 @@ def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
 
 
 def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
-    """Return a caller's loss as [].
+    """Return a caller's loss as a tensor of shape [].
 
     must: how the error begins. Raises ValueError for a loss that is not a scalar with a gradient.
     """

@@ -24,14 +24,14 @@ class StepOutput:
     """
 
     loss: Tensor  # of the global batch, the same on every rank, fp32 on the device
-    metrics: dict[str, Tensor]  # as `loss`; a maximum over no microbatch at all is -inf
+    metrics: dict[str, Tensor]  # like `loss`; a maximum over no microbatch is -inf
     outputs: list[Any] | None
 
 
 class StepMetrics:
     """Collects what a loss_fn returns for each microbatch, and reduces it at the end.
 
-    n_copies: ranks that have the same metrics. Raises ValueError for a reduction other than "sum" and "max".
+    n_copies: number of ranks with the same metrics. Raises ValueError for reductions but "sum" and "max".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StepMetrics:
     def take(self, returned: Any, join: Callable[[Any], Any]) -> Any:
         """Keep the metrics and output of a loss_fn, and return its loss. join: see `Microbatch`.
 
-        Raises ValueError for metrics that were not named.
+        Raises ValueError unless the metrics are those named in `reductions`.
         """
         loss, metrics, output = returned, {}, None
         if isinstance(returned, tuple) and len(returned) in (2, 3):
@@ -63,7 +63,7 @@ class StepMetrics:
                 f"{sorted(self._values)}; they must be the same on every rank and microbatch"
             )
         for name, value in metrics.items():
-            if not isinstance(value, Tensor):  # a number is queued with the work
+            if not isinstance(value, Tensor):  # fill on the device, without waiting
                 value = torch.full((), value, device=self._runner.device)
             if value.numel() != 1:
                 raise ValueError(
@@ -76,7 +76,7 @@ class StepMetrics:
         return loss
 
     def reduced(self, loss: Tensor) -> StepOutput:
-        """Return the loss, of which this rank has a share, and metrics of the global batch. Collective."""
+        """Return the global batch's loss and metrics. loss: this rank's share of the loss. Collective."""
         sums, maxima, runner = self._sums, self._maxima, self._runner
         nothing = {name: torch.zeros((), device=runner.device) for name in sums}
         nothing |= {name: torch.full((), -torch.inf, device=runner.device) for name in maxima}

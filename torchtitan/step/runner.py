@@ -65,7 +65,7 @@ class ModelInputs(NamedTuple):
     extra_kwargs: Entries
 
     def keywords_for(self, model: nn.Module) -> dict[str, Any]:
-        """Return both kinds of keywords; of a model that takes no others, those that it names."""
+        """Return both kinds of keywords; if `forward` has no **kwargs, only those that it names."""
         keywords = self.extra_inputs | self.extra_kwargs
         names, takes_any = keywords_of(model.forward)
         return {key: x for key, x in keywords.items() if takes_any or key in names}
@@ -85,7 +85,7 @@ class Microbatch:
     # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # those of earlier microbatches may wait; ignored by pipelines
+    reduces_gradients: bool = True  # False: wait for a later microbatch; ignored by pipelines
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -99,7 +99,7 @@ def model_inputs(
 ) -> ModelInputs:
     """Return the arguments of the model's forward for a batch.
 
-    Entries that only tell documents apart are left out. A padding mask [B, T] becomes the kernel's mask.
+    Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask.
     Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and with
     `training.restart_positions` positions for a batch that has document ids and no positions.
     """
@@ -150,18 +150,18 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
 
 @dataclasses.dataclass
 class Runner:
-    """Calls the model on microbatches, in the contexts that the job wants.
+    """Calls the model on microbatches, in the contexts of the job.
 
-    model_parts: the model, or this rank's stages of a pipeline. train_context is around forwards and
-        backwards, amp around forwards.
+    model_parts: the model, or this rank's stages of a pipeline. train_context: the context of forwards
+        and backwards. amp: the context of forwards.
     defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
         the sum over the replicas of HSDP waits.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: multiplies losses before backward, to undo that gradients are averaged over ranks
-        for a client's own backward; 1 under a pipeline.
-    client_inputs: returns the model's inputs for a batch on the device, or None for those of
-        `model_inputs`: for clients of torchtitan 0.2.x that override `post_dataloading_process`.
+    gradient_factor: multiplies losses before backward, to undo the averaging of gradients over ranks
+        that a client's own backward needs; 1 under a pipeline.
+    client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
+        for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
 
     model_parts: list[nn.Module]
@@ -180,9 +180,9 @@ class Runner:
     dp_group: dist.ProcessGroup | None = None  # the ranks that read different batches
     dummy: Callable[[], TokenBatch] | None = None  # makes the batch of a dummy microbatch
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
-    # Makes a further context of each microbatch's forward, and of its backward.
+    # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
-    more_follow: bool = dataclasses.field(default=False, init=False)  # calls before the update
+    more_follow: bool = dataclasses.field(default=False, init=False)  # more calls before the update
 
     # ---- before the model ----
 
@@ -193,7 +193,7 @@ class Runner:
         head: Head | None = None,
         whole_rows: bool = False,
     ) -> Microbatch:
-        """Return a batch as the model and the loss get it.
+        """Return the `Microbatch` that the model and the loss get for a batch.
 
         head: computes outputs in place of logits; it is called with the batch's labels.
         whole_rows: under context parallelism `labels` and `batch` keep whole rows.
@@ -213,7 +213,7 @@ class Runner:
             sizes = {"n_tokens": n_tokens, "seq_len": whole.tokens.shape[1]}
             join = functools.partial(join_outputs, shards=shards, **sizes)
         if head is not None:
-            # With whole rows the ranks join the heads' outputs, so no rank may put a 0 in place of its own.
+            # With whole rows the ranks join the heads' outputs, so no rank may return 0 in place of outputs.
             kwargs["head"] = self._labeled(head, labels, entries, attempts=not joins_rows)
         if joins_rows:
             whole = whole.to(self.device)
@@ -225,7 +225,7 @@ class Runner:
     ) -> Callable[..., Any]:
         """Return the head with a microbatch's labels and, if it reads them, entries.
 
-        attempts: it returns a scalar 0 if a caller's function failed earlier in this call.
+        attempts: return a scalar 0 if the head, or a caller's function earlier in this call, fails.
         """
         if reads_batch := getattr(head, "with_batch", None):
             head = reads_batch(entries)
@@ -249,9 +249,10 @@ class Runner:
         reduce_with_last: bool = False,
         whole_rows: bool = False,
     ) -> Iterator[Microbatch]:
-        """Prepare one microbatch after the other, then dummies until all ranks are done.
+        """Yield the microbatches, each prepared when it is needed, then dummies until all ranks are done.
 
-        n_dummies: from `num_dummies`. reduce_with_last: only the very last one reduces gradients.
+        n_dummies: from `num_dummies`. reduce_with_last: only the last of all, dummies included, reduces
+        gradients, if the job defers reductions.
         """
         defers = reduce_with_last and self.defers_reduction
         for i, batch in enumerate(batches):
@@ -275,7 +276,7 @@ class Runner:
 
         microbatches: taken one at a time; a pipeline takes all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
-        None on pipeline ranks without the last stage. If this fails, the model can be called again,
+        Returns None on pipeline ranks without the last stage. If this fails, the model can be called again,
         unless something other than a caller's function failed inside a pipeline schedule.
         """
         with on_error(self.recover):
@@ -349,9 +350,9 @@ class Runner:
 
     @property
     def backward_orders_ranks(self) -> bool:
-        """True if a backward on this rank cannot end before all ranks have called their last loss_fn, so
-        that they need not wait for each other to learn whether one has failed. False on an accelerator,
-        where the host does not wait for the collectives of backward.
+        """True if a backward on this rank cannot end before all ranks have called their last loss_fn. Then
+        ranks need not wait for each other to learn of a failed loss_fn. False on an accelerator, where the
+        host does not wait for the collectives of backward.
         """
         if self.device.type != "cpu":
             return False
@@ -376,7 +377,7 @@ class Runner:
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last before the optimizer step: gradients may wait."""
+        """A context for calls that are not the last before the optimizer step: reductions may wait."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
@@ -385,7 +386,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
-        """Have the gradients computed inside reduced with a later microbatch's, if the job wants it."""
+        """Reduce gradients computed inside with a later microbatch's, if the job defers reductions."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas
@@ -429,7 +430,7 @@ class Runner:
             distributed.recover_model(part)
 
     def reshard(self) -> None:
-        """Free the weights that FSDP has gathered, also those of a client's own forward."""
+        """Free the weights that FSDP has gathered, even if a client's own forward gathered them."""
         if self._has_fsdp:
             for part in self.model_parts:
                 distributed.reshard_model(part)
@@ -439,7 +440,7 @@ class Runner:
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
-        """Inside, FSDP gathers weights in the first forward only; frees them at the end."""
+        """Inside, FSDP gathers weights in the first forward only; they are freed at the end."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
             stack.enter_context(distributed.keep_gathered(part))

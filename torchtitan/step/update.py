@@ -1,4 +1,4 @@
-"""From accumulated gradients to new weights: divide, clip, skip what is not finite, step, zero."""
+"""From accumulated gradients to new weights: divide, clip, skip non-finite steps, step, zero."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ class _Verdict:
     step: int
     # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
-    log_bad_losses: Callable[[], None]  # this rank's first loss that was not finite
+    log_bad_losses: Callable[[], None]  # logs this rank's first non-finite loss
 
 
 class StepLosses:
@@ -80,7 +80,7 @@ class StepLosses:
         self._calls.clear()
 
     def take(self, step: int) -> Callable[[], None]:
-        """Clear the losses; return a function that logs the first non-finite one, as of step `step`."""
+        """Clear the losses; return a function that logs the first non-finite loss, as of step `step`."""
         calls, self._calls = self._calls, deque(maxlen=self._calls.maxlen)
         read = host_copy.read_later(torch.cat([losses for losses, _ in calls])) if calls else list
         sample_ids = [ids for _, of_call in calls for ids in of_call]
@@ -184,8 +184,8 @@ class Update:
         max_norm: Tensor | float | None,
         denominator: Tensor | float | None,
     ) -> None:
-        """Raise ValueError for numbers that would make the weights useless, and for any number after a
-        step that was made in backward. Numbers on an accelerator are not read.
+        """Raise ValueError for a negative or infinite lr, for a max_norm not above 0, and for any argument
+        if optimizers step in backward. Numbers on an accelerator are not read.
         """
         arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
         given = {name: value for name, value in arguments.items() if value is not None}
@@ -213,10 +213,10 @@ class Update:
         self, number: int, max_norm: float | None, denominator: Tensor | float | None
     ) -> tuple[Tensor, Tensor | bool | None]:
         """Divide and clip the gradients, and decide whether the step is skipped. The step before must be
-        settled. number: of this step, for messages.
+        settled. number: the number of this step, for messages.
 
         Returns the gradients' norm before clipping; and True if the optimizers must not update, as a
-        bool on the device if only the device knows, None if every step updates.
+        bool tensor if only the device knows, or None if every step updates.
         """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
@@ -255,7 +255,7 @@ class Update:
                 peak, *_ = scheduler.base_lrs
                 factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]
                 set_lrs(scheduler.optimizer, [lr * factor for factor in factors])
-        grad_norm = grad_norm.to(self.device)  # that of offloaded gradients is on the host
+        grad_norm = grad_norm.to(self.device)  # the norm of offloaded gradients is on the host
         lrs = self.lr_schedulers.schedulers[0].get_last_lr() if lr is None else [lr]
         lr = lrs[0]
         if not any(lrs):
@@ -282,8 +282,8 @@ class Update:
         return OptimStepResult(grad_norm, lr, bool(skip))
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
-        """Raise ValueError if no rank has a gradient and the engine made no backward pass, which may leave
-        none. grad_norm: over all ranks, so that all raise; read only if this rank has no gradient.
+        """Raise ValueError if no rank has a gradient, unless the engine ran a backward, which may leave no
+        gradient. grad_norm: over all ranks, so all raise; read only if this rank has no gradient.
         """
         if self.steps_in_backward or self.had_backward:
             return
@@ -293,12 +293,12 @@ class Update:
             )
 
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
-        """Divide the gradients by the denominators' sum over ranks; returns it if only the device can
-        check it, fp64.
+        """Divide the gradients by the denominators' sum over ranks; returns the sum in fp64 if only the
+        device can check it.
         """
         total = torch.as_tensor(denominator).detach().reshape(())
         if self.dp_group is not None:
-            if total.device.type == "cpu":  # a number is queued with the work, memory is copied
+            if total.device.type == "cpu":  # fill on the device: a copy from the host would wait
                 total = torch.full((), total.item(), dtype=torch.float64, device=self.device)
             total = total.to(self.device, torch.float64, copy=True)
             dist.all_reduce(total, group=self.dp_group)
@@ -313,7 +313,7 @@ class Update:
                 torch_parts.foreach_div(grads, divisor)
             return None
         if grads:
-            divisor = total + (total == 0)  # 1 for 0; torch.where would copy the number over
+            divisor = total + (total == 0)  # 0 becomes 1; torch.where would copy a 1 from the host
             torch_parts.foreach_div(grads, divisor.to(grads[0].dtype))
         return total.double()
 
@@ -330,8 +330,8 @@ class Update:
         return skip
 
     def settle(self) -> None:
-        """Count, report or raise the verdict on the last step, which is the same on all ranks. Waits for
-        the device to compute that step's gradient norm.
+        """Log or raise if the last step was skipped, the same on all ranks, and count skipped steps. Waits
+        for the device to compute that step's gradient norm.
         """
         verdict, self._verdict = self._verdict, None
         if verdict is None:

@@ -1,1 +1,1 @@
-"""Tests that an embedder, too, can run on an installed torchtitan."""
+"""Tests that authors of embedding programs can run on an installed torchtitan."""

@@ -1,11 +1,11 @@
-"""Check that this build of torchtitan keeps the engine's contract; for an embedder's CI.
+"""Checks that this torchtitan keeps the engine's contract; for the CI of embedding programs.
 
     python -m torchtitan.testing.conformance               one process
     python -m torchtitan.testing.conformance --nproc 2     FSDP, DDP, TP, PP, CP and EP on two
     python -m torchtitan.testing.conformance --only save   checks with "save" in their name
 
-Runs on gloo ranks of this machine, without network, data or accelerator, and prints each check's
-outcome and the sentence that it checks. Exit code 1 if a check failed. They are in `contract.py`.
+Runs on gloo ranks of this machine, without network, data or accelerator. Prints each check's outcome
+and the sentence that it checks. Exits with code 1 if a check failed. The checks are in `contract.py`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torchtitan.testing.gloo import RankFailure, RankTimeout, run_ranks
 
 
 def run_check(check: Check, nproc: int, timeout_seconds: float = 240.0) -> tuple[str, str]:
-    """Return (outcome, reason) on new ranks; the outcome is "pass", "FAIL" or "skip"."""
+    """Run a check on new ranks; return (outcome, reason), with outcome "pass", "FAIL" or "skip"."""
     if nproc < check.min_ranks:
         return "skip", f"needs {check.min_ranks} ranks"
     with tempfile.TemporaryDirectory(prefix="conformance_") as folder:

@@ -1,7 +1,7 @@
 """The checks of the engine's contract with programs that embed it; see `conformance.py`.
 
-A check is a function of a `Kit` that all ranks run, and that raises if the contract is broken. Most
-compare the engine with a plain loop over one document at a time.
+A check is a function that takes a `Kit`. All ranks run the function; it raises if the contract is
+broken. Most checks compare the engine with a plain loop over one document at a time.
 """
 
 import gc
@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 
 class Kit:
-    """The tools of a check on each rank: a process group, a folder, engines of any layout."""
+    """Gives a check, on each rank, a folder and engines of any parallel layout."""
 
     def __init__(self, folder: str):
         logger.setLevel(logging.ERROR)
@@ -42,17 +42,17 @@ class Kit:
         self.folder = Path(folder)  # the same on every rank
 
     def job(self, layout: str = "fsdp", folder: str = "outputs", **options: Any) -> JobConfig:
-        """Return a `tiny_job` in a layout for this number of ranks."""
+        """Return a `tiny_job` with a parallel layout for this world size."""
         parallelism = tiny_jobs.layout_of(layout, self.world_size) | options.pop("parallelism", {})
         return tiny_jobs.tiny_job(str(self.folder / folder), parallelism=parallelism, **options)
 
     def build(self, layout: str = "fsdp", **options: Any) -> TrainingEngine:
-        """Return an engine of a `job`, which the caller closes."""
+        """Return an engine for a `job`. The caller closes the engine."""
         return TrainingEngine(self.job(layout, **options))
 
 
 class Check(NamedTuple):
-    """function: of a `Kit` and the case. min_ranks: fewer skip it."""
+    """function: called with a `Kit` and the case. min_ranks: with fewer ranks, the check is skipped."""
 
     function: Callable[..., None]
     min_ranks: int = 1
@@ -64,7 +64,7 @@ class Check(NamedTuple):
 
     @property
     def holds(self) -> str:
-        """The sentence that it checks: the function's docstring, its braces filled by the case."""
+        """The sentence to check: first line of the function's docstring, formatted with the case."""
         sentence = self.function.__doc__.split("\n")[0]
         return sentence.format(*self.case) if self.case else sentence
 
@@ -77,9 +77,9 @@ def run_on_rank(check: Check, folder: str) -> None:
 
 
 def scores(engine: TrainingEngine, microbatches: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return log-probabilities of documents by `forward_step`, [n] per microbatch.
+    """Return the log-probabilities of documents from `forward_step`, [n] per microbatch.
 
-    None on a pipeline rank without the last stage.
+    Returns None on a pipeline rank without the last stage.
     """
     packed = [pack(documents) for documents in microbatches]
 
@@ -117,7 +117,7 @@ def global_state() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "number of threads": torch.get_num_threads(),
         "logging handlers": list(logger.handlers) + logging.getLogger().handlers,
-        # Torch's compiler adds the path of its cache.
+        # torch's compiler sets the path of its cache.
         "environment": {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
     }
 

@@ -1,8 +1,8 @@
 """Run a function on several ranks of this machine, on CPUs with gloo or on GPUs, and return every
 rank's result.
 
-The ranks are forked from a server process that has loaded torch and this package. The first call
-starts it, which takes a few seconds of its timeout.
+The ranks are forked from a server process that has imported torch and this package. The first call
+starts the server, which takes a few seconds of that call's timeout.
 """
 
 import faulthandler
@@ -25,7 +25,7 @@ from typing import Any
 
 from torchtitan.tools.host import signal_at_parents_death
 
-# What the fork server loads at the first call; add to the list before that.
+# Modules that the fork server imports at the first call. Add modules before the first call.
 PRELOADED_MODULES = [
     "torch",
     "torch._dynamo",
@@ -45,11 +45,11 @@ Ranks = list[tuple[BaseProcess, Connection]]
 
 
 class RankFailure(RuntimeError):
-    """A rank raised or died. The text holds its traceback; `__cause__` the exception, if any."""
+    """A rank raised or died. The message has the rank's traceback, `__cause__` its exception if any."""
 
 
 class RankTimeout(RuntimeError):
-    """A rank did not end in time. The text has the stack of each hung rank."""
+    """A rank did not end in time. The message has the stack of each hung rank."""
 
 
 def run_ranks(
@@ -67,10 +67,10 @@ def run_ranks(
     torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 
     init_process_group: give each rank a gloo process group, and destroy it afterwards. If False,
-        `fn` makes its own group, and must not return before all ranks are connected.
-    on_accelerators: give each rank its own accelerator, and a group with its backend and gloo.
+        `fn` creates its own group, and must not return before all ranks are connected.
+    on_accelerators: give each rank an accelerator, and a group with the device's backend and gloo.
 
-    Raises RankFailure if a rank raises or dies, RankTimeout if a rank hangs. All processes end.
+    Raises RankFailure if a rank raises or dies, RankTimeout if a rank hangs. Kills all ranks first.
     """
     call = pickle.dumps((fn, args))
     with socket.socket() as probe:
@@ -82,7 +82,7 @@ def run_ranks(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port),
     }
-    # CUDA does not survive a fork, if a module has initialised it.
+    # A forked process cannot use CUDA if the server has initialised CUDA.
     can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not on_accelerators
     context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
     if can_fork:
@@ -126,12 +126,12 @@ def _rank_main(
     folder: str,
     pipe: Connection,
 ) -> None:
-    """Run a rank: send ("result", value) or ("failure", time, traceback text, exception or None)."""
+    """Call `fn`; send ("result", value) or ("failure", time, traceback text, exception or None)."""
     signal_at_parents_death(signal.SIGKILL)
-    # Data workers of a fork server would outlive a killed rank.
+    # With the start method "forkserver", a rank's data workers would outlive a killed rank.
     multiprocessing.set_start_method(None, force=True)
     gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
-    gc.set_threshold(50_000)  # the default of 700 takes a tenth of a short rank
+    gc.set_threshold(50_000)  # with the default of 700, collections take a tenth of a short run
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")
@@ -161,7 +161,7 @@ def _rank_main(
         fn, args = pickle.loads(call)
         result = fn(*args)
         if group_timeout is not None and dist.is_initialized():
-            # A rank that leaves early would cut its connections to ranks that still work.
+            # A rank that exits early would close its connections to ranks that still run `fn`.
             dist.barrier()
         message = pickle.dumps(("result", result))
     except BaseException as error:
@@ -197,17 +197,17 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
                 process, _ = ranks[rank]
                 process.join(timeout=5)
                 text = f"the process ended without a word, exit code {process.exitcode}"
-                # No other failure kills a process, so this is the first cause.
+                # A failure of another rank doesn't kill a process, so this is the first failure.
                 kind, payload = "failure", [-math.inf, text, None]
             if kind == "result":
                 results[rank] = payload[0]
                 continue
             failed_at, text, error = payload
             failures.append((failed_at, rank, text, error))
-            # The other ranks now wait for a rank that is gone, so don't wait long for them.
+            # The other ranks may now hang, waiting for the failed rank, so don't wait long for them.
             deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
     if failures:
-        # The other ranks fail because the first one took their connections down.
+        # Later failures are consequences: the first failed rank closed its connections.
         failures.sort(key=lambda failure: failure[0])
         _, rank, text, error = failures[0]
         also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""

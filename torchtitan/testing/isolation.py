@@ -4,8 +4,8 @@
     python -m torchtitan.testing.isolation --seconds 60    for 60 seconds
 
 Rows of documents and padding go through flex and varlen attention. The output and the gradients have
-to equal those of torch's own causal attention, called on one document at a time: to the last bit on
-the CPU, within the rounding of bf16 on an accelerator.
+to equal those of torch's own causal attention, called on one document at a time: bitwise on the CPU,
+within the rounding of bf16 on an accelerator.
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
@@ -25,13 +25,13 @@ from torchtitan.batch.documents import read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import attend, build_inner_attention
 
-# Largest absolute error. Gradients are of order 10, and bf16 has 8 significant bits.
+# Largest allowed absolute error. Gradients are about 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
 
 # (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
-# For each row the (start, end) of its documents; every padding token is a document of its own.
+# For each row, the (start, end) of its documents; every padding token counts as one document.
 Spans = list[list[tuple[int, int]]]
 
 
@@ -53,7 +53,7 @@ def run_packed(kernel: AttentionFunction, inputs: Inputs, document_ids: Tensor) 
 
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
-    """Return the same as `run_packed`, by torch's plain causal attention, in one call per document."""
+    """Return the result of `run_packed`, computed by torch's causal attention, a call per document."""
     q, k, v, grad_out = (x.detach() for x in inputs)
     results = [torch.empty_like(x) for x in (q, q, k, v)]
     for row, row_spans in enumerate(spans):
@@ -65,7 +65,7 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
                 *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
             )
             parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            if end - start == 1:  # the gradients of q and k are 0; torch has rounding errors
+            if end - start == 1:  # the exact gradients of q and k are 0; torch's are not
                 parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
             for result, part in zip(results, parts, strict=True):
                 result[row, :, start:end] = part[0]
@@ -73,9 +73,9 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
 
 
 def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return (the position of each token, spans) of documents and padding, whose positions are < 0.
+    """Return (position of each token, spans of documents) of a random row; padding has position -1.
 
-    A document may begin at a position above 0, if its beginning is in another row.
+    Some documents begin at a position above 0, as if an earlier row held their first tokens.
     """
     positions: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -88,19 +88,19 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            first = 0  # otherwise it would continue the document before it
+            first = 0  # otherwise this document would continue the previous one
         positions += range(first, first + end - start)
         spans.append((start, end))
     return positions, spans
 
 
 def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[str], int]:
-    """Return (problems found in packing number `index`, number of its documents)."""
-    # Four consecutive packings have one shape, so that a stale mask would fit and be found.
+    """Return (problems found in packing number `index`, number of documents in it)."""
+    # Four consecutive packings share a shape, so a wrongly cached mask would be used and detected.
     shape_rng = random.Random(f"shape {seed} {index // 4}")
     n_rows, seq_len, head_dim = shape_rng.randint(1, 3), shape_rng.randint(1, 64), 16
     dtype = torch.float32
-    if device != "cpu":  # one shape, because kernels are compiled for each; only 16-bit numbers
+    if device != "cpu":  # one shape, because each shape compiles kernels; bf16
         n_rows, seq_len, head_dim, dtype = 2, 256, 64, torch.bfloat16
     rng = random.Random(f"packing {seed} {index}")
     rows = [random_row(rng, seq_len) for _ in range(n_rows)]
@@ -110,7 +110,7 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     n_kv_heads = rng.choice([1, 2, 4])
     q, k, v, grad_out = (
-        # Strides of [B, T, H, D], the layout of projections.
+        # Strides of [B, T, H, D], like the outputs of projections.
         torch.randn(n_rows, seq_len, n_heads, head_dim, generator=generator)
         .to(device, dtype)
         .transpose(1, 2)

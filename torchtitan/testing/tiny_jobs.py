@@ -1,4 +1,4 @@
-"""A tiny job in any layout, documents to feed it, and a plain loop to compare it with.
+"""A tiny job with any parallel layout, random documents, and a plain training loop as reference.
 
 B rows, T tokens per row, V vocabulary entries.
 """
@@ -20,7 +20,7 @@ from torchtitan.models.qwen3 import qwen3_args
 FAMILY = "qwen3"
 VOCAB, SEQ_LEN = 64, 64
 LR, MAX_NORM = 1e-2, 0.5
-# With a smaller eps, AdamW would turn gradients that are rounding errors into steps of full size.
+# With a smaller eps, AdamW would take full-size steps for gradients that are only rounding errors.
 EPS = 1e-3
 
 Batch = dict[str, Any]
@@ -45,7 +45,7 @@ def tiny_job(
     seed: int | None = 0,
     **sections: dict[str, Any],
 ) -> JobConfig:
-    """Return an fp32 job of a flavor of `add_tiny_flavors`. sections: as `training={"steps": 3}`."""
+    """Return an fp32 job. flavor: of `add_tiny_flavors`. sections: as `training={"steps": 3}`."""
     model = dict(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type)
     values: dict[str, dict[str, Any]] = {
         "job": dict(dump_folder=folder),
@@ -66,7 +66,7 @@ def tiny_job(
 def layout_of(name: str, world_size: int) -> dict[str, int]:
     """Return the parallel degrees of a layout for `world_size` ranks; {} for a single rank.
 
-    name: "fsdp", "ddp", or an axis of two ranks with FSDP over the rest: "hsdp" (replicas), "tp",
+    name: "fsdp", "ddp", or a mesh axis of size 2 with FSDP over the rest: "hsdp" (replicas), "tp",
         "pp", "cp", "ep".
     """
     if world_size == 1 or name == "fsdp":
@@ -87,7 +87,7 @@ def make_documents(
 
 
 def pack(documents: Sequence[Tensor]) -> tuple[Batch, Tensor]:
-    """Return a row [1, T] of documents, with their positions, and its labels [1, T]."""
+    """Return (batch of one row [1, T] of documents, with positions; labels [1, T])."""
     tokens = torch.cat(list(documents))
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     ignored = torch.tensor([IGNORE_INDEX])
@@ -100,7 +100,7 @@ def num_valid(documents: Sequence[Tensor]) -> int:
 
 
 def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the labels' log-probabilities [B, T], 0 where ignored; logits [B, T, V]."""
+    """Return the labels' log-probabilities [B, T], 0 for ignored labels. logits: [B, T, V]."""
     losses = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
@@ -110,7 +110,7 @@ def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
 def run_step(
     engine: TrainingEngine, documents: Sequence[Tensor], num_microbatches: int = 2, **options: Any
 ) -> tuple[float, float]:
-    """Run an optimizer step on documents, split over ranks and microbatches: (loss, gradient norm)."""
+    """Run an optimizer step on documents, split over ranks; return (loss, gradient norm)."""
     own = documents[engine.dp_rank :: engine.dp_size]
     parts = [own[i::num_microbatches] for i in range(num_microbatches)]
     packed = [pack(part) for part in parts if part]
@@ -125,7 +125,7 @@ def run_step(
 
 
 def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Return name -> whole parameter, of the whole model. Collective over all ranks."""
+    """Return name -> unsharded parameter, for all pipeline stages. Collective over all ranks."""
     own = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for part in engine.model_parts
@@ -137,7 +137,7 @@ def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
 
 
 class PlainLoop:
-    """The engine's weights in torch's causal attention, one document at a time, and torch's AdamW."""
+    """Trains the engine's weights one document at a time, with torch's causal attention and AdamW."""
 
     def __init__(self, engine: TrainingEngine):
         args = dataclasses.replace(
@@ -148,7 +148,7 @@ class PlainLoop:
         )
         self.model: nn.Module = engine.train_spec.model_cls(args)
         with torch.no_grad():
-            self.model.init_weights()  # for the RoPE table
+            self.model.init_weights()  # fills the RoPE table
         self.model.load_state_dict(whole_weights(engine), strict=False)
         optimizer = engine.job_config.optimizer
         self.optimizer = torch.optim.AdamW(

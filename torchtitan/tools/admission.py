@@ -1,4 +1,4 @@
-"""Letting the expected programs, and no others, connect to a port that anybody may find."""
+"""Accepts connections only from expected programs, on a port that any program may connect to."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 SECRET_BYTES = 32
 _SECONDS_TO_GREET = 30
-_MOST_STRANGERS = 64  # connections without a whole secret, beside those that are expected
+_MOST_STRANGERS = 64  # unauthenticated connections beyond the number of expected programs
 
 
 def digest_of(secret: bytes) -> str:
@@ -22,12 +22,13 @@ def admit(
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield (number, connection) of each expected program as it connects, then close `server`.
 
-    expected: digest of a program's secret -> its number. A program begins by sending its secret, of
-        `SECRET_BYTES`, which admits one connection. Others are closed, also if they are slow or many.
-    timeout_seconds: for all to come, else TimeoutError, and for each later wait of a connection.
+    expected: digest of a program's secret -> its number. A program sends its secret (`SECRET_BYTES`)
+        first. A secret admits one connection. Other, slow and surplus connections are closed.
+    timeout_seconds: raise TimeoutError unless all programs connect within this time. Each yielded
+        connection gets the same timeout.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
-    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # oldest first -> (came at, has sent)
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (arrival, received)
     with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(lambda: [connection.close() for connection in strangers])
         server.setblocking(False)
@@ -67,5 +68,5 @@ def admit(
                     connection, _ = server.accept()
                     strangers[connection] = now, b""
                     selector.register(connection, selectors.EVENT_READ)
-                except OSError:  # it was closed already, or too many files are open
+                except OSError:  # the client has closed the connection, or too many files are open
                     time.sleep(0.1)

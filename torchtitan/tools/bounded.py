@@ -1,7 +1,7 @@
-"""Calls with a bound on time and memory, for what a file from elsewhere can make endless.
+"""Calls with a limit on time and memory, for input from untrusted files that could take forever.
 
-Python cannot interrupt a power of integers or a match of a regular expression, so such calls are made
-in another process, which the system ends at the bounds.
+Python cannot interrupt a power of integers or a regular-expression match, so such calls run in another
+process, which the operating system kills at the limit.
 """
 
 import functools
@@ -23,42 +23,42 @@ from typing import Any
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.signals import SIGNALS
 
-SECONDS = 10.0  # processor time of a call, which hardly grows on a busy machine
+SECONDS = 10.0  # CPU time per call; unlike wall time, it hardly grows on a busy machine
 _OUT_OF_TIME = "it takes more than"
-_BYTES = 2**30  # memory of the process; only Linux keeps to it
+_BYTES = 2**30  # memory limit of the process; only Linux enforces it
 
 
 class BoundedCallError(ValueError):
-    """A function raised an error; the message is that of the error."""
+    """The called function raised an exception; this error has the exception's message."""
 
 
 class OutOfBoundsError(RunError):
-    """A call took too much time or memory; the message says which, and names no file."""
+    """A call took too much time or memory; the message says which. The caller names the file."""
 
 
 def call(function: str, *arguments: Any) -> Any:
     """Return `function(*arguments)`, computed in another process, which is kept for later calls.
 
-    function: "module:function", which the process imports.
-    Raises BoundedCallError for any exception of the function, OutOfBoundsError if it takes too much.
+    function: "module:function", which the other process imports.
+    Raises BoundedCallError if the function raises, OutOfBoundsError if the call exceeds a limit.
     """
-    # By process, because a fork must not use its parent's pipe.
+    # One entry per process id, because a forked process must not use its parent's pipe.
     return _processes.setdefault(os.getpid(), _Process()).call(function, arguments)
 
 
 def restart_clock() -> None:
-    """Give a function that is called here `SECONDS` for what follows."""
+    """Restart the CPU time limit. For functions that run inside the bounded process."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 def first_matches(patterns: Iterable[str], names: Iterable[str]) -> list[str | None]:
-    """Return for each name the first of the regular expressions that matches all of it, or None."""
+    """Return, for each name, the first regular expression that matches the full name, or None."""
     compiled = [(pattern, re.compile(pattern)) for pattern in patterns]
     return [next((p for p, regex in compiled if regex.fullmatch(name)), None) for name in names]
 
 
 class _Process:
-    """A process for calls, which is started at the first call, and again after it has ended."""
+    """Runs the calls in another process. A call starts the process if it isn't running."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,10 +72,10 @@ class _Process:
                 except (EOFError, BrokenPipeError, ConnectionResetError):
                     if (reason := self._end()).startswith(_OUT_OF_TIME):
                         raise OutOfBoundsError(reason) from None
-                    error, answer = self._ask(function, arguments)  # it was killed: once more
+                    error, answer = self._ask(function, arguments)  # it was killed: retry once
             except (EOFError, BrokenPipeError, ConnectionResetError):
                 raise OutOfBoundsError(self._end()) from None
-            except BaseException:  # the answer of an interrupted call must not answer the next one
+            except BaseException:  # the next call must not receive an interrupted call's answer
                 self._end()
                 raise
         if error is not None:
@@ -90,7 +90,7 @@ class _Process:
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        # Not with multiprocessing, which would run the user's script again, or fork our threads.
+        # multiprocessing would run the user's script again, or fork a process that has threads.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from torchtitan.tools import bounded; "
             f"bounded._answer_calls({theirs.fileno()})"
@@ -103,13 +103,13 @@ class _Process:
         self._at_exit = Finalize(self, self._end, exitpriority=10)
 
     def _end(self) -> str:
-        """End the process; return why it has ended, if it had."""
+        """Kill the process if it is still running; return why it ended."""
         process, self._process = self._process, None
-        if process is None:  # the end of this process came between
+        if process is None:  # the at-exit handler of this process has ended it already
             return "this process ends"
         self._pipe.close()
         self._at_exit.cancel()
-        process.kill()  # forked data workers hold the pipe open; one that has ended keeps its exit code
+        process.kill()  # closing our end is not enough: forked data workers hold the pipe open too
         code = process.wait()
         if code == -signal.SIGPROF:
             return f"{_OUT_OF_TIME} {SECONDS:g} seconds of processor time"
@@ -120,9 +120,9 @@ _processes: dict[int, _Process] = {}  # process id -> its process for calls
 
 
 def _answer_calls(file: int) -> None:
-    """Answer the calls that come through a pipe until its other end is closed."""
+    """Run the calls that arrive through a pipe, until its other end is closed."""
     global SECONDS
-    for number in SIGNALS:  # the process of the calls decides when to end
+    for number in SIGNALS:  # the calling process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, most in ((resource.RLIMIT_DATA, _BYTES), (resource.RLIMIT_CORE, 0)):

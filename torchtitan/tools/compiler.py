@@ -1,4 +1,4 @@
-"""Parts of torch that load its compiler, which takes most of a second: imported on first use."""
+"""Parts of torch that load its compiler, which takes almost a second: imported on first use."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ import torch
 from torchtitan.tools import torch_parts
 
 
-# Import statements, because dynamo cannot trace `importlib`.
+# These functions use import statements, because dynamo cannot trace `importlib`.
 def load_flex_attention() -> ModuleType:
     import torch.nn.attention.flex_attention
 
@@ -39,7 +39,7 @@ def compiled_on_first_call(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that calls `name` of a module, which the first call loads and compiles.
+    """Return a function whose first call loads a module and compiles the module's function `name`.
 
     mode, options: of torch.compile; options that this torch does not know are left out.
     """

@@ -1,6 +1,6 @@
-"""Failures that end a run without being bugs of this program.
+"""Failures that end a run and are not bugs of this program.
 
-`as_run_error` finds them among the errors of torch and of the system.
+`as_run_error` recognises such failures among the exceptions of torch and the operating system.
 """
 
 import errno
@@ -14,9 +14,9 @@ _FEWEST_FILES = 128  # enough for one rank with a few data workers
 
 
 class ConfigError(ValueError):
-    """The config cannot work as it stands; the message says what to change.
+    """The config cannot work; the message says what to change.
 
-    sentence: the line to print, if the message also holds a text of 0.2.x that programs look for.
+    sentence: the line to print, without the text of torchtitan 0.2.x that a message may also hold.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:
@@ -32,11 +32,11 @@ class RunError(RuntimeError):
 
 
 class LostConnectionError(RunError):
-    """A collective failed because another rank is gone or does not answer."""
+    """A collective failed because another rank has ended or does not answer."""
 
 
 def as_run_error(error: BaseException, config: Any) -> BaseException:
-    """Return a RunError that says what happened and what to do, or `error` itself if unknown.
+    """Return a RunError that says what happened and what to do, or `error` itself if not recognised.
 
     config: the run's JobConfig, whose values the message names.
     """
@@ -51,7 +51,7 @@ def as_run_error(error: BaseException, config: Any) -> BaseException:
 
 
 def allow_open_files() -> None:
-    """Raise this process's soft limit of open files to its hard limit; RunError if that is too low."""
+    """Raise the soft limit of open files to the hard limit; RunError if the limit is still too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # macOS refuses an infinite soft limit
@@ -71,7 +71,7 @@ def _too_few_files(detail: str) -> str:
 
 
 def _explain(error: BaseException, config: Any) -> BaseException | None:
-    import torch  # loaded already in a run, but not by everyone who needs the classes above
+    import torch  # not at the top: programs without torch import the classes above
 
     text = str(error)
     if isinstance(error, (RunError, ValueError)):
@@ -107,7 +107,7 @@ def _explain(error: BaseException, config: Any) -> BaseException | None:
             f"training.dataloader.num_workers (now {config.training.dataloader.num_workers}), or "
             f"look at the kernel's log ({text.strip() or type(error).__name__})"
         )
-    # With several collectives in flight, gloo names the time-out for one; the rest say "closure".
+    # With several collectives in flight, gloo reports "Timed out" for one and "closure" for the rest.
     timed_out = ("gloo" in text and "Timed out" in text) or "timeout caused pair closure" in text
     if isinstance(error, RuntimeError) and timed_out:
         return RunError(

@@ -1,7 +1,7 @@
 """The history of a run: starts, saves, faults and ends, one JSON line each.
 
-`recording`, which `torchtitan.train.main` enters, listens to the package's logger. Every warning is
-an event, and so is a line that was logged with `extra=event(...)`.
+The context `recording`, which `torchtitan.train.main` enters, listens to the package's logger. It
+records every warning, and every line that was logged with `extra=event(...)`.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recording(config: Any) -> Iterator[None]:
-    """Append the events of the block to `<dump_folder>/events.jsonl`, its start and end included.
+    """Append the events of the block, with its start and end, to `<dump_folder>/events.jsonl`.
 
-    Rank 0 writes them; an exception that leaves the block is written by the rank that raised it. A
-    write that fails only warns.
+    Rank 0 writes the events. If an exception leaves the block, the rank that raised it writes a
+    "fault" event. A failed write only logs a warning.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     is_rank_zero = log.rank == 0
@@ -79,7 +79,7 @@ def recording(config: Any) -> Iterator[None]:
 
 
 class _EventLog(logging.Handler):
-    """Writes warnings, and records with an `event`, to a file, which other processes may extend."""
+    """Appends warnings, and log records with an `event`, to a file that other ranks also append to."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.INFO)
@@ -101,7 +101,7 @@ class _EventLog(logging.Handler):
         self._num_written += 1
 
     def end_unfinished_line(self) -> None:
-        """End a line that a full disk cut short, so that the next one begins on its own line."""
+        """End a line that a full disk cut short, so the next event begins on its own line."""
         with contextlib.suppress(OSError), open_file(self.path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -1,7 +1,7 @@
-"""Opening files in folders that somebody else may have prepared, and the package's own assets.
+"""Opens files in untrusted folders safely, and finds the package's own assets.
 
-A name in a run's folder, or in downloaded data, may be a link to one of the user's own files, or a
-pipe or device whose reader waits for ever.
+A name in a run's folder or in downloaded data may be a link to one of the user's own files, or a pipe
+or device on which a reader waits forever.
 """
 
 import errno
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-UNFINISHED = ".unfinished"  # ends the name of a file that is being written
-_LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have some 10 MB
+UNFINISHED = ".unfinished"  # suffix of a file that is being written
+_LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have about 10 MB
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
-    """Open a regular file as `open` does, without ever waiting or writing through a link.
+    """Open a regular file as `open` does. Never blocks on a pipe or device.
 
     Raises OSError, with the reason, for anything but a regular file, and for a link when writing.
     """
@@ -40,19 +40,19 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def regular_file(path: str | os.PathLike[str]) -> str:
-    """Return a path for a library that opens the file itself. Raises OSError as `open_file` does."""
+    """Return `path`, for a library that opens it; raises OSError for a path that `open_file` refuses."""
     os.close(open_descriptor(path, os.O_RDONLY))
     return os.fspath(path)
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Return `os.open` by the rules of `open_file`. Links among the parent folders are followed."""
+    """Return a file descriptor by the rules of `open_file`. Parent folders may be links."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
     try:
-        # Before it is opened, which wakes the writer of a pipe.
+        # Check before opening: opening a pipe would wake its writer.
         before = os.stat(path)
-    except OSError:  # opening it says why, or makes it
+    except OSError:  # `os.open` below reports the reason, or creates the file
         pass
     else:
         _check_regular(before, path)
@@ -65,7 +65,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         reason = "it is a link, and files are not written through links; remove it"
         raise OSError(errno.ELOOP, reason, path) from None
     try:
-        _check_regular(os.fstat(file), path)  # it may have been replaced since
+        _check_regular(os.fstat(file), path)  # the path may have been replaced
     except OSError:
         os.close(file)
         raise
@@ -82,7 +82,7 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Yield a new file that takes the place of `path` if the block succeeds."""
+    """Yield a new file, which atomically replaces `path` if the block succeeds."""
     unfinished = f"{os.fspath(path)}.{os.getpid()}{UNFINISHED}"
     try:
         with open_file(unfinished, mode) as file:
@@ -96,7 +96,7 @@ def whole_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[An
 
 
 def save_tensors(tensors: "dict[str, Tensor]", path: str) -> None:
-    """Write a safetensors file. Raises OSError, as for other files, if the disk is full, say."""
+    """Write a safetensors file. Raises OSError if writing fails, for example on a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -123,13 +123,13 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that later runs can use again; it may not exist yet."""
+    """Return the cache folder, for files that later runs can reuse; it may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache, "torchtitan")
 
 
 def find_shipped(path: str) -> str:
-    """Return `path`, or the package's copy of tests/assets/NAME if `path` is that and is missing."""
+    """Return `path`; if it is tests/assets/NAME and missing, return the package's copy of NAME."""
     given = Path(path)
     copy = _ASSETS / given.name
     is_default = given.parent == Path("tests/assets") and copy.is_dir()

@@ -1,4 +1,4 @@
-"""A folder that one job at a time may use."""
+"""Locks a folder, so only one job at a time uses it."""
 
 import errno
 import fcntl
@@ -12,16 +12,16 @@ from torchtitan.tools.logging import logger, warn_once
 
 LOCK_FILE = ".lock"
 
-# Path -> open file and number of holders. A process has one lock on a file, and loses it as soon as
-# it closes any descriptor of that file, so all FolderLocks of a folder share one descriptor.
+# Path -> (file descriptor, number of FolderLocks). A process loses its lock on a file when it closes
+# any descriptor of that file, so all FolderLocks of a folder share one descriptor.
 _held: dict[str, tuple[int, int]] = {}
 
 
 class FolderLock:
     """Locks `folder`, which is created if needed, until `release` or the end of this process.
 
-    It is a POSIX record lock: NFS supports these, and child processes don't inherit them. The lock
-    file names the holder, and is not removed. Raises RunError if another process holds the lock.
+    Uses a POSIX record lock: NFS supports these locks, and child processes don't inherit them. The
+    lock file names the holder and stays. Raises RunError if another process holds the lock.
     """
 
     def __init__(self, folder: str) -> None:

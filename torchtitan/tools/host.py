@@ -1,8 +1,8 @@
-"""The process that engines live in: settings that are changed for them, its peers, age and memory.
+"""The process that holds the engines: settings changed for the engines, peers, age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
-setting goes back to its earlier value, unless other code has changed it since. Changes that are made
-while there is no engine stay.
+setting gets its earlier value back, unless other code has changed the setting since. Changes made
+while there is no engine are permanent.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 # ---- settings ----
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# Run when the last engine is closed, latest entry first; the calls come before the changes.
+# Both run when the last engine is closed, latest entry first: first the calls, then the restores.
 _at_close_calls = contextlib.ExitStack()
 _changes = contextlib.ExitStack()
 
@@ -43,7 +43,7 @@ def engines() -> list[Any]:
 
 
 def at_last_move_out(at_close: Callable[[], None]) -> None:
-    """Call `at_close` when the last engine is closed; never, if there is no engine now."""
+    """Call `at_close` when the last engine is closed. Does nothing if there is no engine now."""
     if _engines:
         _at_close_calls.callback(at_close)
 
@@ -56,7 +56,7 @@ def change(
 ) -> None:
     """Change a setting to `value` until the last engine is closed.
 
-    read: None for a setting that cannot be read; it then goes back to `before`.
+    read: returns the current value; None for a setting that cannot be read, which gets `before` back.
     """
     if read is not None:
         before = read()
@@ -91,9 +91,9 @@ def change_environment(name: str, value: str) -> None:
 
 
 def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
-    """Send this signal to this process, or its whole group, once the parent process is gone.
+    """Send signal `number` to this process, or to its process group, once the parent has ended.
 
-    Linux's PR_SET_PDEATHSIG would send it once for each thread of the parent.
+    Linux's PR_SET_PDEATHSIG would send the signal once per thread of the parent.
     """
     parent = os.getppid()
 
@@ -150,13 +150,13 @@ def keep_freed_memory() -> None:
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "_threshold" not in chosen and "MALLOC_" not in chosen:
-        trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
-        mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
+        trim_threshold, mmap_threshold = -1, -3  # parameter numbers in malloc.h
+        mallopt(mmap_threshold, 32 << 20)  # the largest value that glibc accepts
         mallopt(trim_threshold, 512 << 20)
 
 
 def return_freed_memory() -> None:
-    """Return to the system what glibc has kept of freed memory."""
+    """Return the freed memory that glibc has kept to the operating system."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

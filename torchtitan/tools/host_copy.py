@@ -1,7 +1,7 @@
-"""Copies to the device and back that the host does not wait for.
+"""Copies to and from the device without making the host wait.
 
-The host needs some numbers of a batch to build masks. Reading them from the device would wait for its
-queued work, so a tensor on the device remembers the host tensor that it was copied from.
+The host needs some numbers of a batch to build masks. Reading these from the device would wait for
+the device's queue, so a tensor on the device remembers the host tensor that it was copied from.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torchtitan.tools.utils import get_device_type
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Return x in pinned memory, which an accelerator reads by itself; without one, x as it is."""
+    """Return x in pinned memory, for asynchronous copies to an accelerator; x if there is none."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
     # torch (2.13) cannot pin a tensor whose elements share memory, such as positions.expand(B, T).
@@ -25,12 +25,12 @@ def pinned(x: Tensor) -> Tensor:
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Return x on `device`, copied from the host without waiting; `on_host` of the copy returns x."""
     source = pinned(x) if torch.device(device).type == get_device_type() else x
-    # A copy to the host must wait, or the caller would read memory that is not written yet.
+    # A copy to the host must be synchronous, or the caller could read memory before it is written.
     return remember_host(source.to(device, non_blocking=x.device.type == "cpu"), x)
 
 
 def remember_host(copy: Tensor, source: Tensor) -> Tensor:
-    """Return `copy`, for which `on_host` then returns `source` if that is on the host."""
+    """Return `copy`. If `source` is on the host, `on_host(copy)` returns `source` from now on."""
     # `on_host` compares the tensors' version counters, which inference tensors lack.
     has_versions = not (copy.is_inference() or source.is_inference())
     if source.device.type == "cpu" and copy.device.type != "cpu" and has_versions:
@@ -39,7 +39,7 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return the host tensor that x was copied from; x if unknown, or if either has changed since."""
+    """Return the host tensor that x was copied from; x if unknown or if one of both has changed."""
     known = getattr(x, "host_source", None)
     if known is None:
         return x
@@ -48,7 +48,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def fetch(x: Tensor) -> Tensor:
-    """Return `on_host(x)`, or a copy of x on the host, which later calls find again."""
+    """Return `on_host(x)`, or copy x to the host; later calls return the same copy."""
     known = on_host(x)
     if known.device.type != "cpu":
         known = x.cpu()
@@ -57,7 +57,7 @@ def fetch(x: Tensor) -> Tensor:
 
 
 def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a tensor [n] to the host; returns a function that waits and returns its numbers."""
+    """Start copying a tensor [n] to the host; return a function that waits and returns the values."""
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()
         return lambda: numbers

@@ -1,10 +1,10 @@
-"""torchrun for the ranks of one machine, which leaves signals to the ranks.
+"""A torchrun for the ranks of one machine that lets the ranks handle signals.
 
     python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
 
-torchrun itself answers Ctrl-C with a traceback and exit code 1, and kills a rank whose save takes
-longer than 30 seconds. This launcher passes the signal on to the ranks, and waits for them. After a
-failure the last line is the message of the rank that failed first, and the exit code is that rank's.
+On Ctrl-C, torchrun itself prints a traceback, exits with code 1, and kills a rank whose save takes
+longer than 30 seconds. This launcher forwards the signal to the ranks and waits for them. After a
+failure, the last line printed and the exit code are those of the rank that failed first.
 
 Don't use it with `--max-restarts`: it would restart ranks that a signal ended.
 """
@@ -63,11 +63,11 @@ def main(arguments: list[str]) -> None:
 
 
 def _pass_on(number: int, _frame: Any) -> None:
-    """Send the signal to the ranks; before they have started, end this process."""
+    """Forward the signal to the ranks; end this process if the ranks have not started."""
     if not _running:
         end_now(number, f"{signal.Signals(number).name}: the run ends before its ranks have begun")
     _passed_on.append(number)
-    logging.disable()  # torchrun would report the exit codes of these ranks as failures
+    logging.disable()  # torchrun would log the exit codes of interrupted ranks as failures
     for pid in _running[0].pids().values():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -80,7 +80,7 @@ def _sentence(rank: int, failure: "ProcessFailure") -> str:
             "for the kernel's out-of-memory killer (SIGKILL), or for a crash above"
         )
     message: Any = failure.message
-    if isinstance(message, dict):  # as `torchtitan.train` and torch's `record` write it
+    if isinstance(message, dict):  # the format of `torchtitan.train` and torch's `record`
         message = message["message"]
     is_sentence = message.startswith(("error: ", "config error: "))
     return message if is_sentence else f"error: rank {rank}: {message.strip().splitlines()[-1]}"

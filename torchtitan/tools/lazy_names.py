@@ -1,4 +1,4 @@
-"""Names of a package whose modules are loaded on first use."""
+"""Package attributes whose modules are imported on first use."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def load_on_access(module: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the top of a module (PEP 562).
+    """Return a module-level `__getattr__` (PEP 562).
 
-    module: its `__name__`. module_of: name -> the module that defines it, with a leading dot
-    relative to the package `module`.
+    module: the `__name__` of the module. module_of: name -> the module that defines the name; with a
+    leading dot it is relative to the package `module`.
     """
 
     def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""The package's one logger.
+"""The package's logger.
 
-A program that embeds the engine gets its records by propagation; only our `main()` calls `init_logger`.
+A program that embeds the engine gets the log records by propagation; only `main()` calls `init_logger`.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("torchtitan")
 
-_said: ContextVar[set[Any]] = ContextVar("said", default=set())  # noqa: B039, the process's own
+_said: ContextVar[set[Any]] = ContextVar("said", default=set())  # noqa: B039, the process's default
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to stdout; if that is closed (`| head`), the run goes on silently."""
+    """Writes to stdout. If the reader closes the pipe (`| head`), the run continues silently."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -30,7 +30,7 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 class _LineFormatter(logging.Formatter):
-    """Formats a line as `[titan] 12:34:56 message`, with the level too from WARNING up."""
+    """Formats a line as `[titan] 12:34:56 message`, and adds the level from WARNING up."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
@@ -38,9 +38,9 @@ class _LineFormatter(logging.Formatter):
 
 
 def init_logger() -> None:
-    """Print the package's records from INFO up on the present stdout, each line marked with [titan]."""
+    """Print the package's log records from INFO up on the current stdout, marked with [titan]."""
     if sys.stdout is None:
-        # Closed by `>&-`: the next file would get its number, and all that is printed.
+        # stdout was closed by `>&-`: the next opened file would get its number and all printed text.
         sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -56,7 +56,7 @@ def init_logger() -> None:
 
 @contextlib.contextmanager
 def saying_once_per(memory: set[Any]) -> Iterator[None]:
-    """Inside, in this thread, `warn_once` remembers messages in `memory`, such as an engine's."""
+    """A context in which `warn_once`, on this thread, remembers messages in `memory`."""
     token = _said.set(memory)
     try:
         yield
@@ -65,12 +65,12 @@ def saying_once_per(memory: set[Any]) -> Iterator[None]:
 
 
 def already_said() -> set[Any]:
-    """Return the memory of what is said once: the engine's in its calls, else the process's."""
+    """Return the messages already logged once: the engine's during its calls, else the process's."""
     return _said.get()
 
 
 def warn_once(logger: logging.Logger, msg: str) -> None:
-    """Log `msg` as a warning, once per engine, or outside of an engine's calls once per process."""
+    """Log a warning once per engine; outside of an engine's calls, once per process."""
     if msg not in already_said():
         already_said().add(msg)
         logger.warning(msg)

@@ -1,6 +1,6 @@
-"""The signals that end a run, and the thread that reacts to them.
+"""The signals that end a run, and the thread that reacts to these signals.
 
-`torchtitan.train` starts it before it loads torch, so nothing heavy is imported here.
+`torchtitan.train` starts the thread before it imports torch, so this module imports nothing slow.
 """
 
 import functools
@@ -15,17 +15,17 @@ from typing import Any
 from torchtitan.tools.host import has_peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# `timeout` sends its signal twice: to its child, and to the child's process group.
+# The command `timeout` sends its signal twice: to its child, and to the child's process group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
-_SECONDS_TO_MEET = 60  # after a signal before training, to import and to reach the other ranks
+_SECONDS_TO_MEET = 60  # time to import torch and reach the other ranks after an early signal
 
 
 class SignalThread:
     """Between `start` and `close`, a thread calls `hear(number)` for the first signal of SIGNALS.
 
     A second signal ends the process at once, with exit code 128 + its number, even if the main
-    thread hangs. Signals that are ignored, or have a handler of the process's own, are left alone. Of
-    several such threads, the last one started gets signals.
+    thread hangs. Signals that are ignored or have a handler of the program's own are left alone. If
+    several such threads run, the last one started gets the signals.
 
     takes_sigint: if False, SIGINT raises KeyboardInterrupt as usual.
     """
@@ -41,8 +41,8 @@ class SignalThread:
         taken = [number for number in SIGNALS if signal.getsignal(number) in replaceable]
         if not taken or threading.current_thread() is not threading.main_thread():
             return
-        # Python runs handlers in the main thread, which may hang in a collective. But it writes each
-        # signal's number into the wakeup pipe at once, which a thread can read.
+        # Python runs signal handlers in the main thread, which may hang in a collective. But Python
+        # writes each signal's number to the wakeup pipe at once, and a thread can read the pipe.
         read, self._written_by_signals = os.pipe()
         os.set_blocking(self._written_by_signals, False)
         self._thread = threading.Thread(
@@ -87,12 +87,12 @@ _listening: list[SignalThread] = []
 
 
 def _left_to_thread(_number: int, _frame: Any) -> None:
-    """The handler of signals that the thread reads from the pipe."""
+    """An empty handler, for signals that the thread reads from the pipe."""
 
 
 @functools.cache
 def _leave_signals_of_forks_alone() -> None:
-    """Give forked children the old handlers, so that their signals don't enter this pipe."""
+    """Restore the old handlers in forked children: their signals must not be written to this pipe."""
 
     def restore() -> None:
         if _listening:
@@ -111,7 +111,7 @@ def end_now(number: int, message: str) -> None:
 
 
 class StartSignals:
-    """Ends a rank that gets a signal before training, after it has met and told the other ranks."""
+    """Ends a rank that gets a signal before training, after it has connected to and told its peers."""
 
     def __init__(self) -> None:
         self._thread = SignalThread(self._hear)
@@ -124,7 +124,7 @@ class StartSignals:
             self._thread.start()
 
     def tell_by(self, tell: Callable[[str], None]) -> None:
-        """Let a signal end this rank at once from now on, after `tell(message)`."""
+        """From now on, a signal calls `tell(message)` and ends this rank; so does an earlier signal."""
         self._tell = tell
         if self._number:
             self._end()

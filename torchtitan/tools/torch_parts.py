@@ -1,9 +1,9 @@
-"""The private parts of torch that this package uses: each is reached through this module only.
+"""Access to the private parts of torch that this package uses; other modules use no private names.
 
-An attribute of this module imports and returns a part of the table below. A method or a field of a torch
-object is a function of the object, as in `torch_parts.version_of(x)`. If the installed torch has no such part,
-a RunError names the feature, the part, this torch and a remedy; `check` raises it at start-up, for the
-features that a job uses. `python -m torchtitan.tools.torch_parts` prints the table.
+Each row of the table below is an attribute of this module; accessing it imports and returns the part. A
+method or field of a torch object becomes a function of the object: `torch_parts.version_of(x)`. If this torch
+lacks a part, a RunError names the feature, the part, the torch version and a remedy. For the features that
+a job uses, `check` raises this error at start-up. `python -m torchtitan.tools.torch_parts` prints the table.
 """
 
 import contextlib
@@ -32,10 +32,11 @@ class Feature(NamedTuple):
 class Part(NamedTuple):
     """One private part.
 
-    spellings: each name, as "module:attribute.attribute" or a module, with the first and the last version
-        in which it was read; the first that is there is used.
-    members: names in it that are used too.
-    instead: what happens without it, if that is no error.
+    feature: key of the feature in the table that needs the part.
+    spellings: name, as "module:attribute.attribute" or a module -> the first and the last torch version in
+        which the name was read; the first name that exists is used.
+    members: names of attributes of the part that are used too.
+    instead: what happens if the part is missing; "" if that is an error.
     """
 
     feature: str
@@ -52,7 +53,8 @@ class Part(NamedTuple):
         return None
 
 
-# "feature: title; what to do without it", then its parts, "part [versions] name members | without it".
+# "feature: title; what to do without it", then rows for its parts: "part [versions] name members | what
+# happens without it".
 _TABLE = """
 job: every job
     world torch.distributed.distributed_c10d:_world pg_map
@@ -192,8 +194,8 @@ def _is_ddp(config: Any) -> bool:
     )
 
 
-# Whether a job, with this config and number of ranks, uses a feature. For the others no setting tells: a
-# missing part raises at its first use.
+# Feature -> whether a job with this config and number of ranks uses it. A missing part of another feature
+# raises at its first use.
 _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
@@ -249,7 +251,7 @@ def __getattr__(name: str) -> Any:
 
 
 def get(name: str) -> Any:
-    """Return the part, or None if it is missing and `instead` says what happens then."""
+    """Return the part; None if it is missing and has an `instead`."""
     owner, attribute = _find(name)
     if owner is None:
         return None
@@ -262,12 +264,12 @@ def get(name: str) -> Any:
 
 
 def place(name: str) -> tuple[Any, str]:
-    """Return the module or class that holds a part, and the attribute, to replace the part there."""
+    """Return (the module or class that holds a part, the attribute's name), for replacing the part."""
     return _find(name)
 
 
 def attribute(name: str) -> str:
-    """Return the last component of a part's name, to read or set that field of an object."""
+    """Return the last component of a part's name, for getattr and setattr on an object."""
     return re.split("[.:]", next(iter(PARTS[name].spellings)))[-1]
 
 
@@ -282,7 +284,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def name_without_wrappers(name: str) -> str:
-    """Return a parameter's or buffer's name in the model without compile and checkpointing."""
+    """Return a parameter's or buffer's name without the prefixes of compile and checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -293,7 +295,7 @@ def reset_fsdp(model: Any) -> None:
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
     context = get("fsdp_reset")(root)
     if root._device.type != "cpu":
-        root._device_handle.synchronize()  # collectives run on streams of their own
+        root._device_handle.synchronize()  # FSDP's collectives run on separate streams
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
     context.iter_forward_root = None
@@ -310,14 +312,14 @@ def reset_fsdp(model: Any) -> None:
 
 
 def fsdp_groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP state; in torch 2.11 it has one group or None."""
+    """Return the parameter groups of an FSDP state; in torch 2.11 a state has one group or None."""
     groups = get("fsdp_groups")(state)
     return groups if isinstance(groups, list) else [groups] if groups is not None else []
 
 
 @contextlib.contextmanager
 def replaced(name: str, value: Any) -> Iterator[None]:
-    """In the block, torch uses `value` in place of the part."""
+    """A context in which `value` replaces the part in torch."""
     owner, attribute = place(name)
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
@@ -334,18 +336,18 @@ def members(name: str) -> list[Any]:
 
 
 def check(job_config: Any, world_size: int = 1) -> None:
-    """Raise RunError if a part is missing that this job needs."""
+    """Raise RunError if this torch lacks a part that this job needs."""
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            _find.__wrapped__(name)  # finds what is there now
+            _find.__wrapped__(name)  # bypasses the cache
 
 
 @functools.cache
 def _find(name: str) -> tuple[Any, str]:
-    """Return the module or class that holds a part, and the attribute, "" for a whole module.
+    """Return (the module or class that holds a part, the attribute's name; "" for a whole module).
 
-    Raises RunError if this torch lacks the part; if it has a replacement, returns (None, "").
+    If this torch lacks the part, returns (None, "") if the part has an `instead`, or raises RunError.
     """
     part, first_missing = PARTS[name], ""
     for spelling in part.spellings:
@@ -364,7 +366,7 @@ def _find(name: str) -> tuple[Any, str]:
 
 
 def _resolve(spelling: str, members: list[str]) -> tuple[Any, str, str]:
-    """Return the module or class with the part, the attribute, and the name of what is missing."""
+    """Return (the module or class with the part, the attribute, the missing name or "")."""
     module, _, path = spelling.partition(":")
     *parents, attribute = path.split(".")
     try:
@@ -381,7 +383,7 @@ def _resolve(spelling: str, members: list[str]) -> tuple[Any, str, str]:
 
 
 def _has(owner: Any, attribute: str) -> bool:
-    """Return True if there is such an attribute; of a class, also a field that its methods use."""
+    """Return True if `owner` has the attribute or, for a class, an instance field of this name."""
     if hasattr(owner, attribute) or not isinstance(owner, type):
         return hasattr(owner, attribute)
     return any(

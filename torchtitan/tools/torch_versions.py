@@ -4,8 +4,8 @@ import os
 
 from torchtitan.tools.logging import logger, warn_once
 
-# Oldest first -> the Triton that torch's CUDA builds bring, because the code that inductor writes
-# fits no other. scripts/setup_env.sh reads these lines.
+# torch, oldest first -> the Triton version of torch's CUDA builds; inductor's code needs exactly this
+# version. scripts/setup_env.sh reads these lines.
 TESTED = {
     "2.11.0": "3.6.0",
     "2.12.1": "3.7.1",

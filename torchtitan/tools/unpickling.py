@@ -1,7 +1,7 @@
-"""Reading pickles without executing them.
+"""Reads pickles without executing code from them.
 
-A pickle may name any function for the reader to call. Here it may name only functions and classes
-that the caller lists.
+A pickle may name any function, which unpickling calls. The functions here accept only pickles that name
+functions and classes that the caller lists.
 """
 
 import io
@@ -13,14 +13,14 @@ import torch
 
 from torchtitan.tools import torch_parts
 
-# (module, name) -> the function or class to use for it.
+# (module, name) in a pickle -> the function or class to use.
 Names = dict[tuple[str, str], Any]
 
 
 def read_plain(data: Any, what: str) -> Any:
-    """Return the numbers, strings, bytes, tensors and containers of these that `data` holds.
+    """Unpickle `data`, which may hold numbers, strings, bytes, tensors and containers of these.
 
-    Raises ValueError, whose message begins with `what`, if it holds anything else.
+    Raises ValueError, whose message begins with `what`, if `data` holds anything else.
     """
     if not isinstance(data, bytes):
         raise ValueError(f"{what} must be bytes, got a {type(data).__name__}")
@@ -28,7 +28,7 @@ def read_plain(data: Any, what: str) -> Any:
 
 
 def refusal(name: str) -> str:
-    """Return the reason why a file that names this function or class is not read."""
+    """Return the reason for refusing a file that names this function or class."""
     return f"it names {name}, which is not plain data and might execute code; nothing was executed"
 
 
@@ -47,11 +47,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
-    """Return the object in `file`, which may name only `names`.
+    """Return the object in `file`, a pickle that may name only the functions and classes in `names`.
 
-    Raises ValueError, whose message begins with `what`, if it names anything else or is damaged.
+    Raises ValueError, whose message begins with `what`, if the pickle names others or is damaged.
     """
-    # A pickle can set attributes of the classes that it names: they are restored afterwards.
+    # A pickle can set attributes of the classes that it names; restore the attributes afterwards.
     classes = [cls for cls in names.values() if isinstance(cls, type)]
     before = [dict(vars(cls)) for cls in classes]
     try:
@@ -74,7 +74,7 @@ _PLAIN: Names = {
     ("collections", "deque"): deque,
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: torch_parts.rebuild_tensor(*parts),
-    # A pickled tensor names this function. Torch's own version executes code that it reads.
+    # A pickled tensor names this function. torch's own version unpickles without restrictions.
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(
         io.BytesIO(data), weights_only=True
     ),

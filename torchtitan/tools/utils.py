@@ -1,4 +1,4 @@
-"""Small helpers: the device, its peak speed, Python's garbage collection, colours."""
+"""Small helpers: the device and its peak FLOP/s, Python's garbage collection, colours."""
 
 import gc
 import inspect
@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-# A test or a client can set a device type here. None looks for a device on each use, not on import,
-# which would start the CUDA driver even for a program that only needs a config.
+# A test or a client can set a device type here. None: look for a device on each use. Not on import,
+# because that would start the CUDA driver even for a program that only needs a config.
 device_type: str | None = None
 
 
@@ -39,7 +39,7 @@ def get_device_info() -> tuple[str, ModuleType]:
     if device_type is not None:
         return device_type, torch.get_device_module(device_type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # No collective backend serves Apple's GPU, so a Mac trains on its CPU.
+    # No collective backend supports Apple's GPU, so a Mac trains on its CPU.
     if accelerator is None or accelerator.type == "mps":
         return "cpu", torch.cpu
     return accelerator.type, torch.get_device_module(accelerator.type)
@@ -59,7 +59,7 @@ def get_device_type() -> str:
 def free_memory(device: torch.device) -> float:
     """Return the bytes that this process can still allocate on `device`; inf if unknown.
 
-    On a CPU, the host's free memory divided by the number of ranks on it.
+    On a CPU: the host's available memory divided by the number of ranks on this host.
     """
     if device.type == "cpu":
         try:
@@ -89,7 +89,7 @@ _PARAMETERS: MutableMapping[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyD
 
 
 def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return (names of a method's parameters, whether it takes any other keyword), cached."""
+    """Return (names of a method's parameters, whether it has **kwargs), cached."""
     function = getattr(method, "__func__", method)
     if function not in _PARAMETERS:
         parameters = inspect.signature(method).parameters
@@ -99,10 +99,10 @@ def keywords_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 class GarbageCollection:
-    """Collect Python garbage on chosen steps, at the same moment on every rank.
+    """Collects Python garbage on chosen steps, at the same time on every rank.
 
-    Automatic collection is off from construction until `close()`. Every 20th time the C library's free
-    memory goes back to the system: otherwise resident memory grows for thousands of steps.
+    Automatic collection is off from construction until `close()`. Every 20th collection also returns
+    the C library's free memory to the system, because resident memory would grow for thousands of steps.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:
@@ -118,12 +118,12 @@ class GarbageCollection:
             self._stop_watching_cycles = torch_parts.warn_tensor_cycles()
 
     def run(self, step_count: int) -> None:
-        """Collect if this step is due; every step, and all generations, in debug mode."""
+        """Collect every `gc_freq` steps; in debug mode, every step and all generations."""
         if self.debug:
             self.collect("every step, as training.gc_debug asks", generation=2)
         elif step_count > 1 and step_count % self.gc_freq == 0:
             self.collect("periodic")
-            if step_count % (20 * self.gc_freq) == 0:  # a step is then a fifth longer
+            if step_count % (20 * self.gc_freq) == 0:  # this makes the step a fifth longer
                 host.return_freed_memory()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class GarbageCollection:
 
     @staticmethod
     def collect(reason: str, generation: int = 1) -> None:
-        """Collect up to `generation` now; log how long it took if that is a second or more."""
+        """Collect up to `generation` now; log the duration at INFO if it is a second or more."""
         start = time.monotonic()
         gc.collect(generation)
         seconds = time.monotonic() - start
@@ -145,8 +145,8 @@ class GarbageCollection:
         logger.log(level, "[GC] %s: %.2f seconds", reason, seconds)
 
 
-# Dense bf16 peak in FLOP/s of one device, from the makers' data sheets. The first entry whose words
-# all occur in the device's name is taken, so longer names come first.
+# Dense bf16 peak in FLOP/s of one device, from vendors' data sheets. The first entry whose words all
+# occur in the device's name counts, so longer names come first.
 _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("A100",), 312e12),
     (("H100", "NVL"), 835e12),
@@ -169,7 +169,7 @@ _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def get_peak_flops(device_name: str) -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s, or None if unknown: a guess would mislead."""
+    """Return the device's dense bf16 peak in FLOP/s; None if unknown, because a guess would mislead."""
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
@@ -207,7 +207,7 @@ NoColor = dataclass(frozen=True)(
 def check_if_feature_in_pytorch(
     feature_name: str, pull_request: str, min_nightly_version: str | None = None
 ) -> None:
-    """Warn if the installed torch may lack a feature that came with `pull_request`."""
+    """Warn if the installed torch may lack a feature that `pull_request` added."""
     if "git" in torch.__version__:
         logger.warning(
             f"This torch was built from source: make sure that it contains {pull_request} for "
@@ -231,7 +231,7 @@ def set_default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def run_beside(function: Callable[[], T]) -> Future[T]:
-    """Call `function` on a thread that does not keep the process from ending; returns its future."""
+    """Call `function` on a daemon thread; return the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -249,5 +249,5 @@ def _rank() -> int:
 
 
 def _round_up(x: int, y: int) -> int:
-    """Return the smallest multiple of y that is not below x."""
+    """Return x rounded up to a multiple of y."""
     return (x + y - 1) // y * y

@@ -330,6 +330,10 @@ BAD_SETTINGS = {
         {"lora.adapter_path": "/nowhere"},
         "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now",
     ),
+    "seed checkpoint": (
+        {"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
+        'remove "lora" from model.converters for this run',
+    ),
 }
 
 

@@ -544,6 +544,10 @@ def test_checkpoint_of_a_torch_that_describes_tensors_by_more_is_read(tmp_path, 
     assert_same(loaded.everything(), saved.everything())
 
 
+def test_manager_of_its_own_takes_a_mode_in_capitals_as_0_2_does(tmp_path):
+    assert Run(tmp_path, async_mode="ASYNC").manager.async_mode.value == "async"
+
+
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_everything_is_restored_exactly(tmp_path, async_mode):
     run = Run(tmp_path, async_mode=async_mode, keep_latest_k=0)

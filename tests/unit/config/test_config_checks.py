@@ -159,6 +159,10 @@ MISTAKES = """
     validation.seq_len must not be above training.seq_len, … got 65 with 64; set it to 64 or less
 2: checkpoint.folder="a/../../elsewhere"
     checkpoint.folder is a path inside job.dump_folder, … got 'a/../../elsewhere'
+2: job.save_config_file=""
+    job.save_config_file must name a file … got '', which is a folder; give a name
+2: job.dump_folder="/"; metrics.enable_jsonl=true; metrics.save_jsonl_file="usr"
+    metrics.save_jsonl_file must name a file … got 'usr', which is a folder; give a name
 2: job.dump_folder=""
     job.dump_folder must name a folder, got ''
 2: model.converters=["quantize.linear.mx","float8"]

@@ -21,7 +21,7 @@ from torchtitan.config.checks.common import is_path, value_of
 from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import Parallelism, Validation
 from torchtitan.config.manager import exit_on_config_error, parse_args_or_exit
-from torchtitan.job import model_of_file
+from torchtitan.job import model_of_file, resolve_job
 from torchtitan.rl.job_config import JobConfig as RLJobConfig
 
 TRAIN_CONFIGS = Path("torchtitan/models/llama3/train_configs")
@@ -163,6 +163,22 @@ def test_dashes_none_and_nested_sections_work_as_flags():
     assert config.debug.seed is None
     assert config.training.max_norm == 2
     assert config.model.attn_type == "flex"
+
+
+def test_rank_is_compared_with_a_number_of_ranks_that_the_launcher_names(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    resolve_job(JobConfig())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    resolve_job(JobConfig())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="LOCAL_RANK must be .* below 2, got '3'; start with"):
+        resolve_job(JobConfig())
+    monkeypatch.setenv("RANK", "-1")
+    with pytest.raises(ConfigError, match="RANK must be an integer from 0 up, got '-1'"):
+        resolve_job(JobConfig())
 
 
 def test_any_rank_prints_what_is_wrong_and_which_rank_it_is(monkeypatch, capsys):
@@ -490,6 +506,25 @@ def test_merged_config_refuses_keys_without_default():
         ConfigManager._merge_configs(JobConfig, CustomJobConfig)
 
 
+def test_help_of_an_extended_section_keeps_its_texts(capsys):
+    @dataclasses.dataclass
+    class MoreTraining:
+        more: int = 1
+
+    @dataclasses.dataclass
+    class MoreJobConfig:
+        training: MoreTraining
+
+    config_cls = ConfigManager._merge_configs(JobConfig, MoreJobConfig)
+    with pytest.raises(SystemExit):
+        ConfigManager(config_cls).parse_args(
+            [f"--job.custom_config_module={CUSTOM_MODULE}", "--help"]
+        )
+    text = capsys.readouterr().out
+    assert "--training.more" in text and "--training.my_custom_steps" in text
+    assert "Tokens per sequence" in text and "Optimizer steps to train for" in text
+
+
 # --- Old keys, logging, presets ---------------------------------------------------------------
 
 
@@ -513,6 +548,16 @@ def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     config.maybe_log()
     assert json.loads((tmp_path / "x/config.json").read_text()) == config.to_dict()
+
+
+def test_path_that_the_system_s_encoding_has_not_is_told_by_its_key():
+    command = [sys.executable, "-m", "torchtitan.config.manager", "--training.dataset_path=größe"]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command, env=os.environ | ascii_only, capture_output=True, text=True, timeout=120
+    )
+    told = r"config error: dataset_path = 'gr\\xf6\\xdfe' cannot be .* encodes names in ascii; set PYTHON"
+    assert done.returncode == 2 and re.match(told, done.stderr), done.stderr
 
 
 def test_help_takes_little_cpu_time_beyond_torch():

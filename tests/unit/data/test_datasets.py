@@ -395,12 +395,28 @@ def write_json_lines(path, texts):
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [('{"text": "tw', "not valid JSON"), ('{"body": "x"}', "body"), ("[1]", "list")],
+    [
+        ('{"text": "tw', "not valid JSON"),
+        ('{"body": "x"}', "body"),
+        ("[1]", "list"),
+        ("9" * 4301, "not valid JSON .*4300 digits"),  # the limit of Python's integers
+    ],
 )
 def test_corrupt_json_line_is_named_with_file_and_line(tmp_path, line, reason):
     path = tmp_path / "data.jsonl"
     path.write_text(f'{{"text": "one"}}\n\n{line}\n{{"text": "four"}}\n')
     with pytest.raises(ValueError, match=f"data.jsonl, line 3.*{reason}"):
+        local_texts(path)
+
+
+def test_file_whose_bytes_come_in_parts_is_read_whole(tmp_path, monkeypatch):
+    """As in a file above 2 GiB, and in network file systems."""
+    path, at_once, read = tmp_path / "data.txt", [50], os.pread
+    path.write_text("".join(map(str, range(100))))
+    monkeypatch.setattr(os, "pread", lambda file, n, at: read(file, min(n, at_once[0]), at))
+    assert local_texts(path) == [path.read_text()]
+    at_once[0] = 0  # the file has become shorter
+    with pytest.raises(ValueError, match="had 190 bytes when the job started.*was written to"):
         local_texts(path)
 
 
@@ -430,7 +446,7 @@ def test_file_that_changes_while_it_is_read_is_named(tmp_path, name):
 def test_json_lines_and_lists_are_read_by_number_in_the_order_of_names(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "b.json").write_text('[{"text": "one"}, {"text": "two"}]')
-    lines = '{"text": "one"}\n\n  \n{"text": "zwölf", "id": 3}'
+    lines = '{"text": "one"}\n\n \f\v\n{"text": "zwölf", "id": 3}'
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "notes.csv").write_text("not data")
     assert local_texts(tmp_path) == ["one", "zwölf", "one", "two"]

@@ -49,6 +49,8 @@ def test_splits_are_disjoint_and_hold_every_document_once():
     assert len(validation) == total // python_docs.HELD_OUT_EVERY
     headings = Counter(docs[i]["text"] for docs in (train, validation) for i in range(0, 20))
     assert max(headings.values()) == 1
+    with pytest.raises(ValueError, match="'train' or 'validation', got 'val'"):
+        PythonDocs("val")
 
 
 def test_order_is_the_same_in_every_process_and_no_module_is_run():

@@ -313,6 +313,18 @@ def test_fitted_rows_go_on_within_texts_of_several_pieces(monkeypatch):
             assert x["input"].equal(y["input"]) and labels.equal(expected)
 
 
+def test_waiting_document_of_another_length_than_at_the_save_is_refused():
+    lengths = [5, 9, 5, 9]
+    dataset = PackedDataset([source(lengths)], Packing("fit", 16))
+    rows_of(dataset, 1)
+    state = dataset.state_dict()
+    lengths[2] = 6
+    with pytest.raises(
+        ValueError, match="document 2 .* had 5 tokens .* has 6; resume with the same"
+    ):
+        PackedDataset([source(lengths)], Packing("fit", 16)).load_state_dict(state)
+
+
 def test_another_order_is_refused():
     state = PackedDataset([source([5] * 9, seed=1)], Packing("concat", 4)).state_dict()
     for seed in (2, None):

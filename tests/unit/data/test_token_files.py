@@ -346,7 +346,7 @@ def cut(name, size):
 DAMAGES = {
     "no files": (
         lambda f: [(f / name).unlink() for name in ("a.bin", "a.idx")],
-        "a.idx and {path}.bin: missing (looked in ",
+        "{path}: no pair there (looked in ",
     ),
     "no index": (lambda f: (f / "a.idx").unlink(), "a.idx: missing"),
     "magic": (

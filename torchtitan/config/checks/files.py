@@ -59,6 +59,17 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
                 "correct it, or give an absolute path"
             )
     checkpoint, job = job_config.checkpoint, job_config.job
+    files = {"job.save_config_file": job.save_config_file}
+    if job_config.metrics.enable_jsonl:
+        files["metrics.save_jsonl_file"] = job_config.metrics.save_jsonl_file
+    for key, name in files.items():
+        if name is not None and (
+            not os.path.basename(name) or os.path.isdir(os.path.join(job.dump_folder, name))
+        ):
+            yield (
+                f"{key} must name a file under job.dump_folder, got {name!r}, which is a folder; give a "
+                "name"
+            )
     if builds_data or checkpoint.enable or job.save_config_file is not None:
         if not job.dump_folder:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"

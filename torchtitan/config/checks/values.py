@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
@@ -39,7 +40,8 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
     """Hugging Face files hold only a model's weights."""
-    yield from single_values(checkpoint, "checkpoint.")
+    mode: Any = str(checkpoint.async_mode).lower()  # as `CheckpointManager` reads it
+    yield from single_values(replace(checkpoint, async_mode=mode), "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
     for key, needed in (
         ("initial_load_in_hf", "initial_load_model_only"),
@@ -193,4 +195,9 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         yield (
             f"lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got "
             f"{path!r}; correct it"
+        )
+    if job_config.checkpoint.create_seed_checkpoint:
+        yield (
+            "checkpoint.create_seed_checkpoint writes a whole model, and a job with adapters saves "
+            'only these; remove "lora" from model.converters for this run'
         )

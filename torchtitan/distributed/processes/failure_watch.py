@@ -1,14 +1,14 @@
 """Ranks of an engine fail together: if one rank fails in a step, every rank raises.
 
-- A function of the caller fails: its rank ends the call without it, with losses of 0, so that its
-  collectives match the other ranks'. Then all ranks raise; the engine stays usable.
-- Another failure, on all ranks after the same collectives: all raise; the engine stays usable.
-- Another failure, on some ranks only or inside a pipeline schedule, whose messages are not counted:
-  other ranks may wait in collectives that the failed rank never enters, so every rank aborts the
-  engine's groups. All ranks raise, and the engine is lost.
+- A function of the caller (a loss_fn, say) fails: its rank finishes the call with losses of 0, so that
+  its collectives match the other ranks'. Then all ranks raise; the engine stays usable.
+- All ranks fail otherwise after the same collectives: all ranks raise; the engine stays usable.
+- Only some ranks fail otherwise, or a pipeline schedule fails, whose messages are not counted: other
+  ranks may wait in collectives that the failed rank never enters, so every rank aborts the engine's
+  groups. All ranks raise, and the engine is lost.
 
 A thread of each rank waits for messages in the store of the default process group. A step without a
-failure sends none.
+failure sends no messages.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on
 _SECONDS_TO_CLOSE = 1
 _LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
 _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
-_watches = itertools.count()  # numbers this process's watches, which all ranks make in one order
+_watches = itertools.count()  # indices of watches; all ranks make them in the same order
 
 
 class Watch:
     """The watch of an engine without other ranks, where failures are raised where they happen."""
 
-    # False while sends between two ranks may be in flight, because no group counts those.
+    # False while sends between two ranks may be in flight, because groups don't count sends.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:
@@ -52,14 +52,14 @@ class Watch:
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Return `function()`; `instead()` if it fails, or another has failed in this call."""
+        """Return `function()`, or `instead()` if this or an earlier function failed in this call."""
         return function()
 
     def raise_failures(self, *, waits: bool) -> None:
-        """Raise an `attempt`'s failure on all ranks; the other ranks raise it as RunError.
+        """Raise the failure of a function that `attempt` called; the other ranks raise RunError.
 
         waits: wait for all ranks first; unnecessary after a collective that all ranks enter after
-            their last function.
+            their last `attempt`.
         """
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class FailureWatch(Watch):
         self._raised: BaseException | None = None  # by `raise_failures`
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
-            store = store.clone()  # blocks in the thread's waits while this rank uses the other one
+            store = store.clone()  # the thread's waits block only this second connection
         store = dist.PrefixStore(name, store)
         self._listening = run_beside(lambda: self._listen(store))
 
@@ -176,7 +176,7 @@ class FailureWatch(Watch):
             return False
 
     def _lose(self, error: BaseException) -> None:
-        """Make all ranks raise. The first rank to call this decides which reason they report."""
+        """Mark the engine as lost; all ranks raise, with the reason of the first rank to call this."""
         own = json.dumps([self._rank, _text_of(error)])
         try:
             first = self._store.compare_set("lost", "", own).decode()

@@ -1,4 +1,4 @@
-"""The process groups that engines make, apart from the host's, and aborting their collectives.
+"""Engines' process groups, apart from the host program's, and aborting their collectives.
 
 If a rank has failed, a collective that waits for it ends only if its whole group is aborted. The
 host's default group is not ours to abort, so steps don't communicate over it.
@@ -25,7 +25,7 @@ _addresses: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref
 
 
 def group_is_ours() -> bool:
-    """Return True if `init_distributed` made the default process group, not the host."""
+    """Return True if `init_distributed` made the default process group, not the host program."""
     return _our_default is not None and _our_default() is dist.group.WORLD is not None
 
 
@@ -46,9 +46,9 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes, whose axes of all ranks share one new group.
+    """`making_groups` for meshes: an axis of all ranks gets a new group if the default is the host's.
 
-    Source of torch 2.13: `DeviceMesh` uses the default group for such an axis, which may be the host's.
+    Source of torch 2.13: `DeviceMesh` itself uses the default group for an axis of all ranks.
     """
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()
@@ -65,7 +65,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     groups = [group for group in groups if group in torch_parts.world.pg_map]
     # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. One of the
-    # two ranks of a connection has accepted it, at the address where it listened.
+    # two ranks of a connection has accepted it, at an address of `_addresses`.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
@@ -89,7 +89,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, which would give the next engine's meshes the groups of this one's.
+    """Clear DTensor's caches, which would give the next engine's meshes the groups of this engine.
 
     Torch clears the caches only in `tensor.debug`, whose import takes a fifth of a second.
     """

@@ -28,7 +28,7 @@ from torchtitan.tools.events import flat_settings
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import run_beside
 
-# Settings that may differ between ranks: names, and paths, because each may have its own disk.
+# Settings that may differ between ranks: names, and paths, because each machine may have its own disk.
 _SETTINGS_PER_RANK = set(
     """
     job.config_file job.description job.dump_folder job.print_config job.save_config_file
@@ -49,14 +49,14 @@ _SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resourc
 
 
 class PeerError(Exception):
-    """The config can't run, or not on all ranks; rank 0 has printed the reason."""
+    """A rank's config cannot run, or the ranks' configs or data differ; rank 0 has printed the reason."""
 
 
 class Peers:
     """This rank's connection to the job's other ranks; every rank makes it before anything else.
 
     Every rank is connected to rank 0, which forwards failures. If a connection ends without a message,
-    its rank was killed. If it is silent for the store's timeout (at least a minute), its rank was
+    its rank was killed. If a connection is silent for the store's timeout (at least a minute), its rank was
     stopped: a thread sends regular messages, even while the main thread hangs.
 
     Each rank draws a secret and publishes only its digest in the store. Rank 0 reads the digests
@@ -78,7 +78,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
         self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
-        # epoll and kqueue take a new connection while the watch waits for the others.
+        # epoll and kqueue accept a new connection while the watch waits for existing connections.
         self._selector = selectors.DefaultSelector()
         self._all_came = threading.Event()  # on rank 0
         self._leaving = threading.Event()
@@ -93,7 +93,7 @@ class Peers:
         """Compare this rank's config, or its error in reading the config, with all other ranks'.
 
         Raises PeerError on every rank if any rank has an error, or if configs or the versions of this
-        package differ; rank 0 prints the reason, unless that is its own error. Raises
+        package differ; rank 0 prints the reason, unless it is rank 0's own error. Raises
         DistStoreError if a rank does not report in time.
         """
         settings = flat_settings(config) | {"the version of torchtitan": torchtitan.__version__}
@@ -127,7 +127,7 @@ class Peers:
         elif problem and problem != error:
             print(problem, file=sys.stderr, flush=True)
         if self.rank == 0 and num_ranks > 1:
-            # This process may hold the store, so it goes on when all ranks have read the verdict.
+            # This process may hold the store, so wait until all ranks have read the verdict.
             readers = [f"read_{rank}" for rank in range(1, num_ranks)]
             with suppress(dist.DistStoreError):
                 store.wait(readers, timedelta(seconds=SECONDS_TO_REPORT))
@@ -166,7 +166,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread; its failure is this rank's, because nobody watches after it."""
+        """Run `work` on a thread. If `work` fails, this rank fails, because nothing watches any more."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -240,7 +240,7 @@ class Peers:
             return
         self._first_failure = rank, message
         if self.rank in (0, rank):
-            # Before the main thread learns of it, which may end this process.
+            # Before the main thread learns of the failure, because it may end this process then.
             self._send(_FAILED, self._first_failure)
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers
@@ -286,7 +286,7 @@ class Peers:
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
-    """Return why these ranks cannot train together, None if they can. reports: one per rank."""
+    """Return why the ranks cannot train together; None if they can. reports: one per rank."""
     ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
         ranks_of.setdefault(own["error"], []).append(rank)

@@ -110,7 +110,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # The variables' values -> [(store, rank, world size), number of groups made there]. All groups of
 # this process use one store: with a new store per group, ranks that make the next group while
-# another rank still leaves the last would find old keys, or a server that is closing.
+# another rank still leaves the last group would find old keys, or a server that is closing.
 _meeting_places: dict[tuple[str, ...], list[Any]] = {}
 
 
@@ -125,9 +125,9 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
 
 
 def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store that the ranks of torchrun's environment share, the rank and the world size.
+    """Return (the store that all ranks share, rank, world size) from torchrun's environment variables.
 
-    Raises ValueError if a part of that environment is missing, RunError if not all ranks connect to
+    Raises ValueError if some of these variables are missing, RunError if not all ranks connect to
     MASTER_ADDR, MASTER_PORT in time.
     """
     place = _meeting_place()
@@ -180,7 +180,7 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the part `name` of the job until it ends. Call `find_peers` first.
+    """Make this process a rank of the job's part `name` for good. Call `find_peers` first.
 
     RANK, WORLD_SIZE and the default process group become those of the part.
     """
@@ -228,9 +228,9 @@ def _check_existing_group(enable_cpu_backend: bool) -> None:
 
 
 def _configure_flight_recorder(comm_config: Comm, base_folder: str, backend: str) -> None:
-    """Make NCCL write its last collectives to a file at a time-out; gloo's record is kept small."""
-    # 3: a failed collective ends the process without waiting until the other ranks notice. A 1 is
-    # torchrun's default, no user's choice.
+    """Make NCCL write its last collectives to a file at a timeout; keep gloo's record small."""
+    # 3: a failed collective ends the process without waiting until the other ranks notice. The value
+    # 1 is torchrun's default, not a user's choice.
     _set_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", launcher_default="1")
     is_written = "nccl" in backend
     size = comm_config.trace_buf_size if is_written else min(comm_config.trace_buf_size, 100)
@@ -270,8 +270,8 @@ def init_fake_mode(world_size: int, comm_mode: str = "fake_backend") -> None:
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
-    """Set the timeout of every group in use, except the host's. Collective: no rank is still in the
-    first step, which compiles and connects, when the shorter timeout begins."""
+    """Set the timeout of every group in use, except the host's. Collective, so that no rank is still in
+    its first step, which compiles and connects, when the shorter timeout begins."""
     level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
     logger.log(level, "collectives time out after %s from here on", timeout)
     device_type, device_module = get_device_info()

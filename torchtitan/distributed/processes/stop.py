@@ -22,9 +22,9 @@ _TIME_LIMIT = 64  # in place of a signal's number
 class StopRequest:
     """Decides whether to save and end after this step, with the same answer on every rank.
 
-    The reason is one of `SIGNALS` to any rank, or `training.time_limit_minutes`. A context manager
-    around the loop; call `ask` and `answer` in each step, on every rank. If the config saves no
-    checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
+    The reason is a signal of `SIGNALS` that any rank received, or `training.time_limit_minutes`. Enter
+    it around the training loop; call `ask` and `answer` in each step, on every rank. If the config
+    saves no checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -66,7 +66,7 @@ class StopRequest:
     # ---- in each step ----
 
     def ask(self) -> None:
-        """Start to ask all ranks. The communication overlaps with this rank's work."""
+        """Start the all-reduce of the ranks' stop requests, which overlaps with this rank's work."""
         now = time.monotonic()
         if self._asked_at is not None:
             self._longest_step = max(self._longest_step, now - self._asked_at)
@@ -110,7 +110,7 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """Make a data worker ignore signals, except SIGTERM from the trainer, who still needs its data."""
+    """Make a data worker, whose data the trainer still needs, ignore signals except the trainer's SIGTERM."""
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Training and sampling under Tinker's names, in this process: no server, no HTTP.
+"""Training and sampling through Tinker's interface, in this process, without server and HTTP.
 
     client = LocalTrainingClient(job_config)
     client.forward_backward(data, "importance_sampling").result()
@@ -6,9 +6,9 @@
     sampler = client.save_weights_and_get_sampling_client().result()
     sampler.sample(ModelInput.from_ints(prompt), 8, SamplingParams(max_tokens=16)).result()
 
-Calls return futures and run in order on one thread. Losses are sums over tokens: the caller
-averages them through its weights or advantages. Under torchrun every rank runs the same program
-with the same data.
+Calls return futures and run in order on one thread. Losses are sums over tokens: to average, the
+caller scales the weights or advantages. Under torchrun every rank runs the same program with the
+same data.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ from torchtitan.tools.logging import logger
 
 
 class LocalTrainingClient(AsyncNames):
-    """A policy in this process.
+    """Tinker's TrainingClient for a policy in this process.
 
     Raises ConfigError for a config that cannot run. The future of a call raises the call's errors.
     After a failed forward_backward, `optim_step` fails too, because the gradients are incomplete.
@@ -89,20 +89,20 @@ class LocalTrainingClient(AsyncNames):
         self._config, self._trainer = job_config, PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            # Callers get log-probs of every target of every Datum, so none is skipped.
+            # Callers get the log-probs of all targets, so no Datum may be skipped.
             batcher = Batcher.from_config(job_config, engine.dp_size)
             self._batcher = replace(batcher, skip_zero_advantage=False, scores_masked=True)
             self._generator = build_generator(job_config, engine)
-        # Checkpoints hold the generator's state, from which unseeded sampling continues.
+        # Checkpoints include the generator's state, so unseeded sampling continues after a resume.
         engine.checkpointer.states["rl_generator"] = self._generator
         self.checkpointer = engine.checkpointer
         self.vocab_size = engine.model_args.vocab_size
         self.states_folder = os.path.join(job_config.job.dump_folder, "states")
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
-        self._pushed: WeightsKey | None = None  # of the weights in the generator
-        self._failure: Exception | None = None  # of a forward_backward in this step
+        self._pushed: WeightsKey | None = None  # key of the weights in the generator
+        self._failure: Exception | None = None  # raised by a forward_backward of this step
         self._thread = CallThread(engine.device)
-        # Kept, because collecting them takes as long as exchanging them.
+        # Cached, because collecting the weights takes as long as exchanging them.
         self._trained = list(changing_weights(engine))
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
@@ -121,7 +121,7 @@ class LocalTrainingClient(AsyncNames):
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> ClientFuture[ForwardBackwardOutput]:
-        """Return log-probs of the targets, without gradients; loss_fn does not change them."""
+        """Return the targets' log-probs, without gradients; loss_fn is only checked."""
         loss_of(loss_fn, {})
         data = list(data)
         return self._thread.submit(lambda: output_of(self._logprobs(data), {}))
@@ -137,8 +137,8 @@ class LocalTrainingClient(AsyncNames):
         loss_fn: cross_entropy, importance_sampling, ppo, cispo, gspo or dro.
         loss_fn_config: `clip_low_threshold` and `clip_high_threshold`, bounds of the ratio; for dro
             `beta`.
-        Raises ValueError unless every input has one finite number per token, and if the loss is not
-        finite, which can happen because ratios are not bounded.
+        Raises ValueError unless every input has one finite number per token. Raises ValueError if the
+        loss is not finite, which can happen because ratios are not bounded.
         """
         loss = loss_of(loss_fn, loss_fn_config or {})
         return self._add_gradients(self._forward_backward, list(data), loss)
@@ -146,9 +146,9 @@ class LocalTrainingClient(AsyncNames):
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> ClientFuture[ForwardBackwardOutput]:
-        """Add the gradients of any function of the targets' log-probs; costs one more forward.
+        """Add the gradients of any function of the targets' log-probs; costs an extra forward pass.
 
-        Under torchrun `loss_fn` runs on every rank, and must return the same loss on each.
+        Under torchrun, `loss_fn` runs on every rank and must return the same loss on all ranks.
         """
         return self._add_gradients(self._forward_backward_custom, list(data), loss_fn)
 
@@ -189,9 +189,9 @@ class LocalTrainingClient(AsyncNames):
     ) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
-        Adapters are also saved there in PEFT's format, in the folder `peft`.
-        ttl_seconds: ignored; nothing is deleted. rank: what `start_adapters` got; None is `lora.rank`.
-        external: save only files of other programs: adapters in PEFT's format, or Hugging Face's files.
+        Adapters are also saved in PEFT's format, in its subfolder `peft`.
+        ttl_seconds: ignored; states never expire. rank: as in `start_adapters`; None: `lora.rank`.
+        external: save only files for other programs: adapters in PEFT's format, or HF weights.
         Raises ValueError for a name that leads out of `states_folder`.
         """
         checkpointer = self.checkpointer
@@ -209,7 +209,7 @@ class LocalTrainingClient(AsyncNames):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> ClientFuture[SaveWeightsResponse]:
-        """Save as `save_state` does, under names of their own, for `create_sampling_client`."""
+        """Save a state under `sampler_weights/<name>`, for `create_sampling_client`."""
         return self.save_state(os.path.join("sampler_weights", name))
 
     def save_external(
@@ -220,7 +220,7 @@ class LocalTrainingClient(AsyncNames):
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[str]:
-        """Yield a folder, which takes the place of the saved state `name` if the block succeeds."""
+        """Yield a new folder, which replaces the saved state `name` if the block succeeds."""
         path = self._state_path(name)
         parent, last = os.path.split(path)
         new, old = os.path.join(parent, f".{last}"), os.path.join(parent, f".{last}.old")
@@ -256,9 +256,10 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def load_state(self, path: str | None, *, optimizer: bool = False) -> bool:
-        """Load the weights of a saved state, and reset the optimizer.
+        """Load the weights of a saved state, and reset the optimizer unless `optimizer` is True.
 
-        path: None is the config's newest checkpoint, else its initial one; False if there is none.
+        path: None loads the newest checkpoint in the config's folder, or else the initial checkpoint.
+        The result is False if there is no checkpoint.
         """
         with self._changing():
             found = self._trainer.load_checkpoint(path, model_only=not optimizer)
@@ -284,7 +285,7 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
-        """Begin with new adapters of a rank up to `lora.rank`, and reset the optimizer.
+        """Initialise new adapters of a rank up to `lora.rank`, and reset the optimizer.
 
         layers: names, as in `lora.target_modules`; the adapters of other layers don't train.
         """
@@ -302,7 +303,7 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def exchange_state(self, state: TrainingState) -> None:
-        """Swap what trains of the policy, and its step, with another state: models take turns."""
+        """Swap the policy's trained weights, optimizer state and gradients with those of `state`."""
         trainer, engine = self._trainer, self._trainer.engine
         with self._changing():
             swap_memory(self._trained, state.weights)
@@ -318,23 +319,23 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def fail_step(self, error: Exception) -> None:
-        """Make `optim_step` fail as if a forward_backward of this step had raised the error."""
+        """Make `optim_step` fail, as after a forward_backward that raised `error`."""
         self._failure = self._failure or error
 
     @on_thread
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, *, pinned: bool = False
     ) -> LocalSamplingClient:
-        """Return a client that keeps sampling from today's weights when the policy's change.
+        """Return a client that samples from the current weights, even after later updates.
 
         name: ignored, because nothing is written.
-        pinned: exempt these weights from `rl.generator.max_snapshots`.
+        pinned: these weights never expire, whatever `rl.generator.max_snapshots` is.
         """
         return LocalSamplingClient(self, self._snapshots.key(pinned=pinned))
 
     @on_thread
     def create_sampling_client(self, model_path: str) -> LocalSamplingClient:
-        """Return a client that samples from a saved state; the policy keeps its weights."""
+        """Return a client that samples from a saved state; the policy's weights don't change."""
         sampler = LocalSamplingClient(self, None, model_path)
         with sampler.weights():  # raises if the state cannot be loaded
             return sampler
@@ -346,7 +347,7 @@ class LocalTrainingClient(AsyncNames):
         return None if build is None else build(self._trainer.job_config)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of `model.hf_assets_path`, as `transformers` loads it."""
+        """Return the tokenizer in `model.hf_assets_path`, loaded by `transformers`."""
         if self.tokenizer is None:
             raise ValueError(f"model.name = {self._config.model.name!r} has no tokenizer")
         from transformers import AutoTokenizer
@@ -354,7 +355,7 @@ class LocalTrainingClient(AsyncNames):
         return AutoTokenizer.from_pretrained(self._config.model.hf_assets_path)
 
     def get_info(self) -> GetInfoResponse:
-        """Describe the model, which has the name `rl.serve.base_model`."""
+        """Return a description of the model, which is named `rl.serve.base_model`."""
         model, name = self._config.model, self._config.rl.serve.base_model
         assets = None if self.tokenizer is None else os.path.abspath(model.hf_assets_path)
         rank = self._config.lora.rank if self.checkpointer.has_adapters else None
@@ -362,7 +363,7 @@ class LocalTrainingClient(AsyncNames):
         return GetInfoResponse(data, "policy", rank is not None, rank)
 
     def close(self) -> None:
-        """Finish all calls. Safe to call twice."""
+        """Finish all calls, then free the policy. Safe to call twice."""
         self._thread.shutdown()
         self._trainer.close()
 
@@ -395,7 +396,7 @@ class LocalTrainingClient(AsyncNames):
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
         loss = scalar_loss(loss)
-        # sum(gradient * log-prob) has the gradients of this loss, on any layout and split.
+        # sum(d loss / d log-prob * log-prob) has the same gradients as this loss, on any layout.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
             got = f"got loss {loss.item()}; correct the function"
@@ -406,7 +407,7 @@ class LocalTrainingClient(AsyncNames):
         return output_of([x.detach() for x in logprobs], {"loss:sum": loss.item(), **metrics})
 
     def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
-        """The log-probs [n] of each datum's targets, or with k the `TopTokens` [n, 2 k] there."""
+        """Return each datum's target log-probs [n]; with k > 0 each datum's top tokens [n, 2 k]."""
         batch = self._batcher.batch(self.samples([only_targets(datum) for datum in data]))
         found = self._trainer.top_tokens(batch, k) if k else self._trainer.forward(batch)
         return check_finite(found)
@@ -414,7 +415,7 @@ class LocalTrainingClient(AsyncNames):
     def samples(
         self, data: Sequence[Datum], loss: PolicyLoss | None = None
     ) -> list[TrainingSample]:
-        """Raises ValueError for data that the model, or the loss, cannot use."""
+        """Return the data as samples. Raises ValueError for data that model or loss cannot use."""
         samples = [training_sample(datum, loss) for datum in data]
         for number, sample in enumerate(samples):
             if len(sample) > self._batcher.seq_len:
@@ -428,17 +429,17 @@ class LocalTrainingClient(AsyncNames):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the weights inside: sampling clients that still need them get a copy first."""
+        """A context for changing the weights; first copies them if sampling clients still need them."""
         self._pushed = None
         with self._snapshots.changing():
             yield
 
 
 class LocalServiceClient(AsyncNames):
-    """Tinker's ServiceClient in this process, so that a program runs with or without a server.
+    """Tinker's ServiceClient in this process, so a program can run with or without a server.
 
-    There is one policy, and so one training client. Each call that makes one returns that client,
-    started again. Arguments that describe a run (`user_metadata`, ...) are ignored.
+    There is one policy, so there is one training client. Each `create_..._training_client` call resets
+    and returns this client. Arguments that describe a run (`user_metadata`, ...) are ignored.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -458,7 +459,7 @@ class LocalServiceClient(AsyncNames):
         train_unembed: bool = True,
         **_: Any,
     ) -> ClientFuture[LocalTrainingClient]:
-        """Start again from the first weights, with new adapters if the model has the converter `lora`.
+        """Reset the policy to its initial weights, and initialise new adapters if it has LoRA.
 
         base_model: ignored. Raises ValueError for adapters that the model cannot have.
         """
@@ -484,18 +485,18 @@ class LocalServiceClient(AsyncNames):
     def create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None, **_: Any
     ) -> ClientFuture[LocalSamplingClient]:
-        """Return a client of a saved state, or of the weights that this service client began with."""
+        """Return a sampling client for a saved state, or for the policy's initial weights."""
         if model_path is not None:
             return self._training.create_sampling_client(model_path)
         return self._training._thread.submit(lambda: self._base)
 
     def _started(self, *calls: Future) -> ClientFuture[LocalTrainingClient]:
-        """Return the future of the training client; it raises what one of the calls raises."""
-        # They are done then, because the client's thread keeps the order of calls.
+        """Return the future of the training client; the future raises if one of the calls raised."""
+        # `result()` doesn't block: the client's thread has run the earlier calls by then.
         return self._training._thread.submit(lambda: [x.result() for x in calls] and self._training)
 
     def close(self, status: str = "success", detail: str | None = None) -> ClientFuture[None]:
-        """Finish all calls. Safe to call twice."""
+        """Finish all calls, then free the policy. Safe to call twice."""
         self._training.close()
         closed: ClientFuture[None] = ClientFuture()
         closed.set_result(None)

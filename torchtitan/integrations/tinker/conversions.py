@@ -1,4 +1,4 @@
-"""Data, losses and results: from Tinker's types to the trainer's, and back."""
+"""Converts data, losses and results between Tinker's types and the trainer's types."""
 
 import math
 import secrets
@@ -17,7 +17,7 @@ from torchtitan.rl.types import TrainingSample
 _T = TypeVar("_T")
 
 _THRESHOLDS = ("clip_high_threshold", "clip_low_threshold")
-# Tinker's losses, and their settings in loss_fn_config.
+# Tinker's losses -> their settings in loss_fn_config.
 _LOSSES = dict.fromkeys(
     ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"), _THRESHOLDS
 ) | {
@@ -28,7 +28,7 @@ _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
 def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
-    """Return the loss of Tinker's name; raises ValueError for another name or setting."""
+    """Return the loss that Tinker calls `name`. Raises ValueError for an unknown name or setting."""
     if name not in _LOSSES:
         raise ValueError(
             f"loss_fn must be one of {', '.join(_LOSSES)}, got {name!r}; for any other function of "
@@ -40,8 +40,8 @@ def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
             raise ValueError(f"loss_fn_config of {name} takes {known}, got {key!r}")
         if math.isnan(value) or (name == "dro" and math.isinf(value)):
             raise ValueError(f"{key} of loss_fn_config must be a number, got {value}; correct it")
-    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's, which does not
-    # bound ratios and has no dual clip. A clipped loss stays finite only if exp is finite, too.
+    # Tinker's thresholds are ratios, ours are distances from 1. The defaults are Tinker's: no bound on
+    # ratios and no dual clip. Clipped losses bound the log ratio, because exp(log ratio) must be finite.
     if name == "cross_entropy":
         return build_loss(name)
     if name in ("importance_sampling", "dro"):
@@ -56,16 +56,16 @@ def loss_of(name: str, config: dict[str, float]) -> PolicyLoss:
 
 
 def has_output_adapter(lora: LoRA) -> bool:
-    """Return True if the output projection has an adapter, which `all-linear` does not give it."""
+    """Return True if the output projection has an adapter; `all-linear` does not include it."""
     return any(fits(name, "output") for name in lora.names(lora.target_modules))
 
 
 def adapters_of(
     lora: LoRA | None, rank: int, seed: int | None, attn: bool, mlp: bool, unembed: bool
 ) -> dict[str, Any] | None:
-    """Return the arguments of `start_adapters` for those of `create_lora_training_client`.
+    """Convert arguments of `create_lora_training_client` to arguments of `start_adapters`.
 
-    lora: the config of the model's adapters; None for a model without, for which the result is None.
+    lora: the config of the model's adapters; without adapters None, and the result is None.
     Raises ValueError for adapters that the model does not have.
     """
     if rank < 1:
@@ -89,20 +89,20 @@ def adapters_of(
 
 
 def only_targets(datum: Datum, **inputs: Tensor) -> Datum:
-    """The datum with only its targets and `inputs` as inputs of the loss."""
+    """Return the datum with only its targets and `inputs` as loss inputs."""
     targets = {k: v for k, v in datum.loss_fn_inputs.items() if k == "target_tokens"}
     return Datum(datum.model_input, targets | inputs)
 
 
 def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSample:
-    """Return the sample of a datum; raises ValueError for inputs that cannot be used.
+    """Convert a datum to a sample. Raises ValueError for inputs that cannot be used.
 
-    loss: whose mask to make, if the datum has none: a prompt's targets, which were not sampled, have
-    log-prob and advantage 0 and are in no ratio and no metric.
+    loss: for a policy loss, a datum without mask gets one: targets with log-prob 0 and advantage 0
+    belong to the prompt and are masked out of ratios and metrics.
     """
     given, n = dict(datum.loss_fn_inputs), datum.model_input.length
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
-        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of it
+        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of the mask
     if unknown := sorted(set(given) - set(_INPUTS)):
         known = ", ".join(_INPUTS)
         raise ValueError(f"loss_fn_inputs of a Datum may be {known}, got {unknown[0]!r}; remove it")
@@ -136,7 +136,7 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
 
 
 def _numbers(name: str, values: Any, n: int) -> Tensor:
-    """Return an input of a loss as a tensor [n]. values: may be the tinker package's own TensorData."""
+    """Return a loss input as a tensor [n]. values: numbers, or the tinker package's TensorData."""
     try:
         tensor = torch.as_tensor(values.to_torch() if hasattr(values, "to_torch") else values)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""An HTTP/1.1 server on asyncio, with limits on the memory, time and connections that a client can take.
+"""An HTTP/1.1 server on asyncio that limits each client's memory, time and connections.
 
-Requests are JSON, or the protobuf messages of `wire`; nothing in them is executed or unpickled.
+Requests are JSON, or the protobuf messages of `wire`; nothing in a request is executed or unpickled.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
 Respond = Callable[[str, str, bytes], Answer]
-"""(method, path, body) -> answer; raises ValueError. Called on a thread, inside which `REACHED_AT` is set."""
+"""(method, path, body) -> answer; raises ValueError. Called on a thread where `REACHED_AT` is set."""
 
 REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
 """The URL under which a request's client reached the server."""
@@ -37,11 +37,11 @@ _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
 _MAX_BYTES_DROPPED = (
     2**16
-)  # of a refused request that are read, because closing discards the answer
+)  # read and dropped from a refused request's body; closing early would lose the answer
 _SECONDS_IDLE = (
-    15  # until a request's headers; more than the 10 s between two heartbeats of a client
+    15  # to wait for a request's headers; longer than the 10 s between a client's heartbeats
 )
-_SECONDS_PER_REQUEST = 60  # to read a request's body, and as long again to send the answer
+_SECONDS_PER_REQUEST = 60  # to read a request's body, and to send each part of the answer
 _SECONDS_TO_FINISH = 5
 
 
@@ -49,10 +49,10 @@ _SECONDS_TO_FINISH = 5
 class Access:
     """Rules for the headers of requests.
 
-    names: the host names, in lower case, that the header Host may have besides IP addresses. They
-        keep out a web page that points its own name at this machine (DNS rebinding).
-    key: the value that the header X-API-Key must have; "" does not check it.
-    is_signed: True for paths that need no key.
+    names: host names, in lower case, that the header Host may have; IP addresses are always allowed.
+        This check blocks web pages that resolve their own name to this machine (DNS rebinding).
+    key: the required value of the header X-API-Key; "" disables this check.
+    is_signed: returns True for paths that need no key.
     """
 
     names: Collection[str] = ("localhost",)
@@ -82,9 +82,9 @@ class Access:
 
 
 class HttpServer:
-    """Serves on a thread of its own from `start` to `close`.
+    """Serves on its own thread from `start` to `close`.
 
-    port: 0 takes a free port. max_bytes: limit for a request's body.
+    port: 0 chooses a free port. max_bytes: limit for a request's body.
     Raises OSError if it cannot listen at the address.
     """
 
@@ -95,10 +95,10 @@ class HttpServer:
         self.url = f"http://{f'[{self.host}]' if ':' in host else self.host}:{self.port}"
         self._max_bytes, self._access, self._respond = max_bytes, access, respond
         self._open: set[asyncio.StreamWriter] = set()
-        # Connections that have not sent a whole request, the one that waits longest first.
+        # Connections that have not sent a complete request, longest waiting first.
         self._unread: dict[asyncio.StreamWriter, None] = {}
         self._n_answering = 0
-        # A request for a result that is not there holds its thread for up to 20 s.
+        # A request for a result that is not finished blocks its thread for up to 20 s.
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
@@ -107,7 +107,7 @@ class HttpServer:
         self.start = self._thread.start
 
     def close(self) -> None:
-        """Accept no more requests, and wait a moment for answers that are being sent."""
+        """Accept no more requests, and wait a few seconds for answers that are being sent."""
         self._is_closed.set()
         if self._thread.ident is not None:
             self._thread.join(2 * _SECONDS_TO_FINISH)
@@ -146,7 +146,7 @@ class HttpServer:
             writer.close()
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request. Returns True if another one may follow."""
+        """Answer one request. Returns True if the connection stays open for another request."""
         self._unread[writer] = self._unread.pop(writer, None)
         try:
             method, path, headers, body = await self._read(reader)
@@ -225,7 +225,7 @@ class HttpServer:
                 f"Content-Type: application/{kind}\r\nContent-Length: {size}\r\n"
                 f"Connection: {'keep-alive' if keeps else 'close'}\r\n\r\n"
             )
-            # In one piece: a second small one may wait 40 ms for the client's acknowledgement.
+            # Send head and body in one write: a second small write may wait 40 ms for an acknowledgement.
             for part in itertools.chain([head.encode() + next(parts, b"")], parts):
                 async with asyncio.timeout(_SECONDS_PER_REQUEST):
                     writer.write(part)

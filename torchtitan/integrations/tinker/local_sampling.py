@@ -1,6 +1,6 @@
-"""Sampling from the weights of one moment of a local training client, or from saved weights.
+"""Sampling from a weight snapshot of a local training client, or from saved weights.
 
-Also the thread on which the calls of both clients run, one after another.
+Also has the thread that runs the calls of training and sampling clients, one after another.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class CallThread:
-    """Runs calls one by one in their order, on one thread; joins calls that share a key."""
+    """Runs calls in order on one thread; merges adjacent calls that have the same key."""
 
     def __init__(self, device: torch.device):
         self._pool = ThreadPoolExecutor(
@@ -51,10 +51,10 @@ class CallThread:
     def submit_item(
         self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any
     ) -> ClientFuture[_T]:
-        """Pass items that were submitted in a row with the same key to one `call`.
+        """Pass items that were submitted one after another with the same key to one `call`.
 
-        Items join while the thread is busy with an earlier call. Under torchrun each item gets its
-        own call, because the ranks, which have to make the same calls, are not busy equally long.
+        Items are merged while the thread is busy with an earlier call. Under torchrun each item gets
+        its own call: ranks have to make the same calls, but their threads are busy for different times.
         """
         future: ClientFuture[_T] = ClientFuture()
         with self._lock:
@@ -90,11 +90,11 @@ def on_thread(method: Callable[_P, _T]) -> Callable[_P, ClientFuture[_T]]:
 
 
 class LocalSamplingClient(AsyncNames):
-    """Samples from the weights that the policy had when this client was made, or from saved ones.
+    """Samples from the weights that the policy had when this client was created, or from saved weights.
 
-    When the policy's weights change, the client's are copied to host memory. The copy is dropped
-    once sampling clients were made for `rl.generator.max_snapshots` later versions: from then on
-    calls raise ValueError, or load the weights again if they were saved.
+    When the policy's weights change, this client's weights are copied to host memory. The copy is
+    dropped when sampling clients were created for `rl.generator.max_snapshots` later versions. Then
+    calls raise ValueError, or load the weights again if this client is for a saved state.
     """
 
     def __init__(self, client: "LocalTrainingClient", key: WeightsKey | None, path: str = ""):
@@ -111,23 +111,23 @@ class LocalSamplingClient(AsyncNames):
         *,
         prompt_logprobs_last_n: int | None = None,
     ) -> ClientFuture[SampleResponse]:
-        """Continue a prompt; log-probs are of the distribution that tokens were drawn from.
+        """Sample completions of a prompt; log-probs are of the distribution that was sampled from.
 
-        include_prompt_logprobs: also score the prompt's tokens, as `compute_logprobs` does.
-        topk_prompt_logprobs: also return this number of most probable tokens at each place of the prompt.
-        prompt_logprobs_last_n: return both for the prompt's last tokens only.
-        Calls in a row with the same settings and without a seed are drawn together: make all
+        include_prompt_logprobs: also return the prompt's log-probs, as `compute_logprobs` does.
+        topk_prompt_logprobs: also return this number of most probable tokens per prompt position.
+        prompt_logprobs_last_n: return prompt log-probs and top tokens for the last n positions only.
+        Consecutive calls with the same settings and without a seed are sampled together: make all
         calls before you wait for the first result.
         """
         if not 0 <= topk_prompt_logprobs <= (most := self._client.vocab_size):
             raise ValueError(
                 f"topk_prompt_logprobs must be 0 to {most}, got {topk_prompt_logprobs}"
             )
-        # The last token is drawn and not read.
+        # The model doesn't read the last sampled token, so a completion may be one token longer.
         room = self._client._batcher.seq_len + 1 - prompt.length
         params = SamplingParams.from_attributes(sampling_params, room)
         settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
-        # Joined prompts would change what a seed draws.
+        # Sampling several prompts together would change the tokens of a seed.
         key = object() if params.seed is not None else (self._key or self, *settings)
         return self._thread.submit_item(
             lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
@@ -136,7 +136,7 @@ class LocalSamplingClient(AsyncNames):
     def sample_all(
         self, prompts: list[tuple[ModelInput, int | None]], *settings: Any
     ) -> ClientFuture[list[SampleResponse]]:
-        """Return what `sample` returns for each (prompt, prompt_logprobs_last_n), all drawn together."""
+        """Return the result of `sample` for each (prompt, prompt_logprobs_last_n), sampled together."""
         return self._thread.submit(self._sample, prompts, *settings)
 
     def _sample(
@@ -169,17 +169,17 @@ class LocalSamplingClient(AsyncNames):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> list[float | None]:
-        """Return the log-prob of each token given the tokens before it; None for the first.
+        """Return the log-prob of each token given the tokens before it; None for the first token.
 
-        prompt_logprobs_last_n: None for all tokens but the last ones, too.
+        prompt_logprobs_last_n: n; return None for all but the last n tokens.
         """
         with self.weights():
             return _last(self._scores([prompt.to_ints()])[0], prompt_logprobs_last_n)
 
     def _scores(self, prompts: list[list[int]], k: int = 0) -> list[list[Any]]:
-        """Return a value for each token of each prompt, None for the first token: its log-prob, or
-        with k the (token id, log-prob) of the k most probable tokens in its place."""
-        # The first token has no context, so it is only an input.
+        """Return, for each prompt, each token's log-prob, or with k > 0 the (token id, log-prob) of the
+        k most probable tokens at its position. The first token's entry is None."""
+        # The first token has no context, so it is never a target.
         data = [
             Datum(ModelInput.from_ints(prompt[:-1]), {"target_tokens": prompt[1:]})
             for prompt in prompts
@@ -195,7 +195,7 @@ class LocalSamplingClient(AsyncNames):
         return scores
 
     def get_tokenizer(self) -> Any:
-        """Return the policy's tokenizer, as `LocalTrainingClient.get_tokenizer` does."""
+        """Return the policy's tokenizer; see `LocalTrainingClient.get_tokenizer`."""
         return self._client.get_tokenizer()
 
     def get_base_model(self) -> str:
@@ -204,11 +204,11 @@ class LocalSamplingClient(AsyncNames):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the policy this client's weights inside. Collective; call on the client's thread."""
+        """A context in which the policy has this client's weights. Collective; on the client's thread."""
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
             client._pushed = None
-            # Not `engine.load`, which drops the gradients of the policy's own weights.
+            # `engine.load` would drop the gradients of the policy's own weights.
             load = functools.partial(client.checkpointer.load, path=self._path, model_only=True)
             self._key = client._snapshots.loaded(load)
         assert self._key is not None
@@ -217,7 +217,7 @@ class LocalSamplingClient(AsyncNames):
 
 
 def _last(values: list[Any] | None, n: int | None) -> Any:
-    """Return values with None in place of all but the last n; n = None keeps all."""
+    """Replace all but the last n values by None; n = None keeps all values."""
     if values is None or n is None:
         return values
     n_hidden = max(len(values) - n, 0)

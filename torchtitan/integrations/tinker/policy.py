@@ -1,7 +1,7 @@
 """The policy's half of the server: commands that all ranks run in the same order.
 
-Rank 0 takes commands from a queue, joins those that may run as one, and broadcasts them to the
-other ranks. Arguments and results of a command are plain values that don't know of HTTP.
+Rank 0 takes commands from a queue, merges commands that may run as one, and broadcasts them to the
+other ranks. Arguments and results of a command are plain values without HTTP.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from torchtitan.tools.errors import LostConnectionError, as_run_error
 from torchtitan.tools.logging import logger
 
 BASE = "base"
-"""The sampler of the weights that the server started with."""
+"""The name of the sampler for the weights that the server started with."""
 
 MOST_SAMPLERS = 4096
 
-_NEW = "new model"  # the name of a model until it is complete
+_NEW = "new model"  # the name of a model while it is being initialised or loaded
 
-# How long a sample waits for further samples, so that they are drawn together.
+# How long a command waits for further commands that can run together with it.
 _SECONDS_TO_GATHER = 0.01
 _SECONDS_TO_GATHER_AT_MOST = 0.1
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 30
 
 
 class Policy:
-    """A training client and its samplers, by name. Every rank makes the same calls.
+    """A training client and its named sampling clients. Every rank makes the same calls.
 
-    With adapters there are several models, each with weights, optimizer and gradients of its own.
+    With adapters there are several models, each with its own weights, optimizer and gradients.
     Without adapters there is one model, whose name is "".
     """
 
@@ -56,13 +56,13 @@ class Policy:
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
         self._model = ""  # the model in the policy; "" has the weights that the server started with
-        self._ranks: dict[str, int] = {}  # of models' adapters
+        self._ranks: dict[str, int] = {}  # model -> LoRA rank
         folder = os.path.join(job_config.job.dump_folder, "waiting_models")
         self._waiting = WaitingStates(client.limits, folder)
         self.close = self._waiting.close
 
     def _use(self, model: str) -> None:
-        """Put a model into the policy, in place of the one in it, which then waits."""
+        """Swap a model into the policy; the model that was in it moves to the waiting states."""
         if model == self._model:
             return
         self._check_waits(model)
@@ -77,9 +77,9 @@ class Policy:
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
-        """Fill a new model inside; only if that succeeds does it replace the one of its name.
+        """A context that fills a new model, which replaces the model of this name if it succeeds.
 
-        rank: of its adapters. A policy without adapters is its only model, and is filled in place.
+        rank: LoRA rank; None for a policy without adapters, whose only model is filled in place.
         """
         if rank is None:
             yield
@@ -102,24 +102,24 @@ class Policy:
             self._ranks.pop(model, None)
 
     def start_model(self, adapters: dict[str, Any] | None = None, model: str = "") -> None:
-        """Go back to the first weights; adapters: arguments of `start_adapters`, to draw new ones."""
+        """Start a model from the initial weights. adapters: arguments of `start_adapters`, or None."""
         with self._replacing(model, None if adapters is None else adapters["rank"]):
             self._client.load_sampler_weights(self._samplers[BASE]).result()
             if adapters is not None:
                 self._client.start_adapters(**adapters).result()
 
     def load(self, path: str, optimizer: bool, model: str = "", rank: int | None = None) -> None:
-        """Load a saved state into a model, which may be new. rank: of the saved adapters."""
+        """Load a saved state into a model, which may be new. rank: LoRA rank of the saved adapters."""
         with self._replacing(model, rank):
             self._client.load_state(path, optimizer=optimizer).result()
 
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
     ) -> list[ForwardBackwardOutput | Exception]:
-        """Carry out requests of models; all are forward-only, or none is."""
+        """Run (model, request) items; either all requests are forward-only or none is."""
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
-        self._use("")  # a pass drops the gradients that are in the policy
+        self._use("")  # a shared pass zeroes the policy's gradients
         results = self._each(lambda model, _: self._check_waits(model), items)
         good = [number for number, error in enumerate(results) if error is None]
         states = self._waiting.get([items[number][0] for number in good])
@@ -155,19 +155,19 @@ class Policy:
         return self._each(step, items)
 
     def save(self, name: str, external: bool, model: str = "") -> None:
-        """Save a model's state; external: files of other programs only."""
+        """Save a model's state. external: save only files for other programs."""
         self._use(model)
         rank = self._ranks.get(model)
         self._client.save_state(name, rank=rank, external=external).result()
 
     def snapshot(self, sampler: str, model: str = "") -> None:
-        """Make a sampler of the model's weights."""
+        """Create a sampler for the model's current weights."""
         self._use(model)
         self._samplers[sampler] = self._client.save_weights_and_get_sampling_client().result()
         drop_oldest(self._samplers, MOST_SAMPLERS)
 
     def open(self, sampler: str, path: str) -> None:
-        """Make a sampler of a saved state."""
+        """Create a sampler for a saved state."""
         self._samplers[sampler] = self._client.create_sampling_client(path).result()
         drop_oldest(self._samplers, MOST_SAMPLERS)
 
@@ -191,12 +191,12 @@ class CommandLoop:
         # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.put = self._queue.put
-        # Commands that were taken from the queue.
+        # Commands taken from the queue that have not run yet.
         self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # A separate group, because the policy's own collectives must not mix with broadcasts.
+            # A separate group, because broadcasts must not mix with the policy's own collectives.
             seconds = job_config.comm.init_timeout_seconds + 2 * _SECONDS_BETWEEN_SIGNS_OF_LIFE
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
@@ -216,7 +216,7 @@ class CommandLoop:
                 if batch:
                     self._carry_out(batch)
                 else:
-                    self._broadcast(())  # a sign of life, before the other ranks' time-out
+                    self._broadcast(())  # keeps the other ranks' broadcast from timing out
             self._broadcast(None)
         self._policy.close()
 
@@ -227,7 +227,7 @@ class CommandLoop:
         self._broadcast((first.method, arguments))
         result = self._apply(first.method, arguments)
         if isinstance(result, Exception) and len(batch) > 1:
-            for command in batch:  # one by one, so that only the wrong one fails
+            for command in batch:  # run one by one, so only the bad command fails
                 self._carry_out([command])
         elif not first.items or isinstance(result, Exception):
             first.answer(result)
@@ -250,12 +250,12 @@ class CommandLoop:
         return attempt(lambda: getattr(self._policy, method)(**arguments), self._config)
 
     def _next(self) -> list[Command] | None:
-        """Return the commands to run as one: [] if none came for a while, None after `stop`."""
+        """Return the commands to run as one; [] if none arrived for a while, None after `stop`."""
         if not self._waiting.has_commands and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
             return []
         while self._take(0):
             pass
-        # While all waiting commands can be joined, wait a moment for more of them.
+        # While more commands may join the waiting ones, wait a moment for them.
         until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
         while self._waiting.may_gather() and not self._is_stopping:
             if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
@@ -263,7 +263,7 @@ class CommandLoop:
         return None if self._is_stopping else self._waiting.next_batch()
 
     def _take(self, seconds: float) -> bool:
-        """Take one entry of the queue; return False if none comes in this time."""
+        """Take one entry from the queue; return False if none arrives within `seconds`."""
         try:
             command = self._queue.get(seconds > 0, seconds)
         except queue.Empty:
@@ -281,7 +281,7 @@ def drop_oldest(entries: dict[str, Any], most: int) -> None:
 
 
 def attempt(call: Callable[[], Any], job_config: JobConfig) -> Any:
-    """Return the call's result or exception; raise only if a connection between ranks broke."""
+    """Return the call's result or exception. Raises only if a connection between ranks is lost."""
     try:
         return call()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Commands that wait for the policy, and whose turn it is.
+"""Commands that wait for the policy, and the order in which they run.
 
-Commands of a lane, such as those of a model, or the draws of a sampler with the same settings, run in their
-order. Lanes take turns; among lanes, the first command of the one that waits longest comes first.
+Commands of one lane run in order. A model's commands are a lane, and so are sample requests to one sampler
+with the same settings. Lanes take turns: the lane that has waited longest for a turn comes first.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS_RECENT = 1.0  # for so long after its last command a lane is expected to have more
+_SECONDS_RECENT = 1.0  # a lane whose last command is younger than this is expected to send more
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Command:
     """The name of a method of `Policy`, its arguments, and a callback.
 
     answer: called with the method's result, or the exception that it raised.
-    joins: waiting commands with the same key run as one; None runs the command by itself.
-    items: the argument `items` has those of all commands that run as one. The result has a value, or
-        an exception, per item, and `answer` gets its command's.
-    lane: "" for a command that depends on no other.
-    size: of this command, for the limit of commands that run as one; 0 is not limited.
+    joins: waiting commands with the same key run as one call; None: the command runs by itself.
+    items: a merged call gets the items of all its commands as argument `items`, and returns a value or
+        an exception per item. `answer` is called with the results of its own command's items.
+    lane: "" for a command that is independent of all others.
+    size: the sizes of merged commands add up to at most `RequestQueue`'s max_size; 0 is not limited.
     comes_in_bursts: more commands of this lane may follow soon.
     """
 
@@ -37,11 +37,11 @@ class Command:
 
 
 class RequestQueue:
-    """Waiting commands. max_size: of commands that run as one, except if the first one is larger."""
+    """Waiting commands. max_size: limit of a merged call's size; a larger single command is allowed."""
 
     def __init__(self, max_size: int):
         self._max_size = max_size
-        # The lane that has waited longest for a turn is the first one.
+        # Lanes in the order of their turns; the first has waited longest.
         self._lanes: dict[Hashable, deque[Command]] = {}
         self._last_seen: dict[Hashable, float] = {}
 
@@ -55,7 +55,7 @@ class RequestQueue:
             self._last_seen[command.lane] = time.monotonic()
 
     def may_gather(self) -> bool:
-        """True if every lane's first command can be joined by commands that may come soon."""
+        """True if all lanes' first commands can be merged, and more commands are expected soon."""
         firsts = [lane[0] for lane in self._lanes.values()]
         if not all(command.joins for command in firsts):
             return False
@@ -65,10 +65,10 @@ class RequestQueue:
         return is_expected or any(command.comes_in_bursts for command in firsts)
 
     def next_batch(self) -> list[Command]:
-        """Remove and return commands to run as one: the first lane's, and those that may join it.
+        """Remove and return commands to run as one: the first lane's first command and its joins.
 
-        Each lane gives one command before a lane gives its second one. The lanes that gave some go
-        behind the others.
+        Every lane contributes one command before any lane contributes a second. Afterwards, lanes that
+        contributed move to the end.
         """
         first, *others = self._lanes.values()
         batch = [first.popleft()]

@@ -1,4 +1,4 @@
-"""Read the JSON of requests; errors name the wrong value."""
+"""Parses the JSON of requests; errors name the wrong value."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _KINDS: dict[type, str] = {
 
 
 class Refused(ValueError):
-    """A request that is not carried out. status: the HTTP status of the answer."""
+    """The request is refused. status: the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -45,7 +45,7 @@ def _finite(text: str) -> float:
 
 
 def take(values: dict[str, Any], key: str, kind: type, default: Any = ...) -> Any:
-    """Return the value of a key, of type `kind`; the default if it is missing or null."""
+    """Return the value of `key`, or `default` if missing or null. Raises Refused for another type."""
     value = values.get(key)
     if value is None:
         if default is ...:
@@ -72,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that a tinker:// path means, relative to the server's states."""
+    """Return the folder of a tinker:// path, relative to the server's folder of states."""
     match = _PATH.fullmatch(path)
     if match is None:
         name = "tinker://<model id>/weights/<name>, or the path that another save returned"
@@ -101,7 +101,7 @@ def adam_params(values: dict[str, Any]) -> AdamParams:
 
 
 def sampling_params(values: dict[str, Any], room: int) -> SamplingParams:
-    """Read `sampling_params`; the caller checks their ranges. room: the default of `max_tokens`."""
+    """Parse `sampling_params`; the caller checks ranges. room: the default of `max_tokens`."""
     params = take(values, "sampling_params", dict)
     stop = params.get("stop")
     is_list = isinstance(stop, list) and all(type(s) in (str, int) for s in stop)

@@ -1,4 +1,4 @@
-"""Accepted requests, and their results, which clients fetch later: one by id, or a sampler's at once."""
+"""Accepted requests, and their results, which clients fetch later by id."""
 
 import dataclasses
 import hashlib
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from torchtitan.integrations.tinker.request_queue import Command
 
 _MAX_WAITING = 8192  # requests without a result
-_SECONDS_TO_HOLD = 20  # how long a client's request may wait for a result
-# A fetched result stays for a while, because the client's connection may have broken. A result that
-# nobody fetches is dropped, too, but later, or when results take too much memory. The request's id
-# stays longer, so that a request that is sent again is not carried out again.
+_SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
+# A fetched result is kept for a while, because the client may have lost the connection. A result that
+# is never fetched is dropped later, or when results take too much memory. Request ids are kept even
+# longer, so a request that is sent twice does not run twice.
 _SECONDS_AFTER_FETCHING = 120
 _SECONDS_UNFETCHED = 3600
 _SECONDS_BETWEEN_DROPS = 10
 _MAX_BYTES = 2**30  # of results
-_MAX_KNOWN = 2**16  # requests whose ids stay
+_MAX_KNOWN = 2**16  # requests whose ids are kept
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with: JSON values, or a protobuf message or a file in their place."""
+    """The answer to a request: JSON values, or instead a protobuf message or a file."""
 
     values: Any = None
     status: int = 200
@@ -39,7 +39,7 @@ class Answer:
     file: str | None = None
 
 
-_DROPPED = Answer(status=410)  # in place of results
+_DROPPED = Answer(status=410)  # replaces dropped results
 
 
 @dataclass
@@ -47,8 +47,8 @@ class _Request:
     """An accepted request. result: an answer or an exception; None while the request runs."""
 
     request_id: str
-    digest: bytes  # a request with the same id and digest is one that is sent again
-    channel: Any  # key under which `retrieve_many` finds the request once it is done
+    digest: bytes  # a request with the same id and digest is a retry
+    channel: Any  # key under which `retrieve_many` finds the finished request
     accepted: Answer
     result: Answer | Exception | None = None
     forget_at: float = math.inf
@@ -74,14 +74,14 @@ class Results:
         self._n_waiting = self._n_bytes = 0
         self._is_closed = False
         self._next_drop_at = 0.0
-        # channel -> cursor -> finished request; cursors grow in the order of finishing
+        # channel -> cursor -> finished request; later finished requests have larger cursors
         self._done: defaultdict[Any, dict[int, _Request]] = defaultdict(dict)
         self._cursors = count(1)
 
     def known(self, request_id: str, content: bytes | dict[str, Any]) -> Answer | None:
         """Return the answer to a request that was accepted before; None for a new request.
 
-        Raises Refused if the request before had the same id and another content.
+        Raises Refused if the accepted request with this id had other content.
         """
         request = self._all.get(request_id)
         if request is not None and request.digest != _digest(content):
@@ -101,10 +101,10 @@ class Results:
         channel: Any = None,
         **extra: Any,
     ) -> Answer:
-        """Queue a request's command; `write` encodes its result for the client.
+        """Queue a request's command; `write` converts the command's result to an answer.
 
-        content: the request as sent, or its JSON values. undo: called if the command fails. extra:
-        entries of the answer besides the id.
+        content: the request as sent, or its JSON values. undo: called if the request is refused or the
+        command fails. extra: entries of the answer besides the id.
         """
         answer = Answer({"request_id": request_id} | extra)
         request = _Request(request_id, _digest(content), channel, answer)
@@ -135,7 +135,7 @@ class Results:
             self._n_waiting -= 1
             self._n_bytes += request.n_bytes
             if self._n_bytes > _MAX_BYTES:
-                # Fetched results have the earliest times. Drop many at once, because sorting takes time.
+                # Fetched results expire first, so they are dropped first. Drop a quarter: sorting is slow.
                 held = (r for r in self._all.values() if r.forget_at < math.inf)
                 held = sorted(held, key=lambda r: r.forget_at)[:-1]
                 self._drop(held[: max(len(held) // 4, 1)])
@@ -144,7 +144,7 @@ class Results:
             self._changed.notify_all()
 
     def _drop(self, dropped: list[_Request]) -> None:
-        """Forget results, but not that the requests were carried out."""
+        """Drop results, but keep the requests' ids."""
         for request in dropped:
             self._n_bytes -= request.n_bytes
             request.result, request.forget_at = _DROPPED, math.inf
@@ -162,7 +162,7 @@ class Results:
             self._done[channel] = {c: r for c, r in done.items() if r.result is not _DROPPED}
 
     def retrieve(self, request_id: str) -> Answer:
-        """Return a request's result, or status 408 if it is not there in time."""
+        """Return a request's result, or status 408 if it has not finished within `_SECONDS_TO_HOLD`."""
         with self._changed:
             request = self._all.get(request_id)
             self._changed.wait_for(
@@ -183,7 +183,7 @@ class Results:
         return result
 
     def retrieve_many(self, values: dict[str, Any], channel: Any) -> Answer:
-        """Return the ids of the channel's requests that finished after a cursor, and a new cursor."""
+        """Return the ids of a channel's requests that finished after a cursor, and the next cursor."""
         seconds = take(values, "timeout", float, float(_SECONDS_TO_HOLD))
         cursor = take(values, "prev_cursor", int, 0)
         fetched = take(values, "retrieved_request_ids", list, [])

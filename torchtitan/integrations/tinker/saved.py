@@ -1,6 +1,6 @@
-"""Saved states: their list, and the files of each that other programs read, for download.
+"""Lists saved states, and serves their files for other programs as downloads.
 
-Tinker's client downloads from URLs without its key. They are signed by this server, and expire.
+Tinker's client downloads without sending its key, so this server signs the URLs; they expire.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from torchtitan.integrations.tinker.requests import Refused, folder_of
 from torchtitan.integrations.tinker.results import Answer
 from torchtitan.tools.files import read_json_object
 
-EXTERNAL = "external_weights"  # saved for other programs only: adapters, or Hugging Face's files
+EXTERNAL = "external_weights"  # for other programs only: PEFT or Hugging Face files
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
-_PEFT = "peft"  # folder of a saved state with its adapters
+_PEFT = "peft"  # folder in a saved state with its adapters in PEFT's format
 _FILES = "/api/v1/files/"
 _SECONDS_VALID = 3600
 
 
 class SavedFiles:
-    """The saved states in a folder, which has them under <model>/<kind>/<name>."""
+    """The saved states in a folder, stored as <model>/<kind>/<name>."""
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._secret = secrets.token_bytes(32)  # signatures hold until the server ends
+        self._secret = secrets.token_bytes(32)  # signatures are valid until the server ends
         saved = "training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
         self.routes = [
             ("GET training_runs/([^/]+)/checkpoints", self._list),
@@ -44,14 +44,14 @@ class SavedFiles:
         return os.path.exists(os.path.join(self._folder, path))
 
     def folder(self, path: str) -> str:
-        """Return the folder of a saved state, by its tinker:// path. Raises Refused."""
+        """Return the folder of a saved state by its tinker:// path. Raises Refused if it is missing."""
         folder = os.path.join(self._folder, folder_of(path))
         if not os.path.isdir(folder):
             raise Refused(f"{path} is not among this server's saved states in {self._folder}", 404)
         return folder
 
     def loadable(self, path: str) -> str:
-        """As `folder`, of a state that the policy can load."""
+        """Like `folder`, but also refuses a state that the policy cannot load."""
         if folder_of(path).split("/")[1] == EXTERNAL:
             raise Refused(f"{path} is for other programs; give a state that save_state saved")
         return self.folder(path)
@@ -64,7 +64,7 @@ class SavedFiles:
     # ---- downloads ----
 
     def is_signed(self, path: str) -> bool:
-        """True for the path of a download's URL whose time has not passed."""
+        """True for a download path with a valid signature that has not expired."""
         parts = path.removeprefix(_FILES).split("/", 2)
         if not path.startswith(_FILES) or len(parts) < 3 or not parts[0].isdecimal():
             return False
@@ -90,7 +90,7 @@ class SavedFiles:
         return Answer(file=path)
 
     def _files(self, model: str, kind: str, name: str) -> dict[str, str]:
-        """Return name -> path of a saved state's files for other programs. Raises Refused without any."""
+        """Return name -> path of a saved state's files for other programs. Raises Refused if none."""
         path = f"tinker://{model}/{kind}/{name}"
         folder = os.path.join(self._folder, folder_of(path), "" if kind == EXTERNAL else _PEFT)
         if not os.path.isdir(folder):
@@ -105,7 +105,7 @@ class SavedFiles:
         found = []
         for kind, kind_of_client in _KINDS.items():
             folder = Path(self._folder, folder_of(f"tinker://{model}/{kind}/any")).parent
-            for state in sorted(folder.glob("[!.]*")):  # a name with a dot is being written
+            for state in sorted(folder.glob("[!.]*")):  # skips states that are being written
                 saved_at = datetime.fromtimestamp(state.stat().st_mtime, UTC)
                 found.append(
                     {

@@ -1,4 +1,4 @@
-"""The policy of a config, behind an HTTP server, on all ranks of a job."""
+"""An HTTP server for a config's policy, which runs on all ranks of the job."""
 
 import ipaddress
 import os
@@ -93,7 +93,7 @@ class Server:
             logger.info("the server has ended")
 
     def stop(self) -> None:
-        """End `train` after the running call. Call on rank 0, from any thread."""
+        """End `train` after the running command. Call on rank 0, from any thread."""
         self._commands.stop()
 
     def close(self) -> None:

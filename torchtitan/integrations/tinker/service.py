@@ -1,7 +1,7 @@
 """Tinker's endpoints, which check requests and turn them into commands for the policy.
 
-The server trains one policy at a time: all its weights, or adapters. A session is a client program, a model
-is the session's training run, and a sampling session is a sampler of the weights of one moment.
+The server trains all weights of one policy, or several LoRA models. A session is a connected client program,
+a model is a training run of a session, and a sampling session samples from one snapshot of the weights.
 """
 
 import math
@@ -33,12 +33,12 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
 SECONDS_UNTIL_GONE = (
-    20  # until a session without a request ends; clients send a heartbeat every 10 s
+    20  # a session ends after this time without a request; clients send a heartbeat every 10 s
 )
 _MAX_SESSIONS = 4096
-_MAX_SAMPLES = 4096  # of one request
+_MAX_SAMPLES = 4096  # per request
 _MAX_TOP_K = 1024
-# Options of a sample request that are refused -> the value that leaves them off.
+# Unsupported options of a sample request -> the value that turns the option off.
 _NOT_SUPPORTED = {
     "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
@@ -48,11 +48,11 @@ _NOT_SUPPORTED = {
 
 
 class Sessions:
-    """The sessions that are not finished. A model, a sampler and a result have their session's id."""
+    """The live sessions. Ids of models, samplers and results begin with their session's id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._alive_until: dict[str, float] = {}  # if no request comes
+        self._alive_until: dict[str, float] = {}  # session -> when it ends without another request
 
     def create(self) -> str:
         session_id, now = str(uuid.uuid4()), time.monotonic()
@@ -64,7 +64,7 @@ class Sessions:
         return session_id
 
     def note(self, id_in_session: str) -> bool:
-        """Note a request, which keeps its session alive; return False for an unknown session."""
+        """Record a request, which keeps its session alive; return False for an unknown session."""
         session_id = id_in_session.partition(":")[0]
         with self._lock:
             if is_known := session_id in self._alive_until:
@@ -72,12 +72,12 @@ class Sessions:
         return is_known
 
     def check(self, session_id: str) -> None:
-        """Note a request of a session; raise Refused for an unknown session."""
+        """Record a request of a session; raise Refused for an unknown session."""
         if not self.note(session_id):
             raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
 
     def seconds_left(self, id_in_session: str) -> float:
-        """Return after how long the session will have ended if no request comes; 0 if it has ended."""
+        """Return the seconds until the session ends without another request; 0 if it has ended."""
         until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
         return max(0.0, until - time.monotonic())
 
@@ -100,17 +100,17 @@ class Service:
         self._name = self._trained_name = job_config.rl.serve.base_model
         self._max_len = batch_seq_len(job_config)
         self._lora = job_config.lora if "lora" in job_config.model.converters else None
-        # The models that train: one without adapters. -> rank of adapters, name of the base model
+        # Model id -> (LoRA rank, name of the base model). Without adapters there is one model.
         self._models: dict[str, tuple[int, str]] = {}
         self._results, self._sessions = Results(put), Sessions()
         self._lock = threading.Lock()
-        self._runs: dict[str, Any] = {}  # model id -> its client's user_metadata
+        self._runs: dict[str, Any] = {}  # model id -> the client's user_metadata
         self.files = SavedFiles(client.states_folder)
         self._samplers: dict[str, str] = {}  # sampling session -> the policy's sampler
         limit = job_config.rl.serve.max_request_mib * 2**20
         client_config = {
             "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": False,  # gradients are added up one call after the other
+            "parallel_fwdbwd_chunks": False,  # calls that add gradients run one after another
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
             "sample_enable_stuck_detection": False,  # samples wait for the policy while it trains
@@ -197,7 +197,7 @@ class Service:
         result: dict[str, Any],
         rank: int = 0,
     ) -> Answer:
-        """Submit the command that begins a session's new model. rank: of its adapters, if any."""
+        """Submit the command that starts a session's new model. rank: LoRA rank, if it has adapters."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
         if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
@@ -223,7 +223,7 @@ class Service:
         def undo() -> None:
             with self._lock:
                 self._models.pop(model_id, None)
-                if self._lora is None and not self._models:  # the policy is still the one before
+                if self._lora is None and not self._models:  # the earlier model stays
                     self._models.update(before)
 
         return self._results.submit(
@@ -238,7 +238,7 @@ class Service:
         return self._start_model(values, "start_model", arguments, {"type": "create_model"}, rank)
 
     def _wait_for_owner(self, session_id: str) -> None:
-        """Wait until the session that owns the only policy ends, or shows that its program lives."""
+        """Wait until the session that owns the only policy ends, or sends another request."""
         owner = next(iter(self._models), session_id)
         if self._lora is None and owner.partition(":")[0] != session_id:
             before, left = math.inf, self._sessions.seconds_left(owner)
@@ -247,7 +247,7 @@ class Service:
                 before, left = left, self._sessions.seconds_left(owner)
 
     def _make_room(self, model_id: str) -> None:
-        """Drop models whose session has ended; raise Refused if there is no place for another one."""
+        """Drop models whose session has ended; raise Refused if no further model fits."""
         gone = [old for old in self._models if not self._sessions.is_alive(old)]
         if self._lora is None:
             for old in set(self._models) - set(gone):
@@ -267,8 +267,8 @@ class Service:
             raise Refused(self._client.limits.full, 429)
 
     def _command(self, method: str, model_id: str, /, items: Any = (), **options: Any) -> Command:
-        """Return a command in a model's lane. options: fields of a command with items, which may join
-        those of other models; arguments of the method of one without items.
+        """Return a command in a model's lane. options: without items, arguments of the method; with
+        items, fields of the `Command`, which may be merged with commands of other models.
         """
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
@@ -283,7 +283,7 @@ class Service:
         return {"is_lora": True, "lora_rank": rank or self._lora.rank}
 
     def _model(self, values: dict[str, Any]) -> str:
-        """Return the id of a request's model; refuse a model that does not own the policy."""
+        """Return the id of a request's model. Raises Refused if the model is unknown or replaced."""
         return self._check_model(take(values, "model_id", str))
 
     def _check_model(self, model_id: str) -> str:
@@ -311,7 +311,7 @@ class Service:
         return Answer({"base_model": self._trained_name} | self._lora_info(rank))
 
     def _training_run(self, _: Any, model_id: str) -> Answer:
-        """Describe a run, past or present; the request does not keep the run's session alive."""
+        """Describe a current or past run. The request does not keep the run's session alive."""
         saved = folder_of(f"tinker://{model_id}/weights/any").partition("/")[0]
         if model_id not in self._runs and not self.files.exists(saved):
             raise Refused(f"model {model_id} is unknown and has no saved states", 404)
@@ -385,7 +385,7 @@ class Service:
 
         def write(_: Any) -> Answer:
             with self._lock:
-                if model_id in self._models:  # its session has not ended meanwhile
+                if model_id in self._models:  # the model may have been dropped meanwhile
                     self._models[model_id] = rank, self._models[model_id][1]
             return Answer(result)
 
@@ -413,7 +413,7 @@ class Service:
             self._add_sampler(sampler, sampler)
             self._put(Command("open", arguments, lane=sampler))
         elif path is None:
-            # A training client may give any name; then its session may sample under that name, too.
+            # A training client may use any base_model name; its session may sample under that name too.
             name, models = take(values, "base_model", str, self._name), list(self._models.items())
             trained = {own for model, (_, own) in models if model.startswith(f"{session_id}:")}
             if name not in {self._name, *trained}:
@@ -447,7 +447,7 @@ class Service:
         session, vocab_size = take(values, "sampling_session_id", str), self._client.vocab_size
         sampler, prompt = self._sampler(session), model_input(values, "prompt")
         number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        room = self._max_len + 1 - prompt.length  # the last token is drawn and not read
+        room = self._max_len + 1 - prompt.length  # the model doesn't read the last sampled token
         params = sampling_params(values, room)
         is_scored = take(values, "prompt_logprobs", bool, False)
         k = take(values, "topk_prompt_logprobs", int, 0)
@@ -463,9 +463,9 @@ class Service:
         ):
             if not least <= value <= most:
                 raise Refused(f"{name} must be {least} to {most}, got {value}")
-        params.to_config(self._client.tokenizer)  # raises for what does not depend on the model
+        params.to_config(self._client.tokenizer)  # raises ValueError early for bad settings
         request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
-        # Joined prompts would change what a seed draws, so a request with a seed runs by itself.
+        # Merged prompts would change the samples of a seed, so a request with a seed runs by itself.
         key = ("sample", sampler, settings) if params.seed is None else object()
         command = Command(
             "sample",

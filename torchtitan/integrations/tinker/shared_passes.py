@@ -1,6 +1,6 @@
-"""Requests of several models in one batch: their samples' rows, losses, metrics and gradients apart.
+"""Runs requests of several LoRA models in one batch, with separate losses, metrics and gradients.
 
-B rows, T slots per row; the rows of a model are next to each other (`LossInputs.models`).
+B rows, T slots per row; the rows of a model are adjacent (`LossInputs.models`).
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
 
 
 class Call(NamedTuple):
-    """A request of a model whose state is not in the policy."""
+    """A request of a model, and the model's state, which is not in the policy."""
 
     state: TrainingState
     request: ForwardBackwardRequest
 
 
-_SUM = "sum"  # the metric that is a model's whole loss; no loss has a metric of this name
+_SUM = "sum"  # name of the metric with a model's loss; no loss uses this name
 
 
 class LossesOfModels:
-    """The losses of models, each on its model's rows; a `PolicyLoss` for `PolicyTrainer`.
+    """A `PolicyLoss` that applies each model's loss to the model's rows, and returns the sum.
 
-    Metric "i/name" is metric "name" of model i, and "i/sum" its loss.
+    Metric "i/name" is metric "name" of model i; "i/sum" is the loss of model i.
     """
 
     def __init__(self, losses: Sequence[PolicyLoss]):
@@ -74,7 +74,7 @@ class LossesOfModels:
     def of_model(
         self, i: int, metrics: Mapping[str, float], num_tokens: int
     ) -> tuple[float, dict[str, float]]:
-        """Return model i's loss and metrics, of sums over the batch. num_tokens: of its samples."""
+        """Return model i's loss and metrics. metrics: sums over the batch. num_tokens: of model i."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return metrics[f"{i}/{_SUM}"], finalize_metrics(own, num_tokens)
 
@@ -83,9 +83,9 @@ _Prepared = tuple[PolicyLoss, list[TrainingSample]]
 
 
 class SharedPasses:
-    """Calls of several models with adapters in one pass over their base, on the client's thread.
+    """Runs calls of several models with adapters in one pass over the base, on the client's thread.
 
-    The models' states are not in the policy: see `LocalTrainingClient.exchange_state`.
+    The models' states must not be in the policy; see `LocalTrainingClient.exchange_state`.
     """
 
     def __init__(self, client: LocalTrainingClient):
@@ -97,9 +97,9 @@ class SharedPasses:
 
     @on_thread
     def run(self, calls: Sequence[Call]) -> list[ForwardBackwardOutput | Exception]:
-        """Return of each call what `forward_backward`, or `forward`, returns or raises alone.
+        """Return, for each call, the result or exception of `forward_backward` or `forward`.
 
-        calls: all are forward-only, or none is. A model may have several.
+        calls: either all are forward-only or none is. A model may have several calls.
         """
         results: list[Any] = [error_or(lambda c=call: self._prepared(c)) for call in calls]
         good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
@@ -137,7 +137,7 @@ class SharedPasses:
             with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
                 output = trainer.forward_backward(batch, loss, return_logprobs=True)
         finally:
-            trainer.zero_grad()  # forget the call: its gradients are the states'
+            trainer.zero_grad()  # the gradients belong to the states, not to the policy
         logprobs = iter(output.logprobs)
         results = []
         for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
@@ -152,13 +152,13 @@ class SharedPasses:
     def _adapters_of(
         self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
     ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
-        """Yield the batch of all samples, for a forward with each sample's model's adapters; and a list
-        that gets the models' gradients at the end."""
+        """Yield (batch of all samples, list). Inside, each row uses the adapters of its model. If
+        `trains`, the list holds each model's gradients after the context."""
         adapters, runner = self._adapters, self._client._trainer.engine.runner
         samples = [sample for _, own in prepared for sample in own]
         models = [i for i, (_, own) in enumerate(prepared) for _ in own]
         batch = self._client._batcher.batch(samples, models)
-        batch = replace(batch, num_measured_tokens=1)  # metrics stay sums; see `of_model`
+        batch = replace(batch, num_measured_tokens=1)  # keeps metrics as sums; see `of_model`
         runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
         try:
             with adapters.adapters([state.weights for state in states], trains) as gradients:

@@ -1,7 +1,7 @@
-"""States of models with adapters that train beside one base, and where they wait for their turn.
+"""States of several LoRA models that share one base model, and where they are stored between turns.
 
-A state is this rank's part of a model's adapters, gradients and optimizer state. The models that were
-used last stay on the device; the others go to host memory, and from there to files.
+A state is this rank's shard of a model's adapters, gradients and optimizer state. States of recently
+used models stay on the device; older states move to host memory, and then to files.
 """
 
 import os
@@ -27,9 +27,9 @@ _DEVICE, _HOST, _FILE = range(3)
 
 @dataclass
 class TrainingState:
-    """The part of a policy that training changes, and the state of its step.
+    """The trained weights of a policy, their optimizer state, and the state of the current step.
 
-    weights, gradients: this rank's parts, by name. optimizers: the `state` of each.
+    weights, gradients: name -> this rank's shard. optimizers: the `state` of each optimizer.
     """
 
     weights: dict[str, Tensor]
@@ -39,7 +39,7 @@ class TrainingState:
     failure: Exception | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield this rank's part of each tensor, sharing its memory; always in the same order."""
+        """Yield this rank's shard of each tensor, sharing its memory; always in the same order."""
         yield from self.weights.values()
         yield from (local_tensor(grad) for grad in self.gradients.values() if grad is not None)
         for optimizer in self.optimizers:
@@ -48,7 +48,7 @@ class TrainingState:
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """Add those of one more call of `forward_backward`."""
+        """Add the gradients of one more `forward_backward` call."""
         for name, new in gradients.items():
             old = self.gradients[name]
             self.gradients[name] = new if old is None else old.add_(new)
@@ -56,7 +56,7 @@ class TrainingState:
         self.step = denominator, num_accumulated + 1, passes
 
     def own_memory(self) -> None:
-        """Give each gradient memory of its own; those of one pass over several models share it."""
+        """Copy each gradient to separate memory; gradients of a shared pass are views of one buffer."""
         for name, grad in self.gradients.items():
             self.gradients[name] = None if grad is None else grad.clone()
 
@@ -65,8 +65,8 @@ class TrainingState:
 class Limits:
     """Limits of the models with adapters that a server trains.
 
-    n_models: in all. n_device, n_host: states on an accelerator, and in host memory beside them.
-    full: the error of a client for whose model there is no place.
+    n_models: number of models. n_device, n_host: number of states on the device and in host memory.
+    full: the error message for a client whose model does not fit.
     """
 
     n_models: int
@@ -76,7 +76,7 @@ class Limits:
 
     @classmethod
     def from_config(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
-        """state_bytes: of the largest state of a rank, with gradients and optimizer."""
+        """state_bytes: the largest size over ranks of a state, with gradients and optimizer state."""
         mibs = serve.max_device_mib, serve.max_host_mib, serve.max_file_mib
         n_device, n_host, n_file = (mib * 2**20 // max(state_bytes, 1) for mib in mibs)
         if device.type == "cpu":
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass
 class _Waiting:
-    """A state; `host` has its tensors' values if they are in host memory."""
+    """A state. host: copies of its tensors, if the state is in host memory."""
 
     state: TrainingState
     where: int = _DEVICE
@@ -103,15 +103,15 @@ class _Waiting:
 
 
 class WaitingStates:
-    """States by model. Every rank makes the same calls, and so moves the same states.
+    """States by model. Every rank makes the same calls, so all ranks move the same states.
 
-    folder: for files, which `close` and a new start remove.
+    folder: holds the states in files; `close` and the constructor remove these files.
     """
 
     def __init__(self, limits: Limits, folder: str):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._limits, self._folder = limits, os.path.join(folder, f"rank-{rank}")
-        self._all: dict[str, _Waiting] = {}  # the one used last is at the end
+        self._all: dict[str, _Waiting] = {}  # most recently used last
         self.close()
 
     def __contains__(self, model: str) -> bool:
@@ -128,7 +128,7 @@ class WaitingStates:
         return state
 
     def get(self, models: list[str]) -> list[TrainingState]:
-        """Return states, on the device until the next call that adds or gets others."""
+        """Return states; they stay on the device until the next `add`, `pop` or `get`."""
         for model in models:
             waiting = self._all.pop(model)
             try:
@@ -149,7 +149,7 @@ class WaitingStates:
         return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
 
     def _move_oldest(self, keeps: int = 1) -> None:
-        """Move states off the device, and off the host, to keep the limits; the last `keeps` stay."""
+        """Move states to host memory or files to keep the limits; the newest `keeps` don't move."""
         n_device = max(self._limits.n_device, keeps)
         newest_first = list(reversed(self._all.items()))
         for number, (model, waiting) in enumerate(newest_first[n_device:], start=n_device):
@@ -167,17 +167,17 @@ class WaitingStates:
             if where == _FILE:
                 os.makedirs(self._folder, exist_ok=True)
                 save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
-        except OSError as error:  # the other ranks may have saved theirs, and go on
+        except OSError as error:  # the other ranks may have saved their shards and continue
             logger.warning("the state of model %s stays in memory: %s", model, error)
             where = _HOST
         if where == _HOST:
             waiting.host = [x.to("cpu", copy=True) for x in held]
         for tensor in tensors:
-            # Frees the memory, while all that refer to the tensor keep it.
+            # Frees the memory, but keeps the tensor object that other objects refer to.
             tensor.untyped_storage().resize_(0)
 
     def _bring_back(self, model: str, waiting: _Waiting) -> None:
-        """Collective if the state is in files: a rank that cannot read its file fails all ranks."""
+        """Move a state to the device. Collective for files: all ranks raise if one cannot read."""
 
         def read() -> None:
             tensors, held = list(waiting.state.tensors()), waiting.host

@@ -1,4 +1,4 @@
-"""Arguments and results of the clients, under Tinker's names."""
+"""Arguments and results of the clients, with Tinker's names."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 class ClientFuture(Future[_T]):
     """The future of a call, which can also be awaited.
 
-    The future of a client has the client's methods, which wait for it.
+    Attributes of the result are available on the future; reading one waits for the result.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -40,10 +40,10 @@ class ClientFuture(Future[_T]):
 
 
 class AsyncNames:
-    """Adds a coroutine `x_async` for each method `x` of a class, as the tinker client has them.
+    """Adds a coroutine `x_async` for each method `x` of a class, like the tinker client.
 
-    It returns the future of `x`, so that a program can make further calls before it awaits the
-    result; or the result, if `x` samples or makes a client. A `with` block closes the client.
+    The coroutine returns the future of `x`, so a program can make further calls before it awaits the
+    result. If `x` samples or creates a client, it returns the result. `with` closes the client.
     """
 
     close: Callable[..., Any]
@@ -110,7 +110,7 @@ class ModelInput:
         return cls(())
 
     def append(self, chunk: EncodedTextChunk) -> "ModelInput":
-        """Return the input with the chunk's tokens at its end."""
+        """Return the input with the chunk's tokens appended."""
         return ModelInput((*self.tokens, *chunk.tokens))
 
     def append_int(self, token: int) -> "ModelInput":
@@ -130,12 +130,12 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to learn from: n input tokens, and the loss's inputs for each of them.
+    """One training sequence: n input tokens, and the loss's inputs for each token.
 
-    loss_fn_inputs: name -> tensor [n] or list of n entries: `target_tokens`, the token to predict
-        after each input token; `logprobs` and `advantages` for policy losses, both 0 for targets of
-        the prompt; optionally `weights` of the targets, and `mask`, 0 for targets that the loss
-        leaves out.
+    loss_fn_inputs: name -> tensor [n] or list of n numbers. `target_tokens`: the token to predict
+        after each input token. `logprobs` and `advantages`: for policy losses, both 0 for targets in
+        the prompt. Optional: `weights` of the targets, and `mask`, 0 for targets that the loss
+        ignores.
     """
 
     model_input: ModelInput
@@ -144,7 +144,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """Settings of one optimizer step. grad_clip_norm: 0 does not clip."""
+    """Settings of one optimizer step. grad_clip_norm: 0 turns clipping off."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -156,11 +156,11 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of a draw. top_k: -1 keeps all tokens.
+    """Settings of sampling. top_k: -1 keeps all tokens.
 
-    max_tokens: None lets a completion fill the row that its prompt begins.
+    max_tokens: None limits prompt and completion together to one row.
     stop: token ids, or strings in the completion's text, that end a completion. The tokenizer's
-        end-of-text token ends it, too, unless `stop` is an empty list.
+        end-of-text token also ends a completion, unless `stop` is an empty list.
     """
 
     max_tokens: int | None = None
@@ -172,8 +172,8 @@ class SamplingParams:
 
     @classmethod
     def from_attributes(cls, params: Any, room: int) -> "SamplingParams":
-        """Return the settings of any object with these attributes, such as the tinker package's; they
-        can be hashed. room: the number that `max_tokens` = None stands for."""
+        """Return hashable settings from any object with these attributes, such as the tinker package's
+        SamplingParams. room: the value for `max_tokens` = None."""
         values = {name: getattr(params, name) for name in cls.__dataclass_fields__}
         if values["max_tokens"] is None:
             values["max_tokens"] = room
@@ -182,7 +182,7 @@ class SamplingParams:
         return cls(**values)
 
     def to_config(self, tokenizer: BaseTokenizer | None = None) -> SamplingConfig:
-        """Raises ValueError for stops of another type, and for strings without a tokenizer."""
+        """Raises ValueError for stops of a wrong type, and for stop strings without a tokenizer."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if tokenizer is not None and tokenizer.eos_id is not None and (self.stop is None or stops):
             stops = (*stops, tokenizer.eos_id)
@@ -207,7 +207,7 @@ class SamplingParams:
 
 
 class ForwardBackwardOutput(NamedTuple):
-    """loss_fn_outputs: `{"logprobs": [n]}` of each datum's targets. metrics: `loss:sum`, ..."""
+    """loss_fn_outputs: `{"logprobs": [n]}` of targets, per datum. metrics: `loss:sum`, ..."""
 
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float]
@@ -230,9 +230,9 @@ class SampledSequence(NamedTuple):
 
 
 class SampleResponse(NamedTuple):
-    """prompt_logprobs, topk_prompt_logprobs: an entry for each token of the prompt, None for tokens that
-    were not scored, such as the first; None if they were not requested. An entry of the latter has
-    (token id, log-prob) pairs, the most probable token first.
+    """prompt_logprobs, topk_prompt_logprobs: None if not requested. Otherwise an entry per prompt token,
+    None for the first token and others that were not scored. An entry of topk_prompt_logprobs is a list
+    of (token id, log-prob), most probable token first.
     """
 
     sequences: list[SampledSequence]
@@ -247,7 +247,7 @@ class ModelData(NamedTuple):
 
 
 class GetInfoResponse(NamedTuple):
-    """lora_rank: the largest of the adapters'; None if all weights train."""
+    """lora_rank: the largest rank of the adapters; None if all weights train."""
 
     model_data: ModelData
     model_id: str

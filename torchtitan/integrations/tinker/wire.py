@@ -1,6 +1,6 @@
-"""The protobuf messages of Tinker's interface, with the names and numbers of the published client, 0.38.0.
+"""The protobuf messages of Tinker's interface, with names and field numbers of the tinker client 0.38.0.
 
-Protobuf are forward_backward requests, their results, and the results of sampling; everything else
+forward_backward requests, their results, and the results of sampling are protobuf; everything else
 is JSON.
 """
 
@@ -23,13 +23,13 @@ from torchtitan.integrations.tinker.types import (
 )
 
 _FLOAT32 = 1
-_DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType in messages -> numpy's
+_DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType number in messages -> numpy dtype
 _STOP_REASONS = {"stop": 0, "length": 1}
 _EMPTY_CELL = 0, -99999.0  # token id and log-prob
 # Limit for the fields of one request and of its Datums, which are chunks and loss inputs.
 MOST_ENTRIES = 2**18
 
-# Message -> its fields, numbered from 1; "*" repeats. The entries of maps are messages, as they are sent.
+# Message -> its fields, numbered from 1; "*" marks a repeated field. Map entries are messages, as in protobuf.
 _FIELDS = {
     "ForwardBackwardRequest": "model_id:string seq_id:int32 data:Datum* loss_fn:string "
     "loss_fn_config:Number* forward_only:bool loss_fn_config_v2:Setting*",
@@ -80,7 +80,7 @@ _MESSAGES = _message_classes()
 
 @dataclass(frozen=True)
 class ForwardBackwardRequest:
-    """A forward_backward request. problem: why its data cannot be used, or None."""
+    """A forward_backward request. problem: why the request's data cannot be used, or None."""
 
     model_id: str
     seq_id: int
@@ -92,9 +92,9 @@ class ForwardBackwardRequest:
 
 
 def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> ForwardBackwardRequest:
-    """Read a request. check_model: called with the model's id before any data are converted.
+    """Parse a request. check_model: called with the model's id before any data are converted.
 
-    Raises ValueError for bytes that are not a request; exceptions of check_model pass through.
+    Raises ValueError for bytes that are not a request, and any exception of check_model.
     """
     # Counted before they are parsed, which takes up to 20 times their bytes.
     entries = itertools.islice(_entries(memoryview(body)), MOST_ENTRIES + 1)
@@ -195,14 +195,14 @@ def write_forward_backward(output: ForwardBackwardOutput) -> bytes:
     tensor.dtype = _FLOAT32
     for name, value in output.metrics.items():
         if math.isfinite(value):
-            # The word behind the colon tells clients how to reduce a metric over several requests.
+            # The suffix tells clients how to reduce a metric over several requests.
             suffix = "" if ":" in name else ":max" if name.endswith("_max") else ":mean"
             message.metrics.add(key=name + suffix, value=value)
     return message.SerializeToString()
 
 
 def write_samples(response: SampleResponse, k: int) -> bytes:
-    """Return a SampleResponse message. None becomes NaN, or a row of empty cells of the k top tokens."""
+    """Return a SampleResponse message. None becomes NaN, or for top tokens a row of k empty cells."""
     message = _MESSAGES["SampleResponse"]()
     for sequence in response.sequences:
         message.sequences.add(

@@ -1,4 +1,4 @@
-"""Turn verl's settings into a `JobConfig`; errors name verl's fields."""
+"""Turns verl's settings into a `JobConfig`; errors name verl's fields."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-FLAVOR = "of_verl"  # the one flavor of the train spec made for a folder
+FLAVOR = "of_verl"  # the only flavor of the train spec that `job_config_of` returns
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 # Our key -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
@@ -68,11 +68,11 @@ _IGNORED = (
 class EngineConfig(TorchtitanEngineConfig):
     """verl's settings of a torchtitan engine, and a field for any key of `JobConfig`.
 
-    For `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, and
-    `actor_rollout_ref.actor.torchtitan._target_=...` in PPO.
+    Set `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, or
+    `actor_rollout_ref.actor.torchtitan._target_=...` in PPO, to use this class.
 
-    data_parallel_shard_size: -1 takes all ranks that the other sizes leave.
-    job: keys of `JobConfig`, dotted or nested, -> values, which override verl's fields.
+    data_parallel_shard_size: -1 means world size / product of the other sizes.
+    job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
     """
 
     data_parallel_shard_size: int = -1
@@ -87,10 +87,10 @@ def job_config_of(
     model_type: str,
     world_size: int,
 ) -> tuple[JobConfig, TrainSpec]:
-    """Return the job that verl's four configs describe, and the train spec of its model.
+    """Return the job that verl's four configs describe, and the train spec of the model.
 
-    engine_config: `TorchtitanEngineConfig`. optimizer_config: `TorchtitanOptimizerConfig`, or None
-        to score only. model_config: `HFModelConfig`. checkpoint_config: `CheckpointConfig` or None.
+    engine_config: `TorchtitanEngineConfig`. optimizer_config: `TorchtitanOptimizerConfig`; None for
+        forward only. model_config: `HFModelConfig`. checkpoint_config: `CheckpointConfig` or None.
     model_type: "language_model" or "value_model".
     Raises ConfigError for settings that cannot run, before anything is built.
     """
@@ -109,8 +109,8 @@ def job_config_of(
     spec = dataclasses.replace(
         get_train_spec(match.family),
         model_args={FLAVOR: match.model_args},
-        # Without the hook that balances experts: its biases would make the trainer choose other
-        # experts than a rollout with the same weights.
+        # This function adds no load-balancing hook: its expert biases would make the trainer choose
+        # other experts than a rollout with the same weights.
         build_optimizers_fn=build_optimizers,
     )
     job = JobConfig()
@@ -124,10 +124,10 @@ def job_config_of(
     job.activation_checkpoint.selective_ac_option = "op"
     for key, name in _ENGINE_FIELDS.items():
         _set(job, key, getattr(engine_config, name))
-    # The RoPE table's first length; the model extends it for longer samples.
+    # The initial length of the RoPE table; the model extends the table for longer samples.
     longest = match.model_args.max_seq_len
     job.training.seq_len = engine_config.max_seq_len or min(job.training.seq_len, longest)
-    # verl's losses are means over data-parallel ranks, multiplied by their number.
+    # verl multiplies losses by the data-parallel size and expects gradients averaged over these ranks.
     job.training.gradient_reduction = "mean"
     if optimizer_config is not None:
         _set_optimizer(job, optimizer_config)
@@ -153,7 +153,7 @@ def has_adapters(model_config: Any) -> bool:
 
 
 def _set_adapters(job: JobConfig, config: Any) -> None:
-    """Set `[lora]` from verl's fields, or from the adapters that training starts from."""
+    """Set `[lora]` from verl's fields, or from the config of the adapters in lora_adapter_path."""
     lora, path = job.lora, config.lora_adapter_path
     job.model.converters = [*job.model.converters, "lora"]
     lora.rank, lora.alpha = config.lora_rank, float(config.lora_alpha)
@@ -175,13 +175,13 @@ def _set_adapters(job: JobConfig, config: Any) -> None:
 
 
 def in_verls_words(message: str) -> str:
-    """Replace our keys in a message by verl's fields."""
+    """Replace our config keys in a message by verl's field names."""
     for key, name in _LORA_FIELDS.items():
         message = message.replace(key, name)
     for table, section in ((_ENGINE_FIELDS, "engine"), (_OPTIM_FIELDS, "optim")):
         for key, name in table.items():
             message = message.replace(key, f"{section}.{name}")
-            # Our messages may name further keys of a section without the section.
+            # Our messages may name a further key without its section.
             if key.startswith("parallelism."):
                 message = re.sub(rf"\b{key.split('.')[1]}\b", name, message)
     return message
@@ -222,7 +222,7 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
     schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # without a total, the start of a decay is unknown
+        schedule.decay_ratio = 0.0  # without a total, the step at which decay starts is unknown
     job.training.steps = schedule.total_steps
 
 
@@ -280,7 +280,7 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
 
 
 def choice_problems(config: Any) -> Iterator[str]:
-    """Problems of the fields of a `TorchtitanEngineConfig` that take one of several words."""
+    """Yield problems of the fields of a `TorchtitanEngineConfig` that allow only certain words."""
     if config.attn_type not in ("flex", "varlen"):
         yield (
             f"engine.attn_type must be 'flex' or 'varlen', got {config.attn_type!r}, whose kernel "

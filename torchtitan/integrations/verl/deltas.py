@@ -1,7 +1,7 @@
-"""Find the weights that changed since rollouts got them, without gathering any of them.
+"""Finds the weight elements that changed since the last send to rollouts, without gathering weights.
 
-For verl's checkpoint engine `delta_sharded`. Each rank compares its blocks of weights with copies in
-host memory. If several ranks hold the same block, the first of them reports it.
+For verl's checkpoint engine `delta_sharded`. Each rank compares its shards (blocks) of weights with
+copies in host memory. If several ranks hold the same block, the first of these ranks reports it.
 """
 
 import math
@@ -19,11 +19,11 @@ from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.engine import TrainingEngine
 
 Block = tuple[str, tuple[int, ...]]
-"""(a weight's Hugging Face name, index of a block's first element in each dimension)"""
+"""(a weight's Hugging Face name, the block's offsets in each dimension)"""
 
 Entry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor, dist.ProcessGroup]
-"""([(name, shape)], name of the dtype, number of changes [1], their positions [n] in the flat weight
-as int32, their values [n], the ranks that share the weight)"""
+"""([(name, shape)], name of the dtype, number of changes n as a tensor [1], flat indices of the changed
+elements as int32 [n], their new values [n], the process group of the ranks that share the weight)"""
 
 
 class _Weight(NamedTuple):
@@ -34,8 +34,8 @@ class _Weight(NamedTuple):
 class WeightDeltas:
     """Iterates over the changes of all weights since the last iteration, or since `prime`.
 
-    All ranks construct, prime and iterate together. dtype: of the weights in rollouts.
-    Raises ValueError for a weight whose positions don't fit in 32 bits.
+    Collective: all ranks construct, prime and iterate together. dtype: of the weights in rollouts.
+    Raises ValueError for a weight whose flat indices don't fit in 32 bits.
     """
 
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype):
@@ -63,14 +63,14 @@ class WeightDeltas:
         return iter(self._engine.iter_hf_weights(dtype=self._dtype, sharded=True))
 
     def prime(self) -> None:
-        """Copy the current weights, which rollouts have just got."""
+        """Copy the current weights, which rollouts have just received."""
         for name, shard in self._shards():
             block = name, tuple(shard.offsets)
             if block in self._own:
                 self._sent[block] = shard.tensor.detach().flatten().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield one entry per weight, in the same order on every rank, and note them as sent."""
+        """Yield one entry per weight, in the same order on every rank, and record them as sent."""
         device = self._engine.device
         positions: dict[str, list[Tensor]] = {name: [] for name in self._weights}
         values: dict[str, list[Tensor]] = {name: [] for name in self._weights}

@@ -1,6 +1,6 @@
 """A `TrainingEngine` behind verl's interface, for language models and critics.
 
-S: samples of a microbatch, N: their tokens together, V: vocabulary entries.
+S samples in a microbatch, N tokens of all samples together, V vocabulary entries.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ from torchtitan.step.runner import Head
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-# Folders inside verl's folder of a step.
+# Subfolders of the folder that verl gives for a step's checkpoint.
 CHECKPOINT_FOLDER, HF_FOLDER, PEFT_FOLDER = "torchtitan", "huggingface", "lora_adapter"
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class VerlEngine(BaseEngine):
-    """The common part of the engines for language models and critics; each rank has an engine.
+    """Base class of the engines for language models and critics; each rank has one engine.
 
-    engine: the `TrainingEngine`; exists after `initialize()`. layout: this rank's place in the job.
-    Raises ConfigError, with verl's names of fields, for settings that cannot run.
+    engine: the `TrainingEngine`; exists after `initialize()`. layout: this rank's place in the mesh.
+    Raises ConfigError, with verl's field names, for settings that cannot run.
     """
 
     model_type: str
@@ -75,7 +75,7 @@ class VerlEngine(BaseEngine):
     # ---- building ----
 
     def initialize(self) -> None:
-        """Build the model and load `model_config.local_path`; a second call starts over."""
+        """Build the model and load `model_config.local_path`. A second call builds a new engine."""
         if hasattr(self, "engine"):
             self.engine.close()
             del self.engine
@@ -99,7 +99,7 @@ class VerlEngine(BaseEngine):
     def _job(self) -> tuple[JobConfig, TrainSpec]:
         """Return (job config, train spec) of verl's current settings.
 
-        verl sets the number of steps after it has constructed the engine, so call this again
+        verl sets the number of steps after it has constructed this object, so call `_job` again
         before building.
         """
         return job_config_of(
@@ -153,15 +153,15 @@ class VerlEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run the microbatches of a batch, and add their gradients to the existing ones.
+        """Run the microbatches of a batch, and add their gradients to the existing gradients.
 
         Returns {"model_output": jagged tensors [samples, tokens], "loss": one per microbatch,
-        "metrics": lists}; all are empty on ranks without the last pipeline stage.
+        "metrics": lists}; these are empty on ranks without the last pipeline stage.
         """
         samples.check(data, forward_only)
         replays = self.engine_config.router_replay.mode == "R3"
         samples.check_experts(data, replays)
-        # Entries that the engine has to set for verl's splitting into microbatches and its losses.
+        # verl's split into microbatches and verl's losses read these entries of the batch.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():
             mask = data["loss_mask"]
@@ -207,11 +207,11 @@ class VerlEngine(BaseEngine):
         return self.engine.forward_step(rows, head=self._head(data))
 
     def _head(self, data: TensorDict) -> Head | None:
-        """The head that replaces the output projection, or None for the model's own outputs."""
+        """Return the head that replaces the output projection; None for the model's own outputs."""
         raise NotImplementedError
 
     def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
-        """The outputs as jagged tensors [S, j] under verl's names."""
+        """Return verl's output name -> jagged tensor [S, j]."""
         raise NotImplementedError
 
     # ---- the optimizer ----
@@ -226,15 +226,15 @@ class VerlEngine(BaseEngine):
             self.engine.optimizers.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip and step; returns the norm of all gradients before clipping.
+        """Clip the gradients and update the weights; return the gradient norm before clipping.
 
-        A step with a norm that is not finite is skipped; more than ten such steps in a row raise
+        A step with a non-finite norm is skipped. More than ten skipped steps in a row raise
         FloatingPointError.
         """
         return self.engine.optim_step(advance_schedule=False).grad_norm.item()
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; returns the learning rate of the next step."""
+        """Advance the schedule; return the learning rate of the next step."""
         self.engine.lr_schedulers.step()
         return self.engine.lr
 
@@ -251,7 +251,7 @@ class VerlEngine(BaseEngine):
         """Save the parts in `checkpoint.save_contents` below `local_path`. Collective.
 
         With LoRA, "model" saves only the adapters, also in PEFT's format, and "hf_model" the merged model.
-        max_ckpt_to_keep: afterwards, remove the oldest checkpoints of this run beyond this number.
+        max_ckpt_to_keep: afterwards remove this run's oldest checkpoints until this number is left.
         """
         if hdfs_path is not None:
             warn_once(logger, f"checkpoints are not copied to {hdfs_path} by torchtitan's engine")
@@ -289,7 +289,7 @@ class VerlEngine(BaseEngine):
         del_local_after_load: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Load the parts in `checkpoint.load_contents`, in any layout. Collective; deletes nothing."""
+        """Load the parts in `checkpoint.load_contents`, saved by any layout. Collective; deletes nothing."""
         if local_path is None:
             return
         contents = self._contents("load")
@@ -317,7 +317,7 @@ class VerlEngine(BaseEngine):
         return has_adapters(self.model_config)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes without its adapters, as a reference does."""
+        """Return a context in which the model computes without its adapters, as reference model."""
         return self.engine.adapters_off() if self.has_adapters else contextlib.nullcontext()
 
     # ---- weights for a rollout ----
@@ -325,12 +325,12 @@ class VerlEngine(BaseEngine):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return (iterator of (Hugging Face name, whole tensor), None for no adapter).
+        """Return (iterator of (Hugging Face name, unsharded tensor), None for no adapter config).
 
         Every rank has to exhaust the iterator. Weights are cast to `engine.dtype`, except buffers
-        and routers. Adapters are merged into them.
+        and routers. Adapters are merged into the weights.
         Raises ValueError for a model with adapters unless `model.lora.merge` is set, because rollouts
-        would expect the adapters by themselves.
+        would expect separate adapters.
         """
         if self.has_adapters and not self.model_config.lora.get("merge", False):
             raise ValueError(
@@ -342,18 +342,18 @@ class VerlEngine(BaseEngine):
         return iter(self.engine.iter_hf_weights(dtype=dtype)), None
 
     def prime_delta_snapshots(self) -> None:
-        """Let deltas begin at the current weights, which rollouts have just got. Collective."""
+        """Record the current weights, which rollouts have just received, for deltas. Collective."""
         self._deltas = WeightDeltas(self.engine, TORCH_DTYPE_MAP[self.engine_config.dtype])
         self._deltas.prime()
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Return (changes since the last call as in `WeightDeltas`, None for no adapter)."""
+        """Return (iterator over changes since the last call, see `WeightDeltas`; None)."""
         return iter(self._deltas), None
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Refused: a rank may hold several blocks of a weight, which verl's format cannot express.
+        """Raises NotImplementedError: verl's format has one block per weight, a rank may hold several.
 
-        verl 0.9.1 calls this only for its own engines.
+        verl 0.9.1 calls this method only for its own engines.
         """
         raise NotImplementedError(
             "torchtitan's engine gives rollouts whole weights or their changes, not shards; call "
@@ -370,7 +370,7 @@ def _errors_in_verls_words() -> Iterator[None]:
 
 
 class EngineMode(BaseEngineCtx):
-    """A block of training or evaluation, during which offloaded states are on the device."""
+    """A context for training or evaluation, in which offloaded states are on the device."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -385,7 +385,7 @@ class EngineMode(BaseEngineCtx):
 
 
 class LanguageModelEngine(VerlEngine):
-    """Computes log-probabilities of each next token, and entropies if the batch asks for them."""
+    """Computes the log-probability of each next token, and entropies if the batch requests them."""
 
     model_type = "language_model"
 
@@ -406,7 +406,7 @@ class LanguageModelEngine(VerlEngine):
         head = self._head(data)
 
         def from_logits(logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
-            """Return (the head's output, sum of squared probabilities [1, N]) for [1, N, V]."""
+            """logits [1, N, V] -> (the head's output, sum of squared probabilities [1, N])."""
             temperature = row.get(samples.TEMPERATURE)
             divisor = head.temperature if temperature is None else temperature[..., None]
             logits = logits.float() / divisor
@@ -432,7 +432,7 @@ class LanguageModelEngine(VerlEngine):
 
 
 class ValueModelEngine(VerlEngine):
-    """A critic: computes the value before each next token."""
+    """A critic: computes a value at each token."""
 
     model_type = "value_model"
 

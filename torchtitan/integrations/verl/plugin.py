@@ -1,8 +1,8 @@
 """The entry point that verl imports in every process, at the end of `import verl`.
 
-verl imports entry points of the group `verl.plugins` and calls nothing in them, so this module acts on
-import. Engines are registered when verl's own engines are imported: that takes seconds, which many of
-verl's processes don't spend.
+verl imports entry points of the group `verl.plugins` and calls no function in them, so this module acts
+on import. It registers engines only when verl's own engines are imported, because importing engines
+takes seconds, and many of verl's processes need none.
 """
 
 import importlib.abc
@@ -17,8 +17,8 @@ from torchtitan.tools.logging import logger
 
 
 def register_engines(workers_engine: ModuleType) -> None:
-    """Make our engines verl's "torchtitan" backend, on CPU and CUDA."""
-    # Imported here because it needs `workers_engine`, which has just been loaded.
+    """Register our engines as verl's "torchtitan" backend, on CPU and CUDA."""
+    # Imported here because `engine` needs `workers_engine`, which has just been imported.
     from torchtitan.integrations.verl.engine import LanguageModelEngine, ValueModelEngine
 
     for engine in (LanguageModelEngine, ValueModelEngine):
@@ -27,7 +27,7 @@ def register_engines(workers_engine: ModuleType) -> None:
 
 
 def explain_wrong_choices(workers_config: ModuleType) -> None:
-    """Raise ConfigError with a remedy where verl's engine config only asserts."""
+    """Make verl's engine config raise ConfigError with a remedy instead of AssertionError."""
     config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
     if config_cls is None:
         return  # a verl without a torchtitan engine
@@ -37,7 +37,7 @@ def explain_wrong_choices(workers_config: ModuleType) -> None:
         try:
             check(self)
         except AssertionError:
-            # Slow to import, and needed only for a mistake.
+            # Imported here, because the import is slow and needed only after a mistake.
             from torchtitan.config.checks.common import refuse
             from torchtitan.integrations.verl.config import choice_problems
 
@@ -51,7 +51,7 @@ _actions: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with a module of verl: now if it is imported already, else right after its import."""
+    """Call `act` with the module `name`: now if it is imported already, else after its import."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -59,7 +59,7 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls the actions. verl has no hook there, so the loader's `exec_module` is wrapped."""
+    """Calls the actions. verl has no hook after an import, so this wraps the loader's `exec_module`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -72,7 +72,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def execute_and_act(module: ModuleType) -> None:
             with warnings.catch_warnings():
-                # verl warns that its own engine needs another torchtitan. Ours replaces it.
+                # verl warns that its own torchtitan engine is unavailable; our engine replaces it.
                 warnings.filterwarnings("ignore", "torchtitan engine is not available")
                 execute(module)
             act(module)

@@ -1,7 +1,7 @@
-"""Pack verl's samples into rows, and unpack the model's outputs into samples.
+"""Packs verl's samples into rows, and unpacks the model's outputs into samples.
 
 A microbatch of verl is a TensorDict with jagged tensors [S, j]: S samples of different lengths, with
-N tokens together. A packed row [1, N] holds them as S documents.
+N tokens together. A packed row [1, N] holds the samples as S documents.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from torchtitan.batch.documents import IGNORE_INDEX
 
 TEMPERATURE = "temperature"
 
-# Switches of verl that are refused -> the feature that they turn on.
+# Settings of verl that are refused -> the feature that the setting turns on.
 _REFUSED = {
     "distillation_use_topk": "distillation from a teacher's top-k",
     "distillation_only": "distillation without log-probabilities",
 }
-# Available for scoring; verl never sets it in training.
+# Supported in forward-only batches; verl never sets it in training.
 _REFUSED_IN_TRAINING = {"calculate_sum_pi_squared": "sum of squared probabilities in training"}
 
 
@@ -32,7 +32,7 @@ def setting(data: TensorDict, key: str, default: Any) -> Any:
 
 
 def check(data: TensorDict, forward_only: bool) -> None:
-    """Raise ValueError for a batch that needs a feature that the engine lacks."""
+    """Raise ValueError for a batch that needs a feature that our engine lacks."""
     for key, feature in (_REFUSED if forward_only else _REFUSED | _REFUSED_IN_TRAINING).items():
         if setting(data, key, False):
             raise ValueError(f"torchtitan's engine has no {feature}, got {key} = True; turn it off")
@@ -62,8 +62,8 @@ def check(data: TensorDict, forward_only: bool) -> None:
 
 
 def check_experts(data: TensorDict, replays: bool) -> None:
-    """Raise ValueError if experts are to be replayed and the batch has none, or if its caller wants
-    them replayed and the engine's config does not."""
+    """Raise ValueError if the engine replays routing and the batch has no routed_experts, or if the
+    batch requests routing replay and the engine's config does not."""
     if replays and "routed_experts" not in data.keys():
         raise ValueError(
             "engine.router_replay.mode = 'R3' needs routed_experts in each batch, got "
@@ -77,10 +77,10 @@ def check_experts(data: TensorDict, replays: bool) -> None:
 
 
 def _experts(recorded: Tensor) -> Tensor:
-    """Return experts [N, L, k] with -1 for tokens that the rollout did not record.
+    """Return expert indices [N, L, k] with -1 for tokens that the rollout did not record.
 
-    verl fills their entries with zeros, so the same expert stands there k times. If k is 1, they
-    count as expert 0: they come after all tokens in the loss.
+    verl fills these tokens' entries with zeros, that is k times the same expert. With k = 1 they stay
+    expert 0, which is harmless: these tokens come after all tokens in the loss.
     """
     repeats = (recorded.sort(dim=-1).values.diff(dim=-1) == 0).any(dim=-1, keepdim=True)
     return recorded.masked_fill(repeats, -1)
@@ -89,8 +89,8 @@ def _experts(recorded: Tensor) -> Tensor:
 def pack(microbatch: TensorDict, index: int, replays: bool = False) -> Batch:
     """Return one row of all samples, with labels [1, N]; a sample's last token has no label.
 
-    index: the microbatch's number, kept as an entry of the row. replays: the row has the experts of
-        the batch's `routed_experts`, jagged [S, j, L, k].
+    index: the microbatch's index, stored in the row. replays: store the recorded experts from the
+        microbatch's `routed_experts`, jagged [S, j, L, k], in the row.
     """
     input_ids = microbatch["input_ids"]
     tokens, offsets = input_ids.values(), input_ids.offsets()
@@ -116,7 +116,7 @@ def pack(microbatch: TensorDict, index: int, replays: bool = False) -> Batch:
 
 
 def unpack(values: Tensor, microbatch: TensorDict) -> Tensor:
-    """Return values [1, N] as a jagged tensor [S, j]; entries behind the first N are padding."""
+    """Convert values [1, >= N] to a jagged tensor [S, j]; entries after the first N are padding."""
     offsets = microbatch["input_ids"].offsets().to(values.device)
     n_tokens = microbatch["input_ids"].values().shape[0]
     return torch.nested.nested_tensor_from_jagged(values[0, :n_tokens], offsets)

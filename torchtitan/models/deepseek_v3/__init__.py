@@ -45,7 +45,7 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
     q_lora_rank, kv_lora_rank: sizes of the latents that queries (0: no latent), keys and values are
         projected from.
     qk_nope_head_dim, qk_rope_head_dim: parts of a query and key head without and with RoPE.
-    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: of `YaRNArgs`.
+    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: as in `YaRNArgs`.
     mscale: `yarn_mscale`'s argument, Hugging Face's `mscale_all_dim`.
     """
 
@@ -180,7 +180,7 @@ _MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
-    """Renames; RoPE pairs are neighbours here and in HF.
+    """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
 
     V2's files have no correction bias for the router. Layers for multi-token prediction, which our
     model doesn't have, are left out on reading; they are recognised by their `eh_proj`.

@@ -35,10 +35,10 @@ class GptOssModelArgs(MoEDecoderArgs):
     """gpt-oss (arXiv:2508.10925).
 
     max_batch_size, dtype: not read, accepted for compatibility.
-    moe_inter_dim: hidden size of one expert. swiglu_limit: the limit of its activations.
+    moe_inter_dim: hidden size of one expert. swiglu_limit: the bound in `swiglu`.
     sliding_window_size: number of tokens that a token of an even layer sees, itself included.
-    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: of `YaRNArgs`, which calls the
-        last two beta_fast and beta_slow.
+    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: as in `YaRNArgs`, where the
+        last two are beta_fast and beta_slow.
     """
 
     max_batch_size: int = 8
@@ -66,7 +66,7 @@ class GptOssModelArgs(MoEDecoderArgs):
 def swiglu(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """gate * sigmoid(alpha * gate) * (linear + 1); x: [..., 2 H] -> [..., H].
 
-    The gate (even columns) is cut off above `limit`, the linear part (odd columns) at +-limit.
+    The gate (even columns) is clamped to at most limit, the linear part (odd columns) to [-limit, limit].
     """
     gate = x[..., ::2].clamp(max=limit)
     linear = x[..., 1::2].clamp(min=-limit, max=limit)
@@ -139,7 +139,7 @@ def precompute_rope_cache(
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
 
-    YaRN stretches it, with a blend that need not begin at whole pairs, and scales its magnitude.
+    YaRN stretches the table, without rounding the blend's bounds to whole pairs, and scales its magnitude.
     """
     yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
     return rope.precompute_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
@@ -166,14 +166,14 @@ class Attention(decoder.Attention):
             apply_rope=apply_rotary_emb,
             mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
         )
-        # Again here, because varlen's metadata holds no window.
+        # Kept here, too, because varlen's metadata holds no window.
         self.window = model_args.sliding_window_size if use_sliding_attention else None
         self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
         """See `decoder.Attention.attend`."""
         out, lse = attend(self.inner_attention, q, k, v, mask, window=self.window, return_lse=True)
-        # The softmax's share without the sink: exp(lse) / (exp(lse) + exp(sink)).
+        # The keys' share of the softmax with the sink: exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(lse - local_parameter(self.sinks).float())
         return (out * share.unsqueeze(-1)).to(out.dtype)
 

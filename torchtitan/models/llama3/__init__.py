@@ -23,9 +23,9 @@ class TransformerModelArgs(DecoderArgs):
     """Llama 3. The last five fields are for other checkpoints of Llama's shape.
 
     n_kv_heads: None means n_heads.
-    multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times the
-        multiplier if there is one, rounded up to this multiple.
-    hidden_dim: the feed-forward's hidden size, in place of that rule.
+    multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times
+        ffn_dim_multiplier if given, rounded up to a multiple of multiple_of.
+    hidden_dim: the feed-forward's hidden size, in place of this formula.
     head_dim: None means dim / n_heads.
     attention_bias: wq, wk, wv and wo have biases; mlp_bias: w1, w2 and w3 have biases.
     rope_scaling_args: None for Llama 2 and 3.0, whose frequencies are not stretched.

@@ -33,7 +33,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 @dataclass
 class RoPEScalingArgs(rope.RoPEScalingArgs):
-    """Llama 4 Scout's: slow frequencies are stretched 16 times, without a blend."""
+    """Llama 4 Scout's scaling: low frequencies are divided by 16, without a blend."""
 
     scaling_factor: float = 16.0
     high_freq_factor: float = 1.0
@@ -43,13 +43,13 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: layers n - 1, 2 n - 1, ... (counted from 0) have no RoPE, and a token sees
-        its whole document; None: no such layers.
-    fixed_attn_block_size: in the other layers a token sees only its chunk of this many tokens.
-        The first chunk begins with the document.
+    every_n_layers_nope: in layers n - 1, 2 n - 1, ... (counted from 0) there is no RoPE, and a token
+        attends to its whole document; None: all layers have RoPE.
+    fixed_attn_block_size: in layers with RoPE a token attends only to its chunk of this many tokens.
+        A document's first chunk begins with the document.
     interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
-    auto_scale_hidden_dim: the experts of a token together are as wide as one feed-forward.
-    moe_inter_dim: the hidden size of an expert, in place of that rule.
+    auto_scale_hidden_dim: a token's experts together are as wide as one dense feed-forward.
+    moe_inter_dim: the hidden size of an expert; auto_scale_hidden_dim is then ignored.
     use_qk_norm: RMS-normalise each head of queries and keys after RoPE, without weights.
     attn_temperature_tuning: in layers without RoPE, multiply the query at position p by
         1 + attn_scale * log(1 + floor((p + 1) / floor_scale)) (arXiv:2501.19399).
@@ -123,7 +123,7 @@ class Transformer(llama3.Transformer):
         super().__init__(model_args)
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:
-        # Without a mask of chunks, which only a dict has, sdpa needs rows that fit into one chunk.
+        # Only a dict of masks has a mask of chunks. Without it sdpa needs rows that fit into one chunk.
         if not isinstance(attention_masks, dict):
             self.model_args.check_chunks(row_len)
 
@@ -185,12 +185,12 @@ _TEXT_MODEL = "language_model."  # in front of names in multimodal files
 
 
 class Llama4StateDictAdapter(KeyMapAdapter):
-    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours here and in HF.
+    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
 
     Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
     which begin with `language_model.`. Writes the multimodal names if the index file under
-    `hf_assets_path` has them, in an export only if it has the weights for images, too. Those are
-    left out on reading.
+    `hf_assets_path` has them; an export does so only if it also has the weights for images. Reading
+    leaves out the weights for images.
     """
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")
@@ -216,7 +216,7 @@ class Llama4StateDictAdapter(KeyMapAdapter):
 
     def _prefer(self, multimodal_names: bool) -> None:
         multimodal = {_TEXT_MODEL + hf: entry for hf, entry in self._text.items()}
-        # If several names stand for one of our tensors, the first is written.
+        # If several Hugging Face names stand for one of our tensors, the first name is written.
         self.from_hf_map = multimodal | self._text if multimodal_names else self._text | multimodal
 
     def for_export(self, has_untrained_parts: bool) -> "Llama4StateDictAdapter":

@@ -44,16 +44,16 @@ class StackedExperts(nn.Module):
         raise NotImplementedError
 
     def groups(self, selected: Tensor) -> tuple[Tensor, int]:
-        """Return the groups [T, k] that compute the choices of experts [T, k], and how many there are.
+        """Return the group of each (token, expert) pair of `selected` [T, k], and the number of groups.
 
-        An expert has one group, or in a subclass several, one after the other.
+        An expert has one group; in a subclass it may have several consecutive groups.
         """
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], sorted by group; num_tokens_per_expert: of each group, [E * n] int. Returns [N, D].
+        """x: [N, D], sorted by group; num_tokens_per_expert: rows per group, [E * n] int. Returns [N, D].
 
-        An expert has n groups. Under expert parallelism E is this rank's number of experts, and the
+        Each expert has n groups. Under expert parallelism E is the number of this rank's experts, and
         groups are padded.
         """
         parameters = self.local_parameters()
@@ -128,7 +128,7 @@ def _looped_linear(
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """As `run_for_loop`, by one kernel per matrix, without a wait, in the parameters' dtype.
+    """As `run_for_loop`, with one kernel per weight for all experts and no wait, in the weights' dtype.
 
     Rows past the sum of the counts are undefined.
     """
@@ -266,8 +266,8 @@ class TokenChoiceTopKRouter(nn.Module):
         """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
 
         x: [T, D]. expert_bias: [E], added to the scores only for choosing experts.
-        replayed: experts [T, k] to take in place of the best; -1 for tokens without. Their scores,
-            and so the router's gradient, are those of this router.
+        replayed: experts [T, k] to take in place of the best; -1 lets the router choose. The scores,
+            and so the router's gradient, come from this router in any case.
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
@@ -326,7 +326,7 @@ def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
 
 
 class TokenReorderer(nn.Module):
-    """Sorts (token, expert) pairs by expert, or by their groups."""
+    """Sorts (token, expert) pairs by expert, or by the experts' groups."""
 
     def __init__(self, num_experts: int, top_k: int):
         super().__init__()
@@ -342,8 +342,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: of the second
-        input, if it has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number
+        of groups, if the second input has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)

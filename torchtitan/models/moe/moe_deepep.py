@@ -1,4 +1,4 @@
-"""The reference's path of a mixture of experts with DeepEP's kernels, which are not available."""
+"""torchtitan 0.2.x's path of experts with DeepEP's kernels, which are not available."""
 
 from torchtitan.distributed.deepep import dispatch_tokens
 from torchtitan.models.moe.moe import MoE

@@ -1,5 +1,5 @@
 """Regrouping tokens by expert, each group padded to a size that the grouped kernels take."""
-# ruff: noqa: F401 (names of the reference)
+# ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from collections.abc import Callable
 from typing import Any
