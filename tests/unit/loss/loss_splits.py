@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtitan.loss.aggregation import aggregation_weights, weighted_cross_entropy, weighted_sum
+from torchtitan.loss.aggregation import (
+    aggregation_weights,
+    weighted_cross_entropy,
+    weighted_sum,
+)
 from torchtitan.loss.cross_entropy import IGNORE_INDEX
 
 N_FEATURES, N_CLASSES = 6, 11

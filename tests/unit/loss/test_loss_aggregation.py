@@ -1,12 +1,33 @@
 """Losses as weighted sums: equal for every split, and equal to what each mode's name says."""
 
+import random
+
 import pytest
 import torch
 
-from tests.unit.loss.loss_splits import LOSSES, largest_differences
-from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights, weighted_sum
+from tests.unit.loss.loss_splits import (
+    LOSSES,
+    accumulated,
+    aggregated_loss,
+    all_ranks,
+    largest_differences,
+    random_split,
+    random_step,
+    random_theta,
+    weights_of_step,
+)
+from torchtitan.loss.aggregation import (
+    LOSS_AGGREGATIONS,
+    aggregation_weights,
+    weighted_cross_entropy,
+    weighted_sum,
+)
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
+
+
+def split_of(step, seed):
+    return all_ranks(random_split(len(step), random.Random(seed)))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +89,65 @@ def test_prompts_without_a_token_count_if_asked():
     assert found == pytest.approx([1 / 9, 1 / 9, 0, 0, 1 / 9, 0, 0])  # prompts a, b and c
 
 
+def test_prompts_weigh_alike_however_many_tokens_answer_them():
+    weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
+    assert [w.tolist() for w in weights] == [[0.25, 0.25, 0], [0, 0.5], [0, 0], []]
+
+
+def test_prompts_may_be_told_apart_by_a_tensor():
+    expected = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
+    ids = torch.tensor([7, 8, 8, 9])
+    for prompt_ids in (ids, list(ids)):
+        weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=prompt_ids)
+        assert [w.tolist() for w in weights] == [w.tolist() for w in expected]
+
+
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
     assert max(largest_differences(mode, dtype, 20, loss)) < tolerance
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_deferred_denominator_gives_the_same_gradient(mode):
+    step, theta = random_step(torch.float64), random_theta(torch.float64)
+    weights = weights_of_step(step, mode, dtype=torch.float64)
+    expected = accumulated(step, weights, theta, split_of(step, 0))[1]
+    gradient, denominator = torch.zeros_like(theta), 0.0
+    for prompts in ((0, 3), (1,), (2, 4)):  # three calls, with whole prompts
+        part = [sequence for sequence in step if sequence.prompt in prompts]
+        weights, share = weights_of_step(part, mode, dtype=torch.float64, normalize=False)
+        gradient += accumulated(part, weights, theta, split_of(part, 1))[1]
+        denominator += share
+    assert (denominator == 0) == (mode == "token-sum")
+    torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+def test_duplicating_the_step_doubles_a_sum_and_leaves_means(mode):
+    step, theta = random_step(torch.float64), random_theta(torch.float64)
+    twice = step + step
+    prompts = [s.prompt for s in step] + [s.prompt + 5 for s in step]
+    weights = aggregation_weights(
+        [s.mask for s in twice], mode, norm=16.0, prompt_ids=prompts, dtype=torch.float64
+    )
+    loss, _ = accumulated(twice, weights, theta, split_of(twice, 0))
+    factor = 2 if mode == "token-sum" else 1
+    assert loss == pytest.approx(factor * aggregated_loss(step, mode, theta).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("masks", [[torch.zeros(3), torch.zeros(0)], []])
+def test_step_without_a_token_in_the_loss_has_weights_zero(mode, masks):
+    weights = aggregation_weights(masks, mode, norm=1.0, prompt_ids=[0] * len(masks))
+    assert [w.tolist() for w in weights] == [[0.0] * len(mask) for mask in masks]
+
+
+def test_sum_norm_refuses_to_run_without_its_constant():
+    for norm in (None, 0, -1.0):
+        with pytest.raises(ValueError, match="norm, which must be above 0"):
+            aggregation_weights(MASKS, "seq-mean-token-sum-norm", norm=norm)
 
 
 def test_unknown_mode_and_missing_prompts_are_refused():
@@ -90,3 +165,8 @@ def test_values_without_weight_count_nowhere_even_if_not_finite():
     loss.backward()
     assert loss == 0.5
     assert values.grad.tolist() == [0.5, 0, 0]
+
+
+def test_weighted_cross_entropy_needs_its_weights():
+    with pytest.raises(ValueError, match=r"'loss_weights' \[B, T\] in the batch, got \['input'\]"):
+        weighted_cross_entropy(torch.zeros(1, 2, 3), torch.zeros(1, 2), {"input": None})
