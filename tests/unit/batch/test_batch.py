@@ -44,6 +44,16 @@ def test_what_has_a_value_per_token_follows_the_tokens():
         assert longer.entries[key] is entries[key]
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.numpy, torch.Tensor.tolist])
+def test_known_entry_that_is_no_tensor_is_named(kind):
+    for key in ("labels", "positions", "document_ids", "seq_lens", "cu_seqlens", "routed_experts"):
+        with pytest.raises(
+            ValueError, match=f"the batch's '{key}' must be a tensor, got (nd|list)"
+        ):
+            TokenBatch.from_dict({"input": TOKENS, key: kind(TOKENS)})
+        TokenBatch.from_dict({"input": TOKENS, key: None, "names": ["a", "b"]})
+
+
 @pytest.mark.parametrize("steps_ahead", [True, False])
 def test_documents_of_a_microbatch_are_read_once(tmp_path, monkeypatch, steps_ahead):
     n_reads = 0

@@ -1,5 +1,7 @@
 """Separators and document ids, against a loop over tokens."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan.batch.documents import (
     PADDING,
+    document_ids_from_cu_seqlens,
     document_ids_from_eos,
     document_ids_from_lengths,
     document_ids_from_positions,
@@ -16,6 +19,8 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask
+from torchtitan.config.job_config import Model
+from torchtitan.config.mask_types import BOUNDARY_SOURCES
 
 EOS = 2
 
@@ -115,6 +120,16 @@ def test_every_source_reads_the_same_documents(entry, mask_type):
     assert found.dtype == torch.int32 and found.tolist() == [[0, 0, 1, 1]]
 
 
+def test_one_row_of_positions_serves_all_rows():
+    batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
+    assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
+
+
+def test_one_row_of_lengths_may_be_flat():
+    batch = {"input": torch.ones(1, 3), "seq_lens": torch.tensor([1, 2])}
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]]
+
+
 @pytest.mark.parametrize(
     "key, value, match",
     [
@@ -171,6 +186,28 @@ def test_explicit_boundaries_win_over_the_mask_type():
         else:
             assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 2]]
         del batch[key]
+
+
+def test_block_causal_without_an_end_of_text_id_says_what_to_do():
+    with pytest.raises(
+        ValueError, match="the tokenizer is None .*set the `tokenizer` of an engine.*position_block"
+    ):
+        read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
+
+
+def test_unknown_mask_type_is_refused_and_not_read_from_end_of_text_tokens():
+    with pytest.raises(ValueError, match="model.attn_mask_type must be one of causal.*'blok'"):
+        read_document_ids({"input": torch.ones(1, 3)}, "blok", EOS)
+
+
+def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
+    literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
+    assert get_args(literal) == tuple(BOUNDARY_SOURCES)
+
+
+def test_cu_seqlens_that_stop_early_leave_padding():
+    ids = document_ids_from_cu_seqlens(torch.tensor([[0, 2, 3]], dtype=torch.int32), seq_len=5)
+    assert ids.tolist() == [[0, 0, 1, PADDING, PADDING]]
 
 
 @given(rows_of(st.integers(-1, 2)))
@@ -249,6 +286,17 @@ def test_disagreement_names_row_index_and_both_readings(caplog):
     ]
 
 
+def test_padding_by_one_source_alone_is_a_disagreement(caplog):
+    read_document_ids(two_rows(0, 1, 2, -1), "position_block_causal", None)
+    assert "row 1 token 3 continues a document by 'seq_lens' and is padding by" in caplog.text
+
+
+def test_disagreement_in_a_later_batch_is_found_once(caplog):
+    for last in (3, 3, 0, 0):
+        read_document_ids(two_rows(0, 1, 2, last), "position_block_causal", None)
+    assert ["disagree" in message for message in caplog.messages] == [True]
+
+
 def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
     batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
     assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
@@ -257,3 +305,39 @@ def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
         "ignored, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
         "continues a document by 'positions'"
     ]
+
+
+def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog):
+    agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
+    read_document_ids(agrees, "position_block_causal", EOS)
+    assert caplog.messages == []
+    tokens = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
+    batch = {"input": tokens, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}
+    for _ in range(2):
+        ids = read_document_ids(batch, "position_block_causal", EOS)
+    assert ids.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert caplog.messages == [
+        "document boundaries come from 'positions'; the 'end-of-text tokens' of the batch are "
+        "ignored, and they disagree: in row 1 token 3 continues a document by 'positions' and begins "
+        "a document by 'end-of-text tokens'"
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokens, positions",
+    [
+        ([5, 6, 7, 8], [0, 1, 0, 1]),  # no end-of-text token that says anything
+        ([5, EOS, EOS, EOS, 6, 7], [0, 1, -1, -1, 0, 1]),  # nor of padding, whatever token fills it
+        ([5, EOS, 9, 9, 6, 7], [0, 1, -1, -1, 0, 1]),
+    ],
+)
+def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(caplog, tokens, positions):
+    batch = {"input": torch.tensor([tokens]), "positions": torch.tensor([positions])}
+    read_document_ids(batch, "position_block_causal", EOS)
+    assert caplog.messages == []
+
+
+def test_one_source_is_no_reason_to_warn(caplog):
+    batch = {"input": torch.ones(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 3])}
+    assert read_document_ids(batch, "block_causal", None).tolist() == [[0, 1, 1]]
+    assert caplog.messages == []

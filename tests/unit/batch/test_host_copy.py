@@ -3,21 +3,25 @@
 "meta" stands for the accelerator, because code that reads a number from it fails.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import boundaries_on_host, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata, map_masks
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
+from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import TransformerModelArgs as Llama4Args
 from torchtitan.step import runner as step_runner
-from torchtitan.tools.host_copy import on_host, to_device
+from torchtitan.tools import host_copy
+from torchtitan.tools.host_copy import fetch, on_host, remember_host, to_device
 
 EOS = 0
 TOKENS = torch.tensor([[5, 6, EOS, 7, 8, 9, EOS, 4], [3] * 8])
@@ -49,6 +53,29 @@ def test_copy_leads_back_until_one_of_the_two_changes():
     assert on_host(copy + 1).device.type == "meta"
 
 
+def test_entry_of_every_row_is_pinned(monkeypatch):
+    """torch pins by a copy with the strides of the source, which must not share memory."""
+    monkeypatch.setattr(host_copy, "get_device_type", lambda: "cuda")
+    monkeypatch.setattr(Tensor, "is_pinned", lambda x: False)
+    monkeypatch.setattr(
+        Tensor,
+        "pin_memory",
+        lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x),
+    )
+    positions = torch.arange(3).expand(2, 3)
+    assert torch.equal(host_copy.pinned(positions), positions)
+
+
+def test_what_did_not_come_from_the_host_leads_nowhere():
+    x = torch.empty(3, device="meta")
+    assert on_host(x) is x
+    assert on_host(remember_host(x, torch.empty(3, device="meta"))) is x
+    host = torch.arange(3)
+    assert on_host(host) is host and to_device(host, "cpu") is host and fetch(host) is host
+    with torch.inference_mode():  # which has no version counter
+        assert on_host(to_device(torch.arange(3), "meta")).device.type == "meta"
+
+
 def test_sources_of_two_devices_are_read_where_they_are():
     batch = {"input": to_device(TOKENS, "meta"), "positions": torch.zeros(2, 8, device="meta")}
     assert boundaries_on_host(batch) is batch
@@ -76,6 +103,17 @@ def llama4(attn_type, mask_type):
     return Llama4(args)
 
 
+def gpt_oss(attn_type, mask_type):
+    args = dataclasses.replace(
+        gptoss_configs["debugmodel"],
+        n_layers=1,
+        vocab_size=32,
+        attn_type=attn_type,
+        attn_mask_type=mask_type,
+    )
+    return GptOssModel(args)
+
+
 def numbers_of(masks):
     """Return the host's numbers of a mask, or of each mask in a dict."""
     if isinstance(masks, dict):
@@ -90,7 +128,7 @@ def numbers_of(masks):
 
 @pytest.mark.parametrize("source", PACKED)
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-@pytest.mark.parametrize("build", [llama3, llama4])
+@pytest.mark.parametrize("build", [llama3, llama4, gpt_oss])
 def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, source):
     mask_type = "position_block_causal" if source == "positions" else "block_causal"
     with torch.device("meta"):
@@ -171,3 +209,35 @@ def test_context_parallelism_reads_nothing_back_from_masks_of_the_host(balancer,
 
 def as_list(masks):
     return list(masks.values()) if isinstance(masks, dict) else [masks]
+
+
+def test_masks_that_nobody_asks_for_their_documents_are_not_read():
+    ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    mask = DocumentMask.from_documents(ids).lower("flex").lowered
+    _, sharded = cp_shard(axis("meta", 0), (tokens,), mask, rotate_method="alltoall")
+    assert sharded.lowered is mask
+
+
+def test_masks_from_the_device_alone_are_read_once(monkeypatch):
+    reads = []
+
+    def read(self):
+        reads.append(self.shape)
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    ids = torch.zeros(2, 8, dtype=torch.int32, device="meta")
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    one, other = DocumentMask.from_documents(ids), DocumentMask.from_documents(ids + 0)
+    cp_shard(axis("meta", 0), (tokens,), {"a": one.lower("flex"), "b": None})
+    masks = {"a": one.lower("flex"), "b": other.lower("flex")}
+    cp_shard(axis("meta", 0), (tokens,), masks)
+    assert reads == [(2, 8), (2, 8)]
+
+    reads.clear()
+    with torch.device("meta"):
+        model = llama4("varlen", "block_causal")
+    masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
+    cp_shard(axis("meta", 0), (tokens,), masks)
+    assert reads == [(2, 8)]

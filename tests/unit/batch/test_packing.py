@@ -104,6 +104,12 @@ def test_labels_that_count_are_those_that_are_not_ignored():
     assert TokenBatch.from_dict({"input": TOKENS}, labels).num_valid == 5
 
 
+def test_labels_are_not_changed_in_place():
+    labels = torch.zeros_like(TOKENS)
+    assert policy().mask_labels({"input": TOKENS}, labels).count_nonzero() == 2
+    assert labels.count_nonzero() == 0
+
+
 def test_batch_with_its_own_mask_keeps_its_labels_and_positions():
     batch = {"input": TOKENS, "attention_masks": "own"}
     assert ignored(policy(), batch) == []
@@ -137,6 +143,40 @@ def test_masks_are_made_of_document_ids_alone():
     assert model.asked_with.keys() == {"document_ids"}
 
 
+def test_positions_of_the_batch_are_kept():
+    batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
+    extra_inputs, _ = model_inputs(policy(), batch)
+    assert extra_inputs["positions"] is batch["positions"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        policy(restart_positions=False),
+        policy("causal", "sdpa"),
+        policy("causal", "flex"),
+    ],
+    ids=["off", "sdpa", "flex causal"],
+)
+def test_positions_stay_away_where_they_are_not_wanted(chosen):
+    extra_inputs, _ = model_inputs(chosen, {"input": TOKENS})
+    assert extra_inputs == {}
+
+
+def test_boundaries_do_not_reach_the_models_forward():
+    batch = {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]]), "weights": "kept"}
+    extra_inputs, _ = model_inputs(policy(), batch)
+    assert sorted(extra_inputs) == ["positions", "weights"]
+
+
+def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
+    batch = {"input": TOKENS, "document_ids": torch.zeros(1, 6).long()}
+    for _ in range(2):
+        model_inputs(policy("causal", "sdpa"), batch)
+    (message,) = caplog.messages
+    assert "'document_ids' keep no documents apart" in message and "'block_causal'" in message
+
+
 @pytest.mark.parametrize("attn_type", ["sdpa", "flex"])
 def test_positions_that_restart_under_a_causal_mask_are_warned_of_once(caplog, attn_type):
     for positions in (
@@ -150,6 +190,18 @@ def test_positions_that_restart_under_a_causal_mask_are_warned_of_once(caplog, a
     (message,) = caplog.messages
     assert message.startswith("the batch's 'positions' restart in row 0 at token 4, but under")
     assert "set it to 'position_block_causal', with model.attn_type 'flex' or 'varlen'" in message
+
+
+def test_restarts_are_no_matter_where_documents_are_kept_apart_by_other_means(caplog):
+    batch = {"input": TOKENS, "positions": torch.tensor([[0, 1, 0, 1, 2, 3]])}
+    model_inputs(policy(), batch)
+    model_inputs(policy("causal"), batch | {"attention_masks": "own"})
+    assert caplog.messages == []
+
+
+def test_missing_positions_name_both_ways_out():
+    with pytest.raises(ValueError, match=r"put 'positions' \[B, T\] into it.*'block_causal'"):
+        policy("position_block_causal").token_batch({"input": TOKENS}, TOKENS)
 
 
 # ---- rows ----
@@ -183,6 +235,11 @@ def test_rows_are_split_with_their_labels_and_what_belongs_to_all_is_shared():
         assert part["source"] == "text5" and part["names"] == ["a", "b"]
 
 
+def test_batch_that_needs_no_split_stays_one():
+    batch = TokenBatch.from_dict({"input": TOKENS, "attention_masks": "own"}, TOKENS)
+    assert batch.split(8) == batch.split(1) == [batch]
+
+
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -196,6 +253,14 @@ def test_what_cannot_be_split_by_rows_is_named(key, value):
     batch = {"input": torch.zeros(4, 2).long(), key: value}
     with pytest.raises(ValueError, match=f"{key}.*give a list of microbatches"):
         TokenBatch.from_dict(batch).split(2)
+
+
+def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
+    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
+    batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
+    padded = two_ranks.pad(policy().token_batch(batch))
+    assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
+    assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
 
 
 def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_rows():
@@ -223,22 +288,3 @@ def test_loss_of_a_filler_is_0_where_its_outputs_add_up_to_an_overflow():
     loss = zero_loss(outputs)
     loss.backward()
     assert loss == 0 and not outputs.grad.any()
-
-
-def test_batch_that_needs_no_split_stays_one():
-    batch = TokenBatch.from_dict({"input": TOKENS, "attention_masks": "own"}, TOKENS)
-    assert batch.split(8) == batch.split(1) == [batch]
-
-
-def test_positions_of_the_batch_are_kept():
-    batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
-    extra_inputs, _ = model_inputs(policy(), batch)
-    assert extra_inputs["positions"] is batch["positions"]
-
-
-def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
-    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
-    batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
-    padded = two_ranks.pad(policy().token_batch(batch))
-    assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
-    assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]

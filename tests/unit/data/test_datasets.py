@@ -316,7 +316,7 @@ def test_document_in_pieces_has_the_tokens_of_the_whole(
 def test_real_tokenizer_cuts_long_documents_without_a_trace_or_warns(short_pieces, caplog):
     tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
     for text in ("It's 3.14 times\n\n  as long;\tnaïve — don't.\r\n" * 400, "a" * 5000):
-        assert not caplog.text
+        assert "document of" not in caplog.text
         register([{"text": text}])
         sequences = sequences_of(HuggingFaceTextDataset("numbers", None, tokenizer, 16))
         cut = [token for row in sequences for token in row]

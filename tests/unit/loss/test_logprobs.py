@@ -10,8 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.cross_entropy import SummedCrossEntropy
-from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens, token_logprobs
+from torchtitan.loss.logprobs import (
+    TokenLogProbs,
+    TokenOutputs,
+    TopTokens,
+    token_logprobs,
+)
+from torchtitan.models import _supported_models
 from torchtitan.numerics.low_rank import LowRank
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 
 ROWS, TOKENS, DIM, VOCAB = 2, 7, 5, 13
@@ -113,8 +120,6 @@ def test_adapters_of_several_models_change_the_logits_of_their_tokens(head, chun
     top = TopTokens(k=3, chunk_tokens=chunk_tokens)
     tokens = top(h, weight, bias, labels=labels, low_rank=adapters)[..., :3]
     assert torch.equal(tokens.long(), logits.topk(3).indices)
-    with pytest.raises(TypeError, match="low_ranks"):
-        top(h, weight, bias, labels=labels, low_ranks=adapters)
 
 
 def test_gradients_of_a_models_adapters_have_the_bits_of_it_alone():
@@ -167,6 +172,23 @@ def values_of_vocabulary_parts(n_ranks):
     return results
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "head",
+    [SummedCrossEntropy, TokenLogProbs, partial(TokenLogProbs, temperature=0.7, entropy=True)],
+)
+def test_compiled_chunks_compute_the_same(head, dtype):
+    h, weight, bias, labels = make_inputs(dtype)
+    results = []
+    for backend in (None, "aot_eager"):
+        outputs = head(chunk_tokens=5, compile_backend=backend)(h, weight, bias, labels=labels)
+        loss = outputs if isinstance(outputs, torch.Tensor) else some_loss(outputs)
+        results.append([loss, *torch.autograd.grad(loss, (h, weight, bias))])
+    # The eager loss rounds its gradients once more.
+    tolerances = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(results[1], results[0], **tolerances)
+
+
 def test_ranks_that_share_the_vocabulary_compute_what_one_does():
     whole = values_of_vocabulary_parts(1)
     ranks = run_ranks(values_of_vocabulary_parts, 2, 2)
@@ -186,6 +208,16 @@ def test_gradients_of_many_chunks_in_bf16_are_added_up_in_fp32():
     h, labels = torch.ones(1, 1000, 1).bfloat16(), torch.zeros(1, 1000, dtype=torch.int64)
     SummedCrossEntropy(1)(h, weight, bias, labels=labels).backward()
     assert weight.grad.flatten().tolist() == bias.grad.tolist() == [-500, 500]
+
+
+def test_summed_loss_keeps_no_gradient_where_none_is_wanted():
+    h, weight, _, labels = make_inputs()
+    whole = -reference(torch.nn.functional.linear(h, weight), labels, 1.0).logprobs.sum()
+    with torch.no_grad():
+        loss = SummedCrossEntropy(3)(h, weight, labels=labels)
+    torch.testing.assert_close(loss, whole.detach())
+    SummedCrossEntropy(3)(h, weight.detach(), labels=labels).backward()
+    assert h.grad is not None and weight.grad is None
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -210,12 +242,45 @@ def test_temperature_of_0_is_for_padding_alone():
             token_logprobs(logits, labels, temperature=torch.tensor(temperature))
 
 
+def test_only_entropy_may_have_a_gradient():
+    h, weight, bias, labels = make_inputs()
+    expected = reference(torch.nn.functional.linear(h, weight, bias), labels, 1.0).entropy
+    (gradient,) = torch.autograd.grad(expected.square().sum(), weight)
+    outputs = TokenLogProbs(entropy=True, chunk_tokens=4)(h, weight, bias, labels=labels)
+    outputs.entropy.square().sum().backward()
+    torch.testing.assert_close(weight.grad, gradient, rtol=1e-12, atol=1e-13)
+
+
 def test_ignored_labels_have_log_prob_zero_and_no_gradient():
     h, weight, _, labels = make_inputs()
     outputs = TokenLogProbs()(h, weight, labels=labels)
     outputs.logprobs.sum().backward()
     assert torch.equal(outputs.logprobs == 0, labels == IGNORE_INDEX)
     assert torch.equal((h.grad == 0).all(-1), labels == IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_logits_are_normalized_in_fp32(autocast):
+    h, weight, _, labels = make_inputs(torch.float32 if autocast else torch.bfloat16)
+    h16, weight16 = h.detach().bfloat16(), weight.detach().bfloat16()
+    expected = reference(h16 @ weight16.T, labels, 1.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = TokenLogProbs(entropy=True, chunk_tokens=4)(h, weight, labels=labels)
+        outputs.logprobs.sum().backward()
+    torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
+    assert weight.grad.dtype == weight.dtype
+    # The sum is rounded once, and so is each chunk's product.
+    exact, exact_h = weight16.double().requires_grad_(), h16.double()
+    reference(exact_h @ exact.T, labels, 1.0).logprobs.sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=0.02, atol=0.03)
+
+
+def test_large_logits_lose_no_digits():
+    logits = torch.tensor([[[1000.0, 1001.0, 990.0]]])
+    outputs = token_logprobs(logits, torch.tensor([[0]]), entropy=True)
+    expected = reference(logits.double(), torch.tensor([[0]]), 1.0)
+    torch.testing.assert_close(outputs.logprobs.double(), expected.logprobs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outputs.entropy.double(), expected.entropy, rtol=1e-6, atol=0)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -245,6 +310,30 @@ def test_logits_of_one_chunk_are_the_largest_tensor_in_forward_and_backward(entr
     assert largest.numel == chunk * vocab
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_batch_without_tokens_has_outputs_without_tokens(shape):
+    h = torch.zeros(*shape, DIM, requires_grad=True)
+    weight = torch.zeros(VOCAB, DIM, requires_grad=True)
+    labels = torch.zeros(shape, dtype=torch.int64)
+    outputs = TokenLogProbs(entropy=True)(h, weight, labels=labels)
+    assert outputs.logprobs.shape == outputs.entropy.shape == shape
+    outputs.logprobs.sum().backward()
+    assert weight.grad.count_nonzero() == 0
+    loss = SummedCrossEntropy()(h, weight, labels=labels)
+    loss.backward()
+    assert loss == 0 and weight.grad.count_nonzero() == 0
+    assert token_logprobs(torch.zeros(*shape, VOCAB), labels).logprobs.shape == shape
+
+
+def test_settings_and_labels_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="temperature of log-probabilities must be above 0, got 0"):
+        TokenLogProbs(temperature=0)
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
+        TokenLogProbs(chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"one entry per token, \[2, 3\], got \[2, 4\]"):
+        token_logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 4))
+
+
 @pytest.mark.parametrize("label", [-1, VOCAB])
 def test_labels_outside_the_vocabulary_are_refused(label):
     labels = torch.tensor([[0, label, VOCAB - 1, -100]])
@@ -253,3 +342,29 @@ def test_labels_outside_the_vocabulary_are_refused(label):
         token_logprobs(torch.zeros(1, 4, VOCAB), labels)
     with pytest.raises(ValueError, match=message):
         TokenLogProbs()(torch.zeros(1, 4, DIM), torch.zeros(VOCAB, DIM), labels=labels)
+
+
+@pytest.mark.parametrize("family", sorted(_supported_models))
+def test_every_family_takes_a_head(family):
+    spec = get_train_spec(family)
+    args = spec.model_args["debugmodel_small" if family == "gpt_oss" else "debugmodel"]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    tokens = torch.randint(0, 100, (1, 9))
+    masks = None
+    if args.attn_type != "sdpa":
+        masks = model.get_attention_masks(tokens, None)
+    labels = torch.randint(0, 100, (1, 9))
+    expected = token_logprobs(model(tokens, attention_masks=masks), labels, entropy=True)
+    expected.logprobs.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    head = partial(TokenLogProbs(entropy=True, chunk_tokens=4), labels=labels)
+    outputs = model(tokens, attention_masks=masks, head=head)
+    outputs.logprobs.sum().backward()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
