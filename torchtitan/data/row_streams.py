@@ -56,14 +56,15 @@ class Packing:
         parts: at most T + 1 tokens in total. Token T + 1 is used only as a label.
         """
         tokens = join(parts)
-        lengths = np.array([len(part.ids) for part in parts], np.int64)
-        ends = lengths.cumsum()
         labels = tokens.ids[1:].astype(np.int64)
         if tokens.trained is not None:
             labels[~tokens.trained[1:]] = IGNORE_INDEX
+        row = {"input": self._filled(tokens.ids, self.padding_id)}
+        if self.method != "concat" or self.positions or self.document_ids or self.sources:
+            lengths = np.array([len(part.ids) for part in parts], np.int64)
+            ends = lengths.cumsum()
         if self.method != "concat":
             labels[ends[:-1] - 1] = IGNORE_INDEX
-        row = {"input": self._filled(tokens.ids, self.padding_id)}
         if self.positions:
             positions = np.arange(len(tokens.ids)) - (ends - lengths).repeat(lengths)
             row["positions"] = self._filled(positions, PADDING)
@@ -79,6 +80,8 @@ class Packing:
 
     def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
         """Return numbers truncated or padded to [T] int64."""
+        if len(numbers) >= self.seq_len:
+            return torch.from_numpy(numbers[: self.seq_len].astype(np.int64))
         filled = np.full(self.seq_len, padding, np.int64)
         filled[: len(numbers)] = numbers[: self.seq_len]
         return torch.from_numpy(filled)
