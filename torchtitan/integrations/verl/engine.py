@@ -21,7 +21,6 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 
 from torchtitan.batch.batch import Batch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
 from torchtitan.integrations.verl.config import (
@@ -108,7 +107,6 @@ class VerlEngine(BaseEngine):
             self.model_config,
             self.checkpoint_config,
             self.model_type,
-            num_ranks(),
         )
 
     # ---- this rank's place in the job ----
