@@ -5,13 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.unit.integrations.tinker_server import (
-    DATA,
-    LORA,
-    PROMPT,
-    Http,
-    forward_backward_message,
-)
+from tests.unit.integrations.tinker_server import DATA, LORA, PROMPT, Http, forward_backward_message
 from tests.unit.rl.neighbours import changes, files_of_at_most, train_on_full_disk
 from tests.unit.rl.together import largest_difference, train
 from tests.unit.rl.toy import toy_config

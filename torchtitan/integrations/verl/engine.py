@@ -348,16 +348,6 @@ class VerlEngine(BaseEngine):
         """Return (iterator over changes since the last call, see `WeightDeltas`; None)."""
         return iter(self._deltas), None
 
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: verl's format has one block per weight, a rank may hold several.
-
-        verl 0.9.1 calls this method only for its own engines.
-        """
-        raise NotImplementedError(
-            "torchtitan's engine gives rollouts whole weights or their changes, not shards; call "
-            "get_per_tensor_param or get_per_tensor_param_delta_shard"
-        )
-
 
 @contextlib.contextmanager
 def _errors_in_verls_words() -> Iterator[None]:
