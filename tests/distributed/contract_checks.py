@@ -28,7 +28,6 @@ from torchtitan.testing.contract import (
     Kit,
 )
 from torchtitan.testing.tiny_jobs import (
-    SEQ_LEN,
     Batch,
     PlainLoop,
     logprobs_of,
@@ -150,9 +149,6 @@ def plain_logprobs(engine: TrainingEngine, documents: list[Tensor]) -> Tensor:
         return torch.cat([plain.logprobs(document) for document in documents])
 
 
-# ---- the parts of an engine or trainer ----
-
-
 # ---- a client's own forward, with its own masks ----
 
 
@@ -197,34 +193,6 @@ def replicas_of_a_client(kit: ClientKit) -> None:
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         trainer.optimizers.zero_grad()
         assert_close([norm, run_step(trainer, documents)[1]], [expected] * 2, **SAME_STEP)
-
-
-def gradient_reduction_mean(kit: ClientKit) -> None:
-    """training.gradient_reduction = "mean" divides by the data-parallel degree: FSDP, DDP, HSDP."""
-    norms = []
-    for layout in ("fsdp", "ddp", "hsdp") if kit.world_size > 2 else ("fsdp", "ddp"):
-        for reduction in ("sum", "mean"):
-            with kit.build(layout, training={"gradient_reduction": reduction}) as engine:
-                norm = run_step(engine, make_documents(14))[1]
-                norms.append(norm * engine.dp_size if reduction == "mean" else norm)
-    assert_close(norms, norms[:1] * len(norms), **SAME_STEP)
-
-
-# ---- the engine's own forward ----
-
-
-# ---- the engine's own step ----
-
-
-def long_rows_of_odd_length(kit: ClientKit) -> None:
-    """Rows longer than seq_len and of odd length run in every layout, if documents are shorter."""
-    documents = make_documents(43, (33, 21, 11, 30, 2, 18))
-    assert sum(len(d) for d in documents) > SEQ_LEN
-    for layout in ("fsdp", "tp", "pp", "cp") if kit.world_size > 1 else ("fsdp",):
-        with kit.build(layout) as engine:
-            plain = PlainLoop(engine)
-            ours = run_step(engine, documents * engine.dp_size, num_microbatches=1)
-            assert_close(ours, plain.run_step(documents), **SAME_STEP)
 
 
 def numbers_of_the_global_batch(kit: ClientKit, layout: str) -> None:

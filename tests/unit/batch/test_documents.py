@@ -89,23 +89,6 @@ def test_starts_allow_exactly_the_pairs_of_one_document(rows):
 P = "position_block_causal"
 
 
-@pytest.mark.parametrize(
-    "entry, mask_type",
-    [
-        ({}, "block_causal"),
-        ({"positions": [[0, 1, 0, 1]]}, P),
-        ({"seq_lens": [[2, 2]]}, P),
-        ({"cu_seqlens": [[0, 2, 4]]}, P),
-        ({"document_ids": [[0, 0, 1, 1]]}, P),
-    ],
-)
-def test_every_source_reads_the_same_documents(entry, mask_type):
-    batch = {"input": torch.tensor([[5, EOS, 7, 8]])}
-    batch |= {key: torch.tensor(value) for key, value in entry.items()}
-    found = read_document_ids(batch, mask_type, EOS)
-    assert found.dtype == torch.int32 and found.tolist() == [[0, 0, 1, 1]]
-
-
 def test_one_row_of_positions_serves_all_rows():
     batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
     assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
