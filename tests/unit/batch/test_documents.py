@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan.batch.documents import (
     PADDING,
+    document_ids_from_cu_seqlens,
     document_ids_from_eos,
     document_ids_from_lengths,
     document_ids_from_positions,
@@ -172,6 +173,11 @@ def test_boundaries_that_cannot_be_read_are_named(mask_type, eos_id, match):
 def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
     literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
     assert get_args(literal) == tuple(BOUNDARY_SOURCES)
+
+
+def test_cu_seqlens_that_stop_early_leave_padding():
+    ids = document_ids_from_cu_seqlens(torch.tensor([[0, 2, 3]], dtype=torch.int32), seq_len=5)
+    assert ids.tolist() == [[0, 0, 1, PADDING, PADDING]]
 
 
 @given(rows_of(st.integers(-1, 2)))
