@@ -11,6 +11,7 @@ from verl.workers.config import TorchtitanEngineConfig
 from torchtitan.adapters.peft_files import read_config
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import refuse
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -240,10 +241,12 @@ def _engine_problems(config: Any) -> Iterator[str]:
             f"engine.router_replay.mode = {config.router_replay.mode!r}; set it to 'R3', and "
             "rollout.enable_rollout_routing_replay=true, or to 'disabled'"
         )
-    if config.data_parallel_size != 1:
+    others = config.tensor_parallel_size * config.pipeline_parallel_size
+    data_parallel = num_ranks() // max(others * config.context_parallel_size, 1)
+    if config.data_parallel_size not in (1, data_parallel):
         yield (
-            f"engine.data_parallel_size must be 1, got {config.data_parallel_size}; the number of "
-            "processes and engine.data_parallel_shard_size set it"
+            f"engine.data_parallel_size must be 1, which does not set it, or {data_parallel}, the number "
+            f"of processes that read different data, got {config.data_parallel_size}; correct it"
         )
 
 
