@@ -5,6 +5,7 @@ All ranks run all checks, one after the other in the same processes.
 B rows, T tokens per row, V vocabulary entries.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,19 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
+from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.testing.contract import Check, Kit
 from torchtitan.testing.tiny_jobs import (
+    FAMILY,
     Batch,
     PlainLoop,
     logprobs_of,
     make_documents,
     num_valid,
     pack,
+    run_step,
 )
+from torchtitan.train import Trainer
 
 # fp32, with sums in another order: losses and norms of about 4, and log-probabilities of about -4.
 SAME_STEP = dict(rtol=1e-5, atol=0)
@@ -73,6 +79,25 @@ def forward_under_autocast(kit: Kit) -> None:
             (-logprobs.sum()).backward()
             for name, parameter in engine.model_parts[0].named_parameters():
                 assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def replicas_of_a_client(kit: Kit) -> None:
+    """A client's own backward has the mean over replicas, as under DDP; engine steps have sums."""
+    documents = make_documents(47)
+    batch, labels = pack(documents)
+    spec = train_spec_module.get_train_spec(FAMILY)
+    without_data = replace(spec, build_dataloader_fn=None, build_tokenizer_fn=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_spec_module, "get_train_spec", lambda name: without_data)
+        trainer = Trainer(kit.job("ddp", training={"max_norm": 1e9}))
+    with trainer:
+        _, expected = PlainLoop(trainer).run_step(documents)
+        logits, _ = logits_of_own_forward(trainer, batch)  # the same documents on every rank
+        F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE_INDEX).backward()
+        gradients = [p.grad for p in trainer.model_parts[0].parameters()]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        trainer.optimizers.zero_grad()
+        assert_close([norm, run_step(trainer, documents)[1]], [expected] * 2, **SAME_STEP)
 
 
 def numbers_of_the_global_batch(kit: Kit, layout: str) -> None:
@@ -129,6 +154,7 @@ def numbers_of_the_global_batch(kit: Kit, layout: str) -> None:
 
 _ALL = [
     Check(forward_under_autocast),
+    Check(replicas_of_a_client, 2),
     *(
         Check(numbers_of_the_global_batch, 2, (layout,))
         for layout in ("fsdp", "ddp", "tp", "cp", "pp")
