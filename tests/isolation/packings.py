@@ -1,4 +1,4 @@
-"""Random packings, and the batches that carry them.
+"""Packings, and the batches that carry them.
 
 A packing says how rows of T tokens are made up of documents and padding. It can be written into
 a batch in six ways (`SEPARATORS`).
@@ -63,40 +63,6 @@ def _as_document_lengths(segment: Segment) -> list[int]:
     if segment.first_position is None:
         return [1] * segment.length
     return [segment.length]
-
-
-# ---- drawing ----
-
-
-def random_packing(rng: random.Random, n_rows: int, seq_len: int) -> Packing:
-    """Rows of every kind: one document, padding alone, single tokens, few and many documents."""
-    return tuple(_random_row(rng, seq_len) for _ in range(n_rows))
-
-
-def _random_row(rng: random.Random, seq_len: int) -> tuple[Segment, ...]:
-    kind = rng.random()
-    if kind < 0.05:
-        return (Segment(seq_len, None),)
-    if kind < 0.15:
-        return (Segment(seq_len, _random_first_position(rng, share_inside=0.5)),)
-    longest = rng.choice([1, 4, max(1, seq_len // 4), max(1, seq_len // 2), seq_len])
-    share_of_padding = rng.choice([0.0, 0.0, 0.1, 0.3])
-    row: list[Segment] = []
-    left = seq_len
-    while left > 0:
-        length = rng.randint(1, min(left, longest))
-        first = _random_first_position(rng, share_inside=0.2 if row else 0.4)
-        row.append(Segment(length, None if rng.random() < share_of_padding else first))
-        left -= length
-        if rng.random() < share_of_padding / 4:  # the rest of the row is padding
-            row += [Segment(left, None)] if left else []
-            left = 0
-    return tuple(row)
-
-
-def _random_first_position(rng: random.Random, share_inside: float) -> int:
-    """0, or for this share of documents a position inside: their beginning is elsewhere."""
-    return rng.randint(1, LARGEST_FIRST_POSITION) if rng.random() < share_inside else 0
 
 
 # ---- writing a packing into a batch ----
