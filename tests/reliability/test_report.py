@@ -76,6 +76,23 @@ def test_steps_done_again_are_separate_from_final_steps(tmp_path):
     assert data["redone"] == [{"x0": 6, "x1": 8, "t0": 6.0, "t1": 8.0}]
 
 
+def test_redone_stretch_begins_after_the_step_of_the_checkpoint_not_at_the_next_logged_step(
+    tmp_path,
+):
+    write_lines(
+        tmp_path / "events.jsonl",
+        [event("start", 0), event("training", 1, step=0), event("save", 50, step=50)]
+        + [event("start", 100), event("training", 101, step=50), event("end", 140)],
+    )
+    first = [line(step, step, loss=1.0) for step in (1, *range(10, 81, 10))]
+    again = [line(step, step + 60, loss=1.0) for step in range(60, 81, 10)]
+    write_lines(tmp_path / "metrics.jsonl", [*first, *again])
+    data = data_of(page_of(read_run(tmp_path)))
+    assert data["redone"] == [{"x0": 51, "x1": 80, "t0": 51.0, "t1": 80.0}]
+    (loss,) = data["panels"][0]["curves"]
+    assert loss["redone"]["x"] == [60, 70, 80]
+
+
 def test_start_that_ended_without_a_word_is_a_fault(tmp_path):
     write_run_with_a_restart(tmp_path)
     data = data_of(page_of(read_run(tmp_path)))

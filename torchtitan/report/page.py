@@ -56,6 +56,7 @@ PANELS = [
     ("Tokens per completion", "rl/completion_tokens", ""),
     ("Entropy of the policy", "loss/entropy", ""),
 ]
+REWARD_PART = "rl/reward/"
 GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
 GROUPS |= {"fault": "fault", "lost": "fault", "validation": "validation"}
 GROUPS |= {"save": "save", "background save": "save"}
@@ -121,8 +122,8 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
     # start -> the lowest step of all later starts; from there on, the start's steps were redone
-    redone_from, lowest = {}, math.inf
-    for start, first_step in sorted(run.first_steps().items(), reverse=True):
+    redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
+    for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest
         lowest = min(lowest, first_step)
 
@@ -132,6 +133,10 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
     if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
         chosen = [entry for entry in chosen if entry[1] != highest]
+    # Scores of the reward function's own stand beside the reward that is made of them.
+    of_reward = [m for m in run.curves if m.startswith(REWARD_PART) and m not in drawn]
+    chosen += [("Reward", m, f"{m.removeprefix(REWARD_PART)}, training") for m in of_reward]
+    drawn.update(of_reward)
     chosen += [(metric[:100], metric, "") for metric in run.curves if metric not in drawn]
     chosen = chosen[:MAX_CURVES]
 
@@ -157,13 +162,15 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         panel = {"title": title, "curves": [], "more": title not in known}
         panels.setdefault(title, panel)["curves"].append(columns)
 
-    # start -> [first, last] (step, time) of its steps that were done again
-    stretches: dict[int, list[tuple[int, float]]] = {}
-    for curve in run.curves.values():
-        for start, *place in zip(curve.starts, curve.steps, curve.times, strict=True):
-            if place[0] >= redone_from[start]:
-                low, high = stretches.get(start, [place, place])
-                stretches[start] = [min(low, place), max(high, place)]
+    # The first and the last (step, time) of each start's steps that were done again.
+    redone: list[list[tuple[float, float]]] = []
+    for start, points in run.points().items():
+        first = max(redone_from[start], first_steps[start])
+        if (i := bisect_left(points, (first, -math.inf))) < len(points):
+            (step, at), (before, began) = points[i], points[max(i - 1, 0)]
+            # The first redone step itself may not be logged.
+            at -= (at - began) * (step - first) / max(step - before, 1)
+            redone.append([(first, at), points[-1]])
     return {
         "t0": t0,
         "panels": list(panels.values()),
@@ -180,7 +187,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "redone": [
             {"x0": x0, "x1": x1, "t0": round(low - t0, digits), "t1": round(high - t0, digits)}
-            for (x0, low), (x1, high) in spread(list(stretches.values()), 100)
+            for (x0, low), (x1, high) in spread(redone, 100)
         ],
     }
 
