@@ -42,10 +42,10 @@ PANELS = [
     ("Exact answers", "eval/greedy_exact", "held out, greedy"),
     ("Exact answers", "eval/sampled_exact", "held out, sampled"),
     ("Staleness, weight updates", "rl/lag", "oldest episode"),
-    ("Gradient norm", "grad_norm", ""),
-    ("Learning rate", "lr", ""),
-    ("Tokens per second and device", "throughput(tps)", ""),
-    ("MFU, %", "mfu(%)", ""),
+    ("Gradient norm", "grad_norm", "before clipping"),
+    ("Learning rate", "lr", "of the step"),
+    ("Tokens per second and device", "throughput(tps)", "training"),
+    ("MFU, %", "mfu(%)", "of the bf16 peak"),
     ("Seconds per step", "time_metrics/end_to_end(s)", "whole step"),
     ("Seconds per step", "time/step(s)", "whole step"),
     ("Seconds per step", "time/generate(s)", "generation"),
@@ -53,8 +53,8 @@ PANELS = [
     ("Seconds per step", "time/update_generator(s)", "weights to the generator"),
     ("Memory, GiB", "memory/max_active(GiB)", "active"),
     ("Memory, GiB", "memory/max_reserved(GiB)", "reserved"),
-    ("Tokens per completion", "rl/completion_tokens", ""),
-    ("Entropy of the policy", "loss/entropy", ""),
+    ("Tokens per completion", "rl/completion_tokens", "training"),
+    ("Entropy of the policy", "loss/entropy", "training"),
 ]
 REWARD_PART = "rl/reward/"
 GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
@@ -322,8 +322,9 @@ def _event_table(events: list[dict[str, Any]]) -> str:
         step = "" if event["step"] is None else f"{event['step']:,}"
         rows.append(
             f'<tr class="{GROUPS.get(event["kind"], "warning")}"><td>{_clock(event["wall_time"])}</td>'
-            f'<td class="number">{step}</td><td><i></i>{_text(event["kind"], 40)}</td>'
-            f"<td>{_text(who + event['message'] + code)}{times}</td></tr>"
+            f'<td class="number" data-name="{step and "step"}">{step}</td>'
+            f"<td><i></i>{_text(event['kind'], 40)}</td>"
+            f'<td class="text">{_text(who + event["message"] + code)}{times}</td></tr>'
         )
     header_cells = "<th>time</th><th class='number'>step</th><th>event</th><th>message</th>"
     return _table("Events", rows, header_cells)
@@ -333,10 +334,10 @@ def _sample_table(samples: list[dict[str, Any]]) -> str:
     rows = []
     for sample in samples:
         cells = []
-        for key, (_, kind) in SAMPLE_COLUMNS.items():
+        for key, (name, kind) in SAMPLE_COLUMNS.items():
             value = sample.get(key)
             value = "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
-            cells.append(f'<td class="{kind}">{_text(value)}</td>')
+            cells.append(f'<td class="{kind}" data-name="{name}">{_text(value)}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     header_cells = "".join(
         f'<th class="{kind if kind == "number" else ""}">{name}</th>'
