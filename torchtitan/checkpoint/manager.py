@@ -165,8 +165,8 @@ class CheckpointManager:
         due; without a dataloader, every step is. For adapters see `last_save_peft` and
         `save_peft_interval`; their folders `<folder>/peft-step-<curr_step>` are never removed.
         force: save even if the step is not due. path: save to this folder instead of
-            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder.
-            With either, no adapters are written in PEFT's format.
+            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder. Then
+            no adapters are written in PEFT's format.
         since: the step of the previous call, if several steps were taken since; a save that was due
             after it is due now, also without a dataloader.
 
@@ -184,15 +184,13 @@ class CheckpointManager:
                     "checkpoint.enable = false leaves no folder to save in; give the step folder as "
                     "path, or set checkpoint.enable = true"
                 )
-            self._save(curr_step, last_step, path)
-            return
         steps = range(curr_step if since is None else since + 1, curr_step + 1)
         is_callers_choice = since is None and self.states[DATALOADER] is None
-        if (is_callers_choice and self.enable and not self.load_only) or any(
-            self._should_save(step, last_step) for step in steps
-        ):
-            self._save(curr_step, last_step)
-        if any(self.is_peft_due(step, last_step) for step in steps):
+        is_callers_choice = is_callers_choice and self.enable and not self.load_only
+        is_due = any(self._should_save(step, last_step) for step in steps)
+        if path is not None or force or is_callers_choice or is_due:
+            self._save(curr_step, last_step, path)
+        if path is None and any(self.is_peft_due(step, last_step) for step in steps):
             folder = os.path.join(self.folder, f"peft-step-{curr_step}")
             what = f"The adapters in {folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
